@@ -94,7 +94,7 @@ class Layers:
             launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
             return self.o
         # putting x in order is part of the product
-        x = in_order(self.x, weight_format(weight.format).bits == 8) if ordered else self.x
+        x = in_order(self.x, "bytes" if weight_format(weight.format).bits == 8 else "nibbles") if ordered else self.x
         launch.start_widened(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
         return self.o
 

@@ -16,6 +16,7 @@
     nibbles_text           eight codes of 4 bits as 16-bit numbers                                     matmul
     e2m1_text              eight codes in e2m1 as 16-bit numbers                                       matmul
     bytes_text             four codes of 8 bits as 16-bit numbers                                      matmul
+    GROUPS                 eight groups of a 2:4 weight: their numbers and zeros                       matmul
     fp8_weights_text       n weights in FP8 from n scores, with the rows' sums and references          quantised
     ""                     nothing: the registers that it names are computed by then                   quantised
 
@@ -164,6 +165,48 @@ def _moved(to: str, of: str, left: int) -> str:
     if left == 0:
         return f"mov.b32 {to}, {of};"
     return f"shl.b32 {to}, {of}, {left};" if left > 0 else f"shr.b32 {to}, {of}, {-left};"
+
+
+# what a byte permutation takes for two bytes of a number: the first value of a group, the second, or zero
+_FIRST, _SECOND, _NONE = 0x10, 0x32, 0x44
+# where the values of a group are, by the last three bits of its places; 7 stands for (0, 1), whose bits are those of (0, 3)
+_KEPT = {0: (0, 2), 1: (1, 2), 4: (0, 3), 5: (1, 3), 6: (2, 3), 7: (0, 1)}
+
+
+def _groups_text() -> str:
+    """PTX for the weights of eight groups of four from their values and places."""
+    tables = []
+    for number in range(4):
+        kept = [_KEPT.get(n, (-1, -1)) for n in range(8)]
+        taken = [_FIRST if a == number else _SECOND if c == number else _NONE for a, c in kept]
+        tables.append([f"{int.from_bytes(bytes(part), 'little'):#x}" for part in (taken[:4], taken[4:])])
+    lines = [
+        "{ .reg .b32 z, p, t, b0, b1, b2, b3, s;",
+        "mov.b32 z, 0;",
+        # the fourth bit of a group's places is clear for (0, 1) alone: 3 is added to the last three then
+        "shr.b32 t, $24, 3;",
+        "lop3.b32 t, t, 0x11111111, t, 0x0c;",
+        "shl.b32 s, t, 1;",
+        "lop3.b32 p, $24, 0x77777777, t, 0xea;",
+        "or.b32 p, p, s;",
+    ]
+    for half in (0, 4):
+        if half:
+            lines.append("shr.b32 p, p, 16;")
+        lines += [f"mov.b32 s, {high}; mov.b32 t, {low}; prmt.b32 b{n}, t, s, p;" for n, (low, high) in enumerate(tables)]
+        for pair, taken in ((0, "0x5140"), (2, "0x7362")):
+            for part, (a, b) in enumerate((("b0", "b1"), ("b2", "b3"))):
+                lines.append(f"prmt.b32 s, {a}, {b}, {taken};")
+                for group in (half + pair, half + pair + 1):
+                    lines.append(f"prmt.b32 ${8 * part + group}, ${16 + group}, z, s;")
+                    if group == half + pair:
+                        lines.append("shr.b32 s, s, 16;")
+    return " ".join([*lines, "}"])
+
+
+GROUPS = gl.constexpr(_groups_text())
+# 16 results, eight registers of values, and the places once for each value
+GROUPS_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * (8 + 16)))
 
 
 def _number(x: float) -> str:

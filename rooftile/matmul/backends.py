@@ -178,7 +178,7 @@ def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
     if capability != (9, 0):
         yield f"compute capability {capability[0]}.{capability[1]}; needs 9.0 (Hopper)"
         return
-    if not _gluon_is_installed():
+    if not gluon_is_installed():
         yield "Triton without Gluon; needs Triton 3.6"
         return
     from rooftile.matmul.hopper import launch
@@ -215,7 +215,8 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
 
 
 @cache
-def _gluon_is_installed() -> bool:
+def gluon_is_installed() -> bool:
+    """Whether Triton has Gluon here."""
     return util.find_spec("triton.experimental.gluon") is not None
 
 

@@ -44,7 +44,7 @@ def linear(
         bias: any float dtype.
         out_dtype: the dtype of the result; None takes that of x.
         deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
-        backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "triton", "library"
+        backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "hopper", "triton", "library"
             (cuSPARSELt), "dense" or "definition". None takes the fastest that runs.
 
     Raises:

@@ -190,7 +190,8 @@ def import_kernels() -> None:
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
         "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
-        "matmul.hopper.launch", "matmul.two_four.kernels", "matmul.two_four.transposed", "numerics.kernels",
+        "matmul.hopper.launch", "matmul.two_four.kernels", "matmul.two_four.hopper", "matmul.two_four.transposed",
+        "numerics.kernels",
         "approximate.selected.kernels.choice", "approximate.selected.kernels.gated_sum",
         "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
     ):  # fmt: skip

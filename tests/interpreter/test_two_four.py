@@ -119,3 +119,23 @@ def test_results_are_transposed(M: int, N: int, is_scaled: bool) -> None:
     x_scales, w_scales, bias = torch.rand(M, 1), torch.rand(N, 1), torch.randn(N)
     due = y[:, :M].T * x_scales * w_scales.T + bias
     assert torch.equal(transposed(y, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("order", "shape", "places"),
+    [
+        ("nibbles", (4, 4, 2, 2, 2), (1, 3, 4, 0, 2)),
+        ("bytes", (4, 8, 2, 2), (1, 3, 0, 2)),
+        ("pairs", (4, 16, 2), (1, 0, 2)),
+    ],
+)
+def test_rows_in_the_order_of_hoppers_threads(order: str, shape: tuple[int, ...], places: tuple[int, ...]) -> None:
+    """Each 128 numbers of strided rows, the last of them zeros, in the dtype that is asked for."""
+    from rooftile.matmul.hopper.ordered import in_order
+
+    x = torch.randn(3, 2 * 2180).bfloat16()[:, ::2]
+    found = in_order(x, order, torch.float16)
+    padded = torch.nn.functional.pad(x, (0, 124)).half().reshape(3, 18, *shape)
+    due = padded.permute(0, 1, *(2 + n for n in places)).reshape(3, 2304)
+    assert found.dtype == torch.float16
+    assert torch.equal(found, due)

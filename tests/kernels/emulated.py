@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, gated_codes, launch, schedule, widened
+from rooftile.matmul.hopper import codes, gated_codes, launch, schedule, two_four, widened
 from rooftile.numerics.activations import ACTIVATIONS, KINDS
 
 # the formulas of `rooftile.numerics.activated`
@@ -180,13 +180,13 @@ def wait(count: int, deps: tuple[Any, ...]) -> Any:
     return deps[0] if len(deps) == 1 else deps
 
 
-def interpreted(text: str, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
-    """Runs PTX on bytes and 16-bit numbers (..., n), four neighbours at a time: four bytes or two numbers to a register."""
-    assert pack == 4
+def interpreted(text: Any, constraints: Any, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """Runs PTX on numbers of 8, 16 and 32 bits (..., n), `pack` neighbours at a time, as many to a register as fit."""
+    text, constraints = (each if isinstance(each, str) else each.value for each in (text, constraints))
     results = constraints.count("=")
     registers: dict[str, Tensor] = {}
     for x in arguments:
-        x = x.as_subclass(Tensor).unflatten(-1, (-1, 4)).contiguous()
+        x = x.as_subclass(Tensor).unflatten(-1, (-1, pack)).contiguous()
         for word in x.view(torch.int32).unbind(-1):
             registers[f"${results + len(registers)}"] = word.to(torch.int64) & 0xFFFFFFFF
     assert results + len(registers) == len(constraints.split(","))
@@ -194,9 +194,13 @@ def interpreted(text: str, constraints: str, arguments: list[Tensor], dtype: Any
         if line.strip() and not line.strip().startswith(".reg"):
             step(line.strip(), registers)
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-    assert results == 2 * len(kinds)
+    # results have 16 bits
+    each = pack // 2
+    assert results == each * len(kinds)
     words = [(registers[f"${n}"] - (registers[f"${n}"] >> 31 << 32)).to(torch.int32) for n in range(results)]
-    numbers = [held(torch.stack(words[2 * n : 2 * n + 2], -1).view(kind).flatten(-2)) for n, kind in enumerate(kinds)]
+    numbers = [
+        held(torch.stack(words[each * n : each * (n + 1)], -1).view(kind).flatten(-2)) for n, kind in enumerate(kinds)
+    ]
     return tuple(numbers) if isinstance(dtype, tuple) else numbers[0]
 
 
@@ -219,8 +223,14 @@ def step(line: str, registers: dict[str, Tensor]) -> None:
                 found |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
     elif kind == "mov":
         found = a
+    elif kind == "prmt":
+        # a byte of the eight of a and b for each of four; none repeats a sign
+        eight, taken = a | others[0] << 32, others[1]
+        assert not (taken & 0x8888).any()
+        found = sum(((eight >> ((taken >> 4 * n & 7) * 8)) & 0xFF) << 8 * n for n in range(4))
     else:
-        found = {"shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and}[kind](a, others[0])
+        found = {"shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and,
+                 "or": torch.bitwise_or}[kind](a, others[0])
     registers[to] = found & 0xFFFFFFFF
 
 
@@ -272,9 +282,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         warp_specialize=specialise, inline_asm_elementwise=interpreted, int16=torch.int16, int32=torch.int32, int64=torch.int64,
         where=lambda where, a, b: held(torch.where(where, a, b)),
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
-        **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *about: None),
+        **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout"),
+                        lambda *about, **more: None),
     )  # fmt: skip
-    for module in (schedule, codes, widened, gated_codes):
+    for module in (schedule, codes, widened, gated_codes, two_four):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
@@ -285,7 +296,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
             "activated": lambda x, kind: held(ACTIVATED[kind](x.as_subclass(Tensor))),
             "fence_async_shared": lambda: None, "wait_for_input": lambda: None, "let_next_begin": lambda: None,
             "barrier": lambda: None, "_layout_of_codes": lambda format: None, "_layout_of_scales": lambda format: None,
-            "_layout_of_spread": lambda format: None, "range": lambda *about: map(held, range(*map(int, about))),
+            "_layout_of_spread": lambda format: None,
+            **dict.fromkeys(("_layout_of_repeated", "_layout_of_values", "_layout_of_places"), lambda: None),
+            "VALUES": 64, "WORDS": 4, "range": lambda *about: map(held, range(*map(int, about))),
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop))
@@ -296,7 +309,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
             made: list[Any] = [Descriptor(x, box) for x, box in zip(arguments, self.boxes, strict=False)]
-            made += [flat(x) if isinstance(x, Tensor) else x for x in arguments[2:]]
+            made += [flat(x) if isinstance(x, Tensor) else x for x in arguments[len(made) :]]
             given = {name: value for name, value in constants.items() if name not in launch.LAUNCH}
             current.programs = grid[0]
             for current.program in random.Random(0).sample(range(grid[0]), grid[0]):

@@ -27,6 +27,7 @@ WORDS = {
     torch.uint8: "u8",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.int32: "i32",
 }
 
 

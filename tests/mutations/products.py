@@ -133,4 +133,12 @@ MUTATIONS = {
         "matmul/two_four/kernels.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
+    "2:4 on Hopper, where a pattern's values are": Mutation(
+        "hopper/ptx.py", "5: (1, 3), 6: (2, 3), 7: (0, 1)}", "5: (0, 3), 6: (2, 3), 7: (0, 1)}",
+        ("tests/kernels/test_hopper_two_four.py", "-k", "spreads"),
+    ),
+    "2:4 on Hopper, the last step": Mutation(
+        "matmul/hopper/two_four.py", "if step + 1 < run.stop:", "if step + 2 < run.stop:",
+        ("tests/kernels/test_hopper_two_four.py", "-k", "emulated and 13"),
+    ),
 }  # fmt: skip

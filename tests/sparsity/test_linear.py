@@ -114,12 +114,12 @@ def test_transforms_and_compilation() -> None:
 
 def test_refusals() -> None:
     weight, x = weight_of(), torch.randn(2, K)
-    for name in ("triton", "library", "dense"):
+    for name in ("hopper", "triton", "library", "dense"):
         sentence = f"backend '{name}' cannot multiply this 2:4 weight: tensors are on cpu; needs a CUDA GPU"
         with pytest.raises(Unsupported, match=sentence):
             rt.linear(x, weight, backend=name)
-    with pytest.raises(InvalidInput, match="backend is 'hopper'; must be one of triton, library, dense, definition"):
-        rt.linear(x, weight, backend="hopper")
+    with pytest.raises(InvalidInput, match="backend is 'cuda'; must be one of hopper, triton, library, dense, definition"):
+        rt.linear(x, weight, backend="cuda")
     with pytest.raises(InvalidInput, match=r"x is \(2, 32\) and the weight \(48, 64\)"):
         rt.linear(x[:, :32], weight)
     with pytest.raises(InvalidInput, match=r"x is in int8 and the 2:4 weight in torch.float32; only FP8 multiplies codes"):
@@ -218,13 +218,28 @@ def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytes
     assert cusparselt.lack_of_packed(weight) == ""
 
 
-@pytest.mark.parametrize(("rows", "first"), [(64, "triton"), (65, "library")])
-def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "first", "without_hopper"), [(64, "hopper", "triton"), (128, "hopper", "library"), (129, "library", "library")]
+)
+def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str, without_hopper: str) -> None:
     weight = weight_of(torch.bfloat16)
     product = backends.Product(N, K, torch.bfloat16, False)
     asked = backends.Call(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert backends.order(asked)[0] == first
-    assert backends.order(asked._replace(product=product._replace(deterministic=True)))[0] == "triton"
+    assert next(name for name in backends.order(asked) if name != "hopper") == without_hopper
+    assert sorted(backends.order(asked)) == sorted(backends.NAMES)
+    assert backends.order(asked._replace(product=product._replace(deterministic=True)))[:2] == ("hopper", "triton")
+
+
+def test_hoppers_kernel_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    weight = compress(w := some(48, 128), two_four(w))
+    product = backends.Product(48, 128, torch.float32, False)
+    asked = backends.Call(torch.empty(3, 128), None, backends.Sparse(*weight_tensors(weight)), None, product)
+    assert list(backends._hopper_refusals(asked, (8, 9))) == ["compute capability 8.9; needs 9.0 (Hopper)"]
+    assert not list(backends._hopper_refusals(asked, (9, 0)))
+    monkeypatch.setattr(backends, "gluon_is_installed", lambda: False)
+    assert list(backends._hopper_refusals(asked, (9, 0))) == ["Triton without Gluon; needs Triton 3.6"]
 
 
 def weight_tensors(weight: TwoFour) -> tuple[Tensor, Tensor, Tensor | None]:

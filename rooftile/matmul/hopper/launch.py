@@ -58,6 +58,7 @@ _DTYPES = {
     torch.uint8: gl.uint8,
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
+    torch.int32: gl.int32,
 }
 
 
@@ -177,7 +178,7 @@ def start_codes(
     """Launches a product of codes with a tile; all tensors are contiguous."""
     sizes = _sizes(tile, x.shape[0], product)
     sums = torch.int32 if product.format == "int8" else torch.float32
-    shared = _shared_sums(tile, programs, sizes, sums, x.device)
+    shared = shared_sums(tile, programs, sizes, sums, x.device)
     kernel, constants = _kernel_of_codes(product.format, bias is not None, tile)
     added = parts.scales if bias is None else bias
     tensors = (parts.codes, x, x_scales, parts.scales, added, o, *shared)
@@ -216,7 +217,7 @@ def multiply_gated_codes(
     sizes = _sizes_of_halves(tile, M, half)
     whole = 32 < M <= BYTES
     programs = programs_of(sizes[2], sizes[3], processors_of(x.device), M, whole)
-    shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
+    shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
     kernel, constants = _kernel_of_gates(product.out_dtype, kind, bias is not None, tile)
     w_scales = parts.scales.contiguous()
     added = w_scales if bias is None else bias.contiguous()
@@ -240,7 +241,7 @@ def _copied(x: Tensor, product: Product) -> tuple[Tensor, bool]:
     """Returns rows that the copy engine can read, and whether they are in order."""
     ordered = x.shape[0] > ORDERS
     if ordered:
-        x = in_order(x, weight_format(product.format).bits == 8)
+        x = in_order(x, "bytes" if weight_format(product.format).bits == 8 else "nibbles")
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
@@ -258,7 +259,7 @@ def _start_widened(
     tile: Tile, programs: int, sizes: tuple[int, int, int, int], x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
     product: Product, o: Tensor, gate: str,
 ) -> None:  # fmt: skip
-    shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
+    shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
     group = 0 if product.group == product.K else product.group
     kernel, constants = _kernel_of_widened(
         product.format, group, parts.zeros is not None, ordered, gate, bias is not None, tile
@@ -286,7 +287,7 @@ def _programs(tile: Tile, x: Tensor, product: Product) -> int:
     return programs_of(tiles, steps, processors_of(x.device), rows, whole)
 
 
-def _shared_sums(
+def shared_sums(
     tile: Tile, programs: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""

@@ -132,10 +132,11 @@ class Run:
 
 
 @gluon.jit
-def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product):
+def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product, more_desc, more):
     """Has a tile of the weight copied in; SIZE counts its bytes and those of x.
 
-    Where a copy is half a tile, the first half has gates, and the other as many rows from `to.N` on.
+    Where a copy is half a tile, the first half has gates, and the other as many rows from `to.N` on. `more` is what else there
+    is of the weight, or None.
     """
     TILE: gl.constexpr = w_desc.block_type.shape[0]
     # two codes of 4 bits share a column of the weight
@@ -148,16 +149,19 @@ def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, 
         tma_load(w_desc, [to.N + run.tile * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
     else:
         tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w)
+    if more_desc is not None:
+        tma_load(more_desc, [run.tile * TILE, step * more_desc.block_type.shape[1]], full, more.index(fill % to.STAGES))
 
 
 @gluon.jit
-def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
-    """The role that has tiles of the weight and of x copied in.
+def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, more=None):
+    """The role that has tiles of the weight and of x copied in, and of what else there is of the weight (`more`).
 
     `early`: the kernel before does not write the weight, so the ring fills with its tiles while that kernel ends.
     """
     COPIES: gl.constexpr = to.BLOCK_N // w_desc.block_type.shape[0]
-    SIZE: gl.constexpr = COPIES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    MORE: gl.constexpr = 0 if more_desc is None else more_desc.block_type.nbytes
+    SIZE: gl.constexpr = COPIES * w_desc.block_type.nbytes + x_desc.block_type.nbytes + MORE
     place, end = to.bounds()
     ahead = 0
     if early != 0:
@@ -166,7 +170,7 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
             run = to.run_at(soon, end)
             for _ in range(to.tiles_of_rows()):
                 for step in range(run.first, gl.minimum(run.stop, run.first + to.STAGES - ahead)):
-                    _load_weight(w_desc, tiles, ahead, run, step, SIZE, to)
+                    _load_weight(w_desc, tiles, ahead, run, step, SIZE, to, more_desc, more)
                     ahead += 1
             soon += run.stop - run.first
     wait_for_input()
@@ -178,7 +182,7 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
             for step in range(run.first, run.stop):
                 if fill >= ahead:
                     tiles.wait_empty(fill)
-                    _load_weight(w_desc, tiles, fill, run, step, SIZE, to)
+                    _load_weight(w_desc, tiles, fill, run, step, SIZE, to, more_desc, more)
                 tma_load(
                     x_desc, [tile_m * to.BLOCK_M, step * STEP], tiles.full_barrier(fill), xs.index(fill % to.STAGES)
                 )  # fmt: skip

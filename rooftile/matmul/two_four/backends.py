@@ -1,5 +1,5 @@
-"""Backends of products with 2:4 weights: `triton` (ours, for few rows), `library` (cuSPARSELt, for many), `dense` (the weight
-expanded, and PyTorch's product or our quantised one) and `definition`. Each refuses in sentences.
+"""Backends of products with 2:4 weights: `hopper` and `triton` (ours, for few rows), `library` (cuSPARSELt, for many), `dense`
+(the weight expanded, and PyTorch's product or our quantised one) and `definition`. Each refuses in sentences.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch.nn import functional
 from rooftile import matmul
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
-from rooftile.matmul.backends import explained
+from rooftile.matmul.backends import explained, gluon_is_installed
 from rooftile.matmul.two_four import cusparselt, definition
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 from rooftile.sparsity.compressed import two_four_dense
 
-NAMES = ("triton", "library", "dense", "definition")
-# rows up to which our kernel is first: at 64 it takes 0.6 of cuSPARSELt's time, in FP8 at 16 0.8 of it (h200-sparsity.jsonl)
-FEW = 64
+NAMES = ("hopper", "triton", "library", "dense", "definition")
+OURS = ("hopper", "triton")
+# rows up to which our kernels are first: the portable one, and Hopper's, which has up to 128 rows of x in one tile
+FEW, FEW_ON_HOPPER = 64, 128
 FP8 = torch.float8_e4m3fn
 Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, Product], Tensor]
 
@@ -60,7 +61,9 @@ def order(asked: Call) -> tuple[str, ...]:
     # its sums alone do not depend on the number of rows
     if asked.x.shape[0] <= FEW or asked.product.deterministic:
         return NAMES
-    return ("library", "dense", "triton", "definition")
+    if asked.x.shape[0] <= FEW_ON_HOPPER:
+        return ("hopper", "library", "dense", "triton", "definition")
+    return ("library", "dense", "hopper", "triton", "definition")
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
@@ -75,25 +78,39 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         return
     if torch.float64 in (x.dtype, product.out_dtype, weight.values.dtype):
         yield "float64; has 32 bits and fewer"
-    if name != "triton" and product.deterministic:
+    if name not in OURS and product.deterministic:
         yield "deterministic; cuBLAS and cuSPARSELt choose their sums by the number of rows"
-    if name == "triton":
-        yield from _triton_refusals(asked)
+    if name in OURS:
+        yield from _refusals_of_ours(asked, name)
     elif name == "library":
         yield from _library_refusals(asked)
 
 
-def _triton_refusals(asked: Call) -> Iterator[str]:
+def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
     x, values = asked.x, asked.weight.values
     if not triton_is_installed():
         yield "no Triton; needs Triton 3.6"
-    least = (8, 9) if values.dtype == FP8 else (8, 0)
+        return
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
-    if capability < least:
+    least = (8, 9) if values.dtype == FP8 else (8, 0)
+    if name == "hopper":
+        yield from _hopper_refusals(asked, capability)
+    elif capability < least:
         yield f"compute capability {capability[0]}.{capability[1]}; needs {least[0]}.{least[1]}"
     yield from _refusals_of_dtypes(asked, (torch.bfloat16, torch.float16))
     if values.dtype == FP8 and asked.x_scales is None and asked.product.K > LONGEST_ROW:
         yield f"rows of {asked.product.K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
+
+
+def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
+    if capability != (9, 0):
+        yield f"compute capability {capability[0]}.{capability[1]}; needs 9.0 (Hopper)"
+    elif not gluon_is_installed():
+        yield "Triton without Gluon; needs Triton 3.6"
+    else:
+        from rooftile.matmul.two_four import hopper
+
+        yield from hopper.refusals(asked.x, asked.weight, asked.product)
 
 
 def _library_refusals(asked: Call) -> Iterator[str]:
@@ -123,6 +140,10 @@ def _quantised(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _multiply_of(name: str) -> Multiply:
+    if name == "hopper":
+        from rooftile.matmul.two_four import hopper
+
+        return hopper.multiply
     if name == "triton":
         from rooftile.matmul.two_four import kernels
 
