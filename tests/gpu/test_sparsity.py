@@ -104,7 +104,7 @@ def test_which_kernel_runs() -> None:
     seen: list[str] = []
     with launch.observe(seen.append):
         rt.linear(torch.randn(64, 4096, device="cuda").bfloat16(), weight)
-    assert seen[0] == ("product_of_two_four" if IS_HOPPER else "_few_rows")
+    assert ("product_of_two_four" if IS_HOPPER else "_few_rows") in seen
     many = torch.randn(129, 4096, device="cuda").bfloat16()
     lack = cusparselt.lack_of_library(many.device)
     assert ("library     runs" in explain_linear(many, weight)) == (not lack)

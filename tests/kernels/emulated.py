@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, gated_codes, launch, schedule, two_four, widened
+from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, schedule, two_four, widened
 from rooftile.numerics.activations import ACTIVATIONS, KINDS
 
 # the formulas of `rooftile.numerics.activated`
@@ -170,6 +170,13 @@ def tma_load(desc: Descriptor, place: list[Any], barrier: Any, to: Shared) -> No
         barrier.ring.changed.notify_all()
 
 
+def tma_store(desc: Descriptor, place: list[Any], part: Shared) -> None:
+    m, n = (int(x) for x in place)
+    rows, columns = desc.block_type.shape
+    to = desc.x[m : m + rows, n : n + columns]
+    to.copy_(part.x[: to.shape[0], : to.shape[1]])
+
+
 def mma(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Held:
     left = a.x if isinstance(a, Shared) else a
     product = left.double().as_subclass(Tensor) @ b.x.double()
@@ -267,6 +274,15 @@ for _name in ("tiles_of_rows", "bounds", "run_at", "program_of", "partial"):
     setattr(Product, _name, getattr(schedule.Product, _name).fn)
 
 
+class Grid:
+    """`many_rows.Grid` in Python."""
+
+    def __init__(self, rows: Any, columns: Any, steps: Any) -> None:
+        self.rows, self.columns, self.steps = rows, columns, steps
+
+    place = many_rows.Grid.place.fn
+
+
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns what stands for `launch.Kernel`: it runs the programs of a launch one after the other, in a random order."""
     current = SimpleNamespace(program=0, programs=1)
@@ -281,11 +297,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.zeros(shape).to(dtype)),
         warp_specialize=specialise, inline_asm_elementwise=interpreted, int16=torch.int16, int32=torch.int32, int64=torch.int64,
         where=lambda where, a, b: held(torch.where(where, a, b)),
-        float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
+        int8=torch.int8, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout"),
                         lambda *about, **more: None),
     )  # fmt: skip
-    for module in (schedule, codes, widened, gated_codes, two_four):
+    for module in (schedule, codes, widened, gated_codes, two_four, many_rows):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
@@ -301,6 +317,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
             "VALUES": 64, "WORDS": 4, "range": lambda *about: map(held, range(*map(int, about))),
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
+    for name, value in {
+        "tma_store": tma_store, "tma_store_wait": lambda count: None, "Grid": Grid, "BLOCK_M": 128, "BLOCK_N": 256,
+        "COLUMNS": 128, "GROUP": 8, "STAGES": 3,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(many_rows, name, value)
     monkeypatch.setattr(schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop))
 
     class Emulated:

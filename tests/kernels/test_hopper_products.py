@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 from rooftile.matmul import backends  # noqa: E402
 from rooftile.matmul.definition import Product, exact_product  # noqa: E402
-from rooftile.matmul.hopper import codes, gated_codes, launch, widened  # noqa: E402
+from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, widened  # noqa: E402
 from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
 from rooftile.numerics.activations import KINDS, gated_halves  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
@@ -34,6 +34,11 @@ def test_every_format_is_taken(name: str) -> None:
 
 def test_refusals_say_what_came_and_what_is_there() -> None:
     assert list(launch.refusals(asked("fp8", 513))) == ["513 rows; has up to 512"]
+    assert not list(launch.refusals(asked("int8", 513)))
+    assert list(launch.refusals(asked("int8", 513, N=520))) == [
+        "513 rows, N 520 and results in torch.bfloat16; has multiples of 16, in 16 bits"
+    ]
+    assert "has multiples of 16, in 16 bits" in next(launch.refusals(asked("int8", 513, dtype=torch.float32)))
     assert not list(
         launch.refusals(asked("fp8", 513)._replace(product=asked("fp8", 1).product._replace(deterministic=True)))
     )
@@ -49,6 +54,17 @@ def test_refusals_say_what_came_and_what_is_there() -> None:
         # a thread has 32 neighbours, and one scale for them
         assert next(launch.refusals(few)).startswith("groups of 16 numbers; has 32, 64, multiples of 128")
     assert next(launch.refusals(asked("nvfp4", 1, dtype=torch.float32))).endswith("has bfloat16 and float16")
+
+
+@pytest.mark.parametrize(("name", "M", "first"), [
+    ("int8", 64, "hopper"), ("int8", 65, "triton"), ("int8", 513, "hopper"), ("fp8", 65, "library"), ("int4", 161, "library"),
+])  # fmt: skip
+def test_which_backend_is_first(name: str, M: int, first: str) -> None:
+    call = asked(name, M)
+    assert backends.order(call)[0] == first
+    assert sorted(backends.order(call)) == sorted(backends.NAMES)
+    if name == "int8" and M > 512:
+        assert backends.order(call)[1] == "library"
 
 
 def test_other_devices_are_refused() -> None:
@@ -111,6 +127,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[None
         patched.setattr(launch, "product_of_codes", codes.product_of_codes)
         patched.setattr(launch, "product_of_widened", widened.product_of_widened)
         patched.setattr(launch, "product_of_gates", gated_codes.product_of_gates)
+        patched.setattr(launch, "product_of_many_rows", many_rows.product_of_many_rows)
         patched.setattr(launch, "processors_of", lambda device: processors)
         patched.setattr(launch, "_DTYPES", {dtype: dtype for dtype in launch._DTYPES})
         # in a graph the ring fills before x is there
@@ -123,6 +140,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[None
         patched.setattr(launch, "_kernel_of_codes", launch._kernel_of_codes.__wrapped__)
         patched.setattr(launch, "_kernel_of_widened", launch._kernel_of_widened.__wrapped__)
         patched.setattr(launch, "_kernel_of_gates", launch._kernel_of_gates.__wrapped__)
+        patched.setattr(launch, "_kernel_of_many_rows", launch._kernel_of_many_rows.__wrapped__)
         yield
     assert not count.any(), "counters are left at zero"
 
@@ -156,6 +174,22 @@ def test_emulated_products(name: str, M: int, processors: int, fixed: bool, monk
         # the outer scale multiplies sums, so weights are not rounded
         due = x.double() @ weight.dequantise(torch.float64).T + bias.double()
     torch.testing.assert_close(found.double(), due, rtol=3e-6, atol=3e-6 * float(due.abs().max()))
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(513, 16, 16), (1300, 304, 640), (2100, 272, 144)])
+@pytest.mark.parametrize("processors", [2, 11])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_emulated_products_of_many_rows(
+    dtype: torch.dtype, M: int, N: int, K: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INT8: every tile is computed once, also those at the ends, and the sums are exact."""
+    weight, bias, rows = weight_of("int8", N, K), torch.randn(N), quantise_rows(torch.randn(M, K), "int8")
+    product = Product("int8", K, N, K, dtype, False)
+    assert not list(launch.refusals(backends.Call(rows.codes, rows.scales, weight.parts, bias, product)))
+    with emulation(monkeypatch, processors):
+        found = launch.multiply(rows.codes, rows.scales, weight.parts, bias, product)
+    due = exact_product(rows.codes, weight.codes).float() * rows.scales * weight.scales.T + bias
+    assert torch.equal(found, due.to(dtype))
 
 
 @pytest.mark.parametrize("processors", [3, 11])

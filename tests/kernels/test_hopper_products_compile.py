@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul.hopper import codes, gated_codes, launch, schedule, widened  # noqa: E402
+from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, schedule, widened  # noqa: E402
 from tests.grids import swept  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
@@ -214,3 +214,22 @@ def test_newest_triton_compiles_them() -> None:
         capture_output=True, text=True, env=environment, cwd=ROOT, check=False,
     )  # fmt: skip
     assert re.search(r"^3 passed", done.stdout, re.MULTILINE), done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_codes_of_many_rows(bias: bool) -> None:
+    """INT8: products of one step run while those of the next begin, and results leave through the copy engine."""
+    kinds = {"bias_ptr": "*bf16", "w_desc": described((256, 128), torch.int8), "x_desc": described((128, 128), torch.int8)}
+    kinds["o_desc"] = described((64, 128), torch.bfloat16)
+    _, constants = launch._kernel_of_many_rows(bias)
+    found, ptx = read(many_rows.product_of_many_rows, constants, kinds)
+    assert_fits(found, 0)
+    # two warpgroups have two sums, and 128 of K are four instructions
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8") == 16
+    assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+2", ptx)) == 2
+    # each role waits for the kernel before, and nothing is read until then
+    roles = ptx.split("griddepcontrol.wait")
+    assert len(roles) == 4
+    assert "ld.global" not in roles[0]
+    assert "cp.async.bulk.tensor" not in roles[0]
+    assert "cp.async.bulk.tensor.2d.global.shared" in ptx

@@ -26,12 +26,13 @@ from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
 from rooftile.matmul.hopper.early import may_read_early
 from rooftile.matmul.hopper.gated_codes import product_of_gates
+from rooftile.matmul.hopper.many_rows import BLOCK_M, BLOCK_N, COLUMNS, product_of_many_rows
 from rooftile.matmul.hopper.ordered import in_order
-from rooftile.matmul.hopper.schedule import STEP, WARPGROUPS, Tile
+from rooftile.matmul.hopper.schedule import ROWS, STEP, WARPGROUPS, Tile
 from rooftile.matmul.hopper.widened import product_of_widened
 from rooftile.matmul.weight import Parts
 
-# rows of x of a launch, at most; beyond them PyTorch's products are asked first
+# rows of x of a launch, at most; beyond them PyTorch's products are asked first, but for INT8
 MOST_ROWS = 512
 # rows of the weight, at least
 LEAST_N = 16
@@ -117,7 +118,7 @@ def refusals(asked: Any) -> Iterator[str]:
     kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
     if asked.x.shape[0] > MOST_ROWS and not product.deterministic:
-        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
+        yield from _refusals_of_many(asked)
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
     unit = 32 if kind.is_packed else 16
@@ -127,6 +128,15 @@ def refusals(asked: Any) -> Iterator[str]:
         yield "codes at an address that is no multiple of 16; has aligned ones"
     if kind.activations is None:
         yield from _widened_refusals(asked)
+
+
+def _refusals_of_many(asked: Any) -> Iterator[str]:
+    """Yields why `many_rows` does not take a call."""
+    product = asked.product
+    if product.format != "int8":
+        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
+    elif product.N % 16 or product.out_dtype not in (torch.bfloat16, torch.float16):
+        yield f"{asked.x.shape[0]:,} rows, N {product.N} and results in {product.out_dtype}; has multiples of 16, in 16 bits"
 
 
 def _widened_refusals(asked: Any) -> Iterator[str]:
@@ -150,6 +160,9 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
         x = x.index_select(1, parts.order)
     parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
     bias = None if bias is None else bias.contiguous()
+    if x_scales is not None and x.shape[0] > MOST_ROWS and not product.deterministic:
+        _by_many_rows(_aligned(x), x_scales.contiguous(), parts, bias, product, o)
+        return o
     for start in range(0, x.shape[0], MOST_ROWS):
         rows = slice(start, start + MOST_ROWS)
         if x_scales is None:
@@ -163,6 +176,17 @@ def _aligned(x: Tensor) -> Tensor:
     """Returns contiguous rows from which the copy engine can read: at a multiple of 16 bytes."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
+
+
+def _by_many_rows(
+    x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+) -> None:  # fmt: skip
+    M, (N, K) = x.shape[0], parts.codes.shape
+    rows, columns = triton.cdiv(M, BLOCK_M.value), triton.cdiv(N, BLOCK_N.value)
+    programs = min(rows * columns, processors_of(x.device))
+    kernel, constants = _kernel_of_many_rows(bias is not None)
+    tensors = (parts.codes, x, o, x_scales, parts.scales, parts.scales if bias is None else bias)
+    kernel((programs, 1, 1), (*tensors, M, N, rows, columns, triton.cdiv(K, STEP.value)), constants)
 
 
 def _by_codes(
@@ -304,6 +328,12 @@ def shared_sums(
 def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_codes, (described(tile.block_n), described(tile.block_m)))
     return kernel, {"FORMAT": format, "BIAS": bias, "T": tile} | LAUNCH
+
+
+@cache
+def _kernel_of_many_rows(bias: bool) -> tuple[Kernel, dict[str, Any]]:
+    boxes = (described(BLOCK_N.value), described(BLOCK_M.value), described(ROWS.value, COLUMNS.value))
+    return Kernel(product_of_many_rows, boxes), {"BIAS": bias} | LAUNCH
 
 
 @cache
