@@ -27,8 +27,9 @@ NAMES = ("hopper", "triton", "library", "definition")
 # (there a product follows a pass that dequantises the weight), and for others. The first two come from h200-linear.jsonl: INT4
 # takes 0.33 of the library's time at 64 rows and 1.4 times it at 256, and the two lines between cross near 180.
 MANY_IN_FP8, MANY_IN_16_BITS, MANY_OF_OTHERS = 64, 160, 512
-# rows of INT8 up to which Hopper's own kernel is first, and the portable one beyond: at 256 it is faster (h200-linear.jsonl)
-MOST_INT8_ON_HOPPER = 64
+# rows of INT8 up to which Hopper's kernel for few rows is first, and the portable one beyond: at 256 it is faster
+# (h200-linear.jsonl). Hopper's kernel for many rows is first again from MANY_IN_INT8 on: PyTorch's is made for Ampere
+MOST_INT8_ON_HOPPER, MANY_IN_INT8 = 64, 257
 
 
 class Call(NamedTuple):
@@ -128,10 +129,10 @@ def chosen(
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     rows, format = asked.x.shape[0], asked.product.format
+    if format == "int8" and rows >= MANY_IN_INT8:
+        return ("hopper", "library", "triton", "definition") if rows > MANY_OF_OTHERS else NAMES
     if rows > last_of_ours(format):
-        # INT8 has a kernel for many rows on Hopper, where PyTorch's is made for Ampere
-        first = ("hopper", "library") if format == "int8" else ("library", "hopper")
-        return (*first, "triton", "definition")
+        return ("library", "hopper", "triton", "definition")
     return ("triton", "hopper", "library", "definition") if format == "int8" and rows > MOST_INT8_ON_HOPPER else NAMES
 
 

@@ -356,7 +356,8 @@ def test_few_rows_go_to_the_kernels_for_hopper(name: str) -> None:
     weight = weight_of(name, 4096, 4096, "cuda")
     last = backends.MOST_INT8_ON_HOPPER if name == "int8" else backends.last_of_ours(name)
     after = {"fp8_tile": "triton", "int8": "triton"}.get(name, "library")
-    for M, way in ((1, "hopper"), (last, "hopper"), (last + 1, after), (4096, "triton" if name == "fp8_tile" else "library")):
+    many = {"fp8_tile": "triton", "int8": "hopper"}.get(name, "library")
+    for M, way in ((1, "hopper"), (last, "hopper"), (last + 1, after), (4096, many)):
         x = torch.zeros(M, 4096, dtype=torch.bfloat16, device="cuda")
         assert rt.explain(x, weight).splitlines()[-1].split() == [way, "runs"]
 
@@ -382,14 +383,15 @@ def test_results_and_codes_past_2_to_the_31_on_hopper(name: str) -> None:
     assert_product(found[-2:, -256:], x[-2:], last)
 
 
-@pytest.mark.parametrize("name", ["w8", "int8", "int4"])
-def test_places_past_2_to_the_31(name: str) -> None:
+@pytest.mark.parametrize(("name", "way"), [("w8", "triton"), ("int8", "triton"), ("int4", "triton"), ("int8", "hopper")])
+def test_places_past_2_to_the_31(name: str, way: str) -> None:
+    skip_elsewhere(way)
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB")
     N, K, M = 32768, 256, 66_000
     weight = weight_of(name, N, K, "cuda")
     x = torch.randn(M, K, device="cuda").bfloat16()
-    found = rt.linear(x, weight, backend="triton")
+    found = rt.linear(x, weight, backend=way)
     assert torch.equal(found[-2:], rt.linear(x[-2:].clone(), weight, backend="triton")) or name != "int8"
     assert_product(found[-2:], x[-2:], weight)
 

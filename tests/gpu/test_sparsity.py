@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile import launch
-from rooftile.matmul.two_four import backends, cusparselt, multiply_masked
+from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
 from rooftile.ops.linear import explain_linear
 from rooftile.sparsity import Recipe, TwoFour, compress, definition, two_four
 from tests.qat.test_sparse import data, small, step
@@ -160,7 +160,9 @@ def test_places_beyond_2_to_the_31() -> None:
 
 
 @pytest.mark.parametrize("transposable", [False, True])
-def test_sparse_products_of_a_weight_that_is_trained(transposable: bool) -> None:
+def test_sparse_products_of_a_weight_that_is_trained(transposable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as of many rows
+    monkeypatch.setattr(masked, "PAYS", 65)
     w = some(512, 1024, torch.bfloat16).cuda()
     w = torch.where(two_four(w, transposable), w, 0).requires_grad_()
     x, bias = (torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((3, 129, 1024), (512,)))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rooftile.hopper.gluon import TensorDescriptor, gl
 from rooftile.launch import Kernel
+from rooftile.matmul.backends import MANY_IN_INT8
 from rooftile.matmul.definition import Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
@@ -117,8 +118,8 @@ def refusals(asked: Any) -> Iterator[str]:
     product, parts = asked.product, asked.parts
     kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
-    if asked.x.shape[0] > MOST_ROWS and not product.deterministic:
-        yield from _refusals_of_many(asked)
+    if asked.x.shape[0] > MOST_ROWS and not product.deterministic and not _has_many_rows(asked.x.shape[0], product):
+        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}, in INT8 more if N is a multiple of 16 and results have 16 bits"
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
     unit = 32 if kind.is_packed else 16
@@ -130,13 +131,10 @@ def refusals(asked: Any) -> Iterator[str]:
         yield from _widened_refusals(asked)
 
 
-def _refusals_of_many(asked: Any) -> Iterator[str]:
-    """Yields why `many_rows` does not take a call."""
-    product = asked.product
-    if product.format != "int8":
-        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
-    elif product.N % 16 or product.out_dtype not in (torch.bfloat16, torch.float16):
-        yield f"{asked.x.shape[0]:,} rows, N {product.N} and results in {product.out_dtype}; has multiples of 16, in 16 bits"
+def _has_many_rows(rows: int, product: Product) -> bool:
+    """Whether `many_rows` takes a call; under `deterministic` a row's bits are those of few rows."""
+    is_aligned = product.N % 16 == 0 and product.out_dtype in (torch.bfloat16, torch.float16)
+    return product.format == "int8" and rows >= MANY_IN_INT8 and is_aligned and not product.deterministic
 
 
 def _widened_refusals(asked: Any) -> Iterator[str]:
@@ -160,7 +158,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
         x = x.index_select(1, parts.order)
     parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
     bias = None if bias is None else bias.contiguous()
-    if x_scales is not None and x.shape[0] > MOST_ROWS and not product.deterministic:
+    if x_scales is not None and _has_many_rows(x.shape[0], product):
         _by_many_rows(_aligned(x), x_scales.contiguous(), parts, bias, product, o)
         return o
     for start in range(0, x.shape[0], MOST_ROWS):

@@ -117,10 +117,9 @@ def _multiply(
         # what was written before has left shared memory
         tma_store_wait(0)
         barrier()
-        _write(acc, outs.index(2 * WARPGROUP), m_0 + FIRST, n_0, x_scales_ptr, w_scales_ptr, bias_ptr, o_desc, M, N, BIAS)
-        _write(
-            acc_2, outs.index(2 * WARPGROUP + 1), m_0 + FIRST, n_0 + COLUMNS, x_scales_ptr, w_scales_ptr, bias_ptr, o_desc, M, N, BIAS
-        )  # fmt: skip
+        out, m_0 = 2 * WARPGROUP, m_0 + FIRST
+        _write(acc, outs.index(out), m_0, n_0, x_scales_ptr, w_scales_ptr, bias_ptr, o_desc, M, N, BIAS)
+        _write(acc_2, outs.index(out + 1), m_0, n_0 + COLUMNS, x_scales_ptr, w_scales_ptr, bias_ptr, o_desc, M, N, BIAS)
     tma_store_wait(0)
 
 
