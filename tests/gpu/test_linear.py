@@ -354,7 +354,7 @@ def test_compiled(name: str) -> None:
 def test_few_rows_go_to_the_kernels_for_hopper(name: str) -> None:
     skip_elsewhere("hopper")
     weight = weight_of(name, 4096, 4096, "cuda")
-    last = backends.MOST_INT8_ON_HOPPER if name == "int8" else backends.last_of_ours(name)
+    last = backends.MOST_INT8_ON_HOPPER if name == "int8" else backends.last_of_ours(weight.format)
     after = {"fp8_tile": "triton", "int8": "triton"}.get(name, "library")
     many = {"fp8_tile": "triton", "int8": "hopper"}.get(name, "library")
     for M, way in ((1, "hopper"), (last, "hopper"), (last + 1, after), (4096, many)):
@@ -404,4 +404,4 @@ def test_kernels_run() -> None:
             seen: list[str] = []
             with launch.observe(seen.append):
                 rt.linear(torch.randn(M, 1024, device="cuda").bfloat16(), weight)
-            assert seen or backends.last_of_ours(name) < M, (name, M)
+            assert seen or backends.last_of_ours(weight.format) < M, (name, M)

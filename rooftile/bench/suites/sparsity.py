@@ -3,7 +3,8 @@
     8b-FORMAT-rROWS         the four products of a layer of an 8B model, over more layers than the L2 cache holds
     square-FORMAT-rROWS     one product of 8192 x 8192
     small-FORMAT-rROWS      one product of 256 x 256, for a CPU
-    WHAT-NxK                mask, transposable, compress or dense (a weight expanded), of one weight in 16 bits
+    WHAT-NxK                mask, transposable, compress, dense (a weight expanded) or pack (compressed by cuSPARSELt, in its own
+                            layout), of one weight in 16 bits
 
 Contestants of products are `rooftile`, each of its backends, the dense product of the same weight with its zeros (`bf16`,
 `fp32` on a CPU; for FP8 also PyTorch's `_scaled_mm` with row scales, `torch-scaled-mm-rows`), PyTorch's semi-structured
@@ -34,6 +35,7 @@ from rooftile.bench.session import Session
 from rooftile.bench.suites.linear import LAYERS, MOST_ERROR, PRODUCTS
 from rooftile.cost import Roof
 from rooftile.hardware.clock import ReplayClock, Work, clock_for
+from rooftile.matmul.two_four import cusparselt
 from rooftile.matmul.two_four.backends import NAMES
 from rooftile.numerics import quantise_rows
 from rooftile.sparsity import TwoFour, compress, two_four
@@ -42,11 +44,12 @@ FORMATS = ("bf16", "fp8")
 ROWS = (1, 8, 16, 32, 64, 256, 8192)
 SIZES = {"8b": PRODUCTS * LAYERS, "square": ((8192, 8192),), "small": ((256, 256),)}
 PASSES = ("mask", "transposable", "compress", "dense")
+PACK = "pack"
 WEIGHTS = ("8192x8192", "28672x4096")
 GPU = (
     *(f"8b-{format}-r{rows}" for format in FORMATS for rows in ROWS),
     *(f"square-{format}-r8192" for format in FORMATS),
-    *(f"{what}-{size}" for what in PASSES for size in WEIGHTS),
+    *(f"{what}-{size}" for what in (*PASSES, PACK) for size in WEIGHTS),
 )
 CPU = (*(f"small-{format}-r{rows}" for format in FORMATS for rows in (1, 16)), *(f"{what}-256x256" for what in PASSES))
 QUICK = ("8b-bf16-r1", "8b-bf16-r64", "8b-fp8-r16", "square-bf16-r8192", "transposable-8192x8192")
@@ -66,7 +69,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
     for name in names:
         say(name)
         with torch.inference_mode():
-            yield from (_passes if name.partition("-")[0] in PASSES else _products)(session, name)
+            yield from (_passes if name.partition("-")[0] in (*PASSES, PACK) else _products)(session, name)
 
 
 def _products(session: Session, name: str) -> Iterator[Row]:
@@ -200,16 +203,20 @@ def _passes(session: Session, name: str) -> Iterator[Row]:
     weight = compress(w, mask)
     passes: dict[str, Work] = {
         "mask": partial(two_four, w), "transposable": partial(two_four, w, transposable=True),
-        "compress": partial(compress, w, mask), "dense": weight.dense,
+        "compress": partial(compress, w, mask), "dense": weight.dense, PACK: partial(torch._cslt_compress, torch.where(mask, w, 0)),
     }  # fmt: skip
+    whose = "library" if what == PACK else "rooftile"
+    if what == PACK and (reason := cusparselt.lack_of_library(session.device)):
+        yield replace(timed_row(session, [], backend=whose, suite="sparsity", case=name, phase="fwd"), reason=reason)
+        return
     kept = weight.values.nbytes + weight.places.nbytes
-    moved = w.nbytes + {"compress": mask.nbytes + kept, "dense": kept}.get(what, mask.nbytes)
+    moved = w.nbytes + {"compress": mask.nbytes + kept, "dense": kept, PACK: kept}.get(what, mask.nbytes)
     source = torch.empty(moved // 2, dtype=torch.uint8, device=session.device).random_()
     target = torch.empty_like(source)
     roof = Roof(flops=0, bytes_moved=moved, compute_us=0.0, memory_us=moved / session.ceilings.rates("bf16").bytes_per_s * 1e6)
-    works: dict[str, Work] = {"rooftile": passes[what], "copy": partial(target.copy_, source)}
+    works: dict[str, Work] = {whose: passes[what], "copy": partial(target.copy_, source)}
     clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     found = contest(session, works, clock, roofs=roof, suite="sparsity", case=name, phase="fwd")
     us = times_of(found)
-    yield with_measures(found["rooftile"], of_copy_percent=100 * us["copy"] / us["rooftile"])
+    yield with_measures(found[whose], of_copy_percent=100 * us["copy"] / us[whose])
     yield found["copy"]
