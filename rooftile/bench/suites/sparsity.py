@@ -203,7 +203,8 @@ def _passes(session: Session, name: str) -> Iterator[Row]:
     weight = compress(w, mask)
     passes: dict[str, Work] = {
         "mask": partial(two_four, w), "transposable": partial(two_four, w, transposable=True),
-        "compress": partial(compress, w, mask), "dense": weight.dense, PACK: partial(torch._cslt_compress, torch.where(mask, w, 0)),
+        "compress": partial(compress, w, mask), "dense": weight.dense,
+        PACK: partial(torch._cslt_compress, torch.where(mask, w, 0)),
     }  # fmt: skip
     whose = "library" if what == PACK else "rooftile"
     if what == PACK and (reason := cusparselt.lack_of_library(session.device)):
