@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
-from rooftile.matmul.definition import Product
+from rooftile.matmul.definition import MANY_IN_INT8, Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
@@ -29,7 +29,7 @@ NAMES = ("hopper", "triton", "library", "definition")
 MANY_IN_FP8, MANY_IN_16_BITS, MANY_OF_OTHERS = 64, 160, 512
 # rows of INT8 up to which Hopper's kernel for few rows is first, and the portable one beyond: at 256 it is faster
 # (h200-linear.jsonl). Hopper's kernel for many rows is first again from MANY_IN_INT8 on: PyTorch's is made for Ampere
-MOST_INT8_ON_HOPPER, MANY_IN_INT8 = 64, 257
+MOST_INT8_ON_HOPPER = 64
 
 
 class Call(NamedTuple):

@@ -19,6 +19,8 @@ from rooftile.matmul.weight import Parts, dequantised
 AT_ONCE = 1 << 22
 # rows of x that are multiplied at once under `deterministic`
 ROWS = 16
+# rows of x from which INT8 products on Hopper have a kernel for many rows
+MANY_IN_INT8 = 257
 # so many products of int8 numbers are exact in fp32: 128 * 127 * 1024 < 2^24
 EXACT = 1024
 

@@ -29,8 +29,8 @@ def test_rows_of_4096(sm: int) -> None:
     for kernel, constants in (
         (norm_gradients._norm_gradients, norm), (norm_gradients._add_parts, norm_gradients.constants_of_adding(4096)),
         (gate_up._gate_up, gate), (gate_up._gate_up_gradients, gate),
-        (softmax._softmax, softmax.constants_of(4096, softmax.WHOLE)),
-        (softmax._softmax_gradient, softmax.constants_of(4096, softmax.WHOLE_OF_GRADIENT)),
+        (softmax._softmax, softmax.constants_of(4096, softmax.WHOLE, softmax.LONG_PIECE)),
+        (softmax._softmax_gradient, softmax.constants_of(4096, softmax.WHOLE_OF_GRADIENT, softmax.PIECE_OF_GRADIENT)),
         (cross_entropy._cross_entropy, loss),
         (cross_entropy._cross_entropy_gradient, cross_entropy.constants_of(128256, True)),
     ):  # fmt: skip
@@ -47,8 +47,9 @@ def test_long_rows(size: int) -> None:
     from rooftile.fused.kernels import norm, norm_gradients, softmax
 
     # ptxas writes numbers for which there are no registers to local memory, and reads them again
-    assert stack(built(softmax._softmax, 90, softmax.constants_of(size, softmax.WHOLE))) == 0
-    assert stack(built(softmax._softmax_gradient, 90, softmax.constants_of(size, softmax.WHOLE_OF_GRADIENT))) == 0
+    assert stack(built(softmax._softmax, 90, softmax.constants_of(size, softmax.WHOLE, softmax.LONG_PIECE))) == 0
+    constants = softmax.constants_of(size, softmax.WHOLE_OF_GRADIENT, softmax.PIECE_OF_GRADIENT)
+    assert stack(built(softmax._softmax_gradient, 90, constants)) == 0
     if size <= norm_gradients.WHOLE:
         built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, 2, False, False, False))
         return

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rooftile.hopper.gluon import TensorDescriptor, gl
 from rooftile.launch import Kernel
-from rooftile.matmul.backends import MANY_IN_INT8
-from rooftile.matmul.definition import Product
+from rooftile.matmul.definition import MANY_IN_INT8, Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
