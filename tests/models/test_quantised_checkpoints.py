@@ -87,6 +87,28 @@ def test_a_mislabelled_folder_is_told_of(tmp_path: Path, caplog: pytest.LogCaptu
     assert "says GPTQ version 1, and layers.0.self_attn.q_proj.qzeros are those of version 2" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "name"), [("gptq, act-order", "g_idx"), ("ct int4, act-order", "weight_g_idx")])
+def test_columns_in_another_order_need_their_groups(kind: str, name: str, tmp_path: Path) -> None:
+    """Without them the weights would be read in a wrong order, and without an error."""
+    quantised(kind, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.layers.1.self_attn.o_proj.{name}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(rt.InvalidInput, match=rf"the checkpoint lacks layers\.1\.self_attn\.o_proj\.{name}, which its"):
+        Decoder.from_folder(tmp_path)
+
+
+def test_a_negative_scale_of_nvfp4_is_refused(tmp_path: Path) -> None:
+    quantised("ct nvfp4", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = tensors["model.layers.0.mlp.up_proj.weight_scale"].float()
+    scales[3, 1] = -1
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = scales.to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(rt.InvalidInput, match=r"up_proj\.weight_scale holds a negative scale; scales must be 0 or more"):
+        Decoder.from_folder(tmp_path)
+
+
 def test_modules_that_stay(tmp_path: Path) -> None:
     quantised("ct int4", tmp_path)
     model = plain(tmp_path / "plain")

@@ -60,7 +60,8 @@ def test_shards(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path / "model", tmp_path / "out", "--format", "w8", "--json"))
     assert found["bytes_after"] < 0.6 * found["bytes_before"]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    assert tokens_of(rt.LLM(tmp_path / "out", **ROOM), prompts(2), GREEDY)
+    due = tokens_of(rt.LLM(tmp_path / "model", weights="w8", **ROOM), prompts(2), GREEDY)
+    assert tokens_of(rt.LLM(tmp_path / "out", **ROOM), prompts(2), GREEDY) == due
 
 
 def test_refusals(tmp_path: Path) -> None:

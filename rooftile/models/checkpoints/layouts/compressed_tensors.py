@@ -45,6 +45,7 @@ class Scheme:
     group: int
     symmetric: bool
     static: bool
+    in_another_order: bool  # groups have columns that lie apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,10 @@ class CompressedTensors:
         """Names of the tensors of a layout."""
         scheme = self._of(module)
         if scheme.layout == "pack-quantized":
-            packed, zeros = ("weight_packed", "weight_scale", "weight_shape"), "weight_zero_point"
-            return (packed, ("weight_g_idx", zeros)) if scheme.symmetric else ((*packed, zeros), ("weight_g_idx",))
+            also = {"weight_g_idx": scheme.in_another_order, "weight_zero_point": not scheme.symmetric}
+            needed = [name for name, is_needed in also.items() if is_needed]
+            optional = tuple(name for name in also if name not in needed)
+            return ("weight_packed", "weight_scale", "weight_shape", *needed), optional
         if scheme.layout in PLAIN:
             names, zero_points = ("weight", "weight_scale"), ("weight_zero_point", "input_zero_point")
             return ((*names, "input_scale"), zero_points) if scheme.static else (names, (*zero_points, "input_scale"))
@@ -183,6 +186,8 @@ def _blocks(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], 
     if scheme.format == "nvfp4":
         outer = checked_scales(module, "weight_global_scale", tensors["weight_global_scale"], (1, 1)).float()
         scales = checked_codes(module, "weight_scale", scales, (N, K // group), torch.float8_e4m3fn)
+        if (scales.float() < 0).any():
+            raise InvalidInput(f"{module}.weight_scale holds a negative scale; scales must be 0 or more: download the file again")
         # the file has the factor of the scales, and we its inverse
         return QuantisedWeight(codes, scales, None, None, "nvfp4", group, shape, 1.0 / outer)
     check_dtype(module, "weight_scale", scales, torch.uint8)
@@ -221,7 +226,9 @@ def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str
     size = group_of(weights, folder) if strategy in ("group", "tensor_group") else -1
     static = inputs is not None and not inputs.get("dynamic", False)
     format = _BLOCKS.get(layout) or _format_of(layout, bits, kind, strategy, weights, inputs, folder)
-    return Scheme(tuple(group.get("targets") or ()), layout, format, bits or 0, size, symmetric, static)
+    # "weight" and "static" order columns without groups of their own
+    ordered = weights.get("actorder") in (True, "group", "dynamic")
+    return Scheme(tuple(group.get("targets") or ()), layout, format, bits or 0, size, symmetric, static, ordered)
 
 
 def _format_of(

@@ -41,6 +41,7 @@ class Gptq:
     group: int
     sym: bool
     version: int
+    in_another_order: bool  # columns were quantised in the order of their activations
     folder: str
     stays: tuple[str, ...] = ()  # regular expressions of modules that are not quantised
 
@@ -53,7 +54,8 @@ class Gptq:
 
     def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Groups of columns may be left out where columns are in order."""
-        return ("qweight", "qzeros", "scales"), ("g_idx",)
+        codes, groups = ("qweight", "qzeros", "scales"), ("g_idx",)
+        return ((*codes, *groups), ()) if self.in_another_order else (codes, groups)
 
     def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
         """The weight (N, K)."""
@@ -111,7 +113,8 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
         raise refused(folder, f"has the layout {layout!r}; read are gptq and gptq_v2: save it in one of these")
     version = 2 if layout == "gptq_v2" else 1
     stays = tuple(_left_out(section.get("dynamic") or {}, folder))
-    return Gptq(bits, group_of(section, folder), bool(section.get("sym", True)), version, folder, stays)
+    is_symmetric, in_another_order = bool(section.get("sym", True)), bool(section.get("desc_act"))
+    return Gptq(bits, group_of(section, folder), is_symmetric, version, in_another_order, folder, stays)
 
 
 def _left_out(rules: Mapping[str, Any], folder: str) -> Iterator[str]:
