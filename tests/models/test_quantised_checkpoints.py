@@ -109,6 +109,16 @@ def test_a_negative_scale_of_nvfp4_is_refused(tmp_path: Path) -> None:
         Decoder.from_folder(tmp_path)
 
 
+def test_a_scheme_for_the_cache_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised("ct int4", tmp_path)
+    Decoder.from_folder(tmp_path)
+    assert "kv_cache_scheme" not in caplog.text
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    configure(tmp_path, quantization_config=dict(KINDS["ct int4"][0]) | {"kv_cache_scheme": scheme})
+    Decoder.from_folder(tmp_path)
+    assert 'its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds' in caplog.text
+
+
 def test_modules_that_stay(tmp_path: Path) -> None:
     quantised("ct int4", tmp_path)
     model = plain(tmp_path / "plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -212,6 +213,11 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
     if (section.get("transform_config") or {}).get("config_groups"):
         raise refused(folder, "has a transform_config: its activations are rotated at run time, which is not done here: give the "
                       "16-bit checkpoint and weights=")  # fmt: skip
+    if section.get("kv_cache_scheme"):
+        logging.getLogger(__name__).warning(
+            '%s: its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds scales of its own',
+            folder,
+        )
     schemes = tuple(_scheme_of(group, section, folder) for group in groups.values())
     return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder)
 
