@@ -240,4 +240,10 @@ def explained(backends: Iterable[tuple[str, list[str], str]]) -> str:
 
 def _runs(name: str, asked: Call) -> str:
     capability = torch.cuda.get_device_capability(asked.x.device) if asked.x.is_cuda else (9, 0)
-    return "runs if it is named" if name == "definition" and _lack_of_fp8(asked.product.format, capability) else "runs"
+    if name == "definition" and _lack_of_fp8(asked.product.format, capability):
+        return "runs if it is named"
+    if name == "library" and asked.product.activations is None:
+        return "runs, after a pass that dequantises the weight: a weight in 16 bits is faster for so many rows"
+    if asked.product.format == "fp8_tile" and asked.x.shape[0] > MANY_IN_FP8:
+        return "runs; a weight in 16 bits is faster for so many rows"
+    return "runs"

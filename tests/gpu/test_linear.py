@@ -359,7 +359,7 @@ def test_few_rows_go_to_the_kernels_for_hopper(name: str) -> None:
     many = {"fp8_tile": "triton", "int8": "hopper"}.get(name, "library")
     for M, way in ((1, "hopper"), (last, "hopper"), (last + 1, after), (4096, many)):
         x = torch.zeros(M, 4096, dtype=torch.bfloat16, device="cuda")
-        assert rt.explain(x, weight).splitlines()[-1].split() == [way, "runs"]
+        assert rt.explain(x, weight).splitlines()[-1].replace(";", " ").replace(",", " ").split()[:2] == [way, "runs"]
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "w8"])

@@ -67,6 +67,16 @@ def test_which_backend_is_first(name: str, M: int, first: str) -> None:
         assert backends.order(call)[1] == "library"
 
 
+@pytest.mark.parametrize(("name", "way", "M", "is_slower"), [
+    ("int4", "library", 256, True), ("int4", "hopper", 64, False), ("fp8", "library", 256, False), ("w8", "library", 161, True),
+    ("fp8_tile", "triton", 256, True), ("fp8_tile", "hopper", 16, False), ("int8", "library", 600, False),
+])  # fmt: skip
+def test_what_is_slower_than_16_bits_says_so(name: str, way: str, M: int, is_slower: bool) -> None:
+    said = backends._runs(way, asked(name, M))
+    assert said.startswith("runs")
+    assert ("a weight in 16 bits is faster for so many rows" in said) == is_slower
+
+
 def test_other_devices_are_refused() -> None:
     assert "needs 9.0" in next(backends._hopper_refusals(asked("fp8", 1), (8, 9)))
     assert next(backends.refusals("hopper", asked("fp8", 1))).startswith("tensors are on cpu")
