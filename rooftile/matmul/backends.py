@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
-from rooftile.matmul.definition import MANY_IN_INT8, Product
+from rooftile.matmul.definition import Product, has_many_rows
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
@@ -27,8 +27,7 @@ NAMES = ("hopper", "triton", "library", "definition")
 # (there a product follows a pass that dequantises the weight), and for others. The first two come from h200-linear.jsonl: INT4
 # takes 0.33 of the library's time at 64 rows and 1.4 times it at 256, and the two lines between cross near 180.
 MANY_IN_FP8, MANY_IN_16_BITS, MANY_OF_OTHERS = 64, 160, 512
-# rows of INT8 up to which Hopper's kernel for few rows is first, and the portable one beyond: at 256 it is faster
-# (h200-linear.jsonl). Hopper's kernel for many rows is first again from MANY_IN_INT8 on: PyTorch's is made for Ampere
+# rows of INT8 up to which Hopper's kernel for few rows is first: the portable one is faster at 256 (h200-linear.jsonl)
 MOST_INT8_ON_HOPPER = 64
 
 
@@ -129,7 +128,8 @@ def chosen(
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     rows, format = asked.x.shape[0], asked.product.format
-    if format == "int8" and rows >= MANY_IN_INT8:
+    if has_many_rows(rows, asked.product):
+        # where Hopper has a kernel for them it is first: PyTorch's is made for Ampere
         return ("hopper", "library", "triton", "definition") if rows > MANY_OF_OTHERS else NAMES
     if rows > last_of_ours(format):
         return ("library", "hopper", "triton", "definition")

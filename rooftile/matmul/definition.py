@@ -41,6 +41,15 @@ class Product(NamedTuple):
         return weight_format(self.format).activations
 
 
+def has_many_rows(rows: int, product: Product) -> bool:
+    """Whether Hopper's kernel for INT8 products of many rows takes so many rows of x.
+
+    Under `deterministic` it takes none: a row's bits are those that the kernel for few rows gives it.
+    """
+    is_aligned = product.N % 16 == 0 and product.out_dtype in (torch.bfloat16, torch.float16)
+    return product.format == "int8" and rows >= MANY_IN_INT8 and is_aligned and not product.deterministic
+
+
 def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
     """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
     wide = torch.float64 if torch.float64 in (x.dtype, product.out_dtype) else torch.float32

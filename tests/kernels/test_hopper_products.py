@@ -65,6 +65,9 @@ def test_which_backend_is_first(name: str, M: int, first: str) -> None:
     assert sorted(backends.order(call)) == sorted(backends.NAMES)
     if name == "int8" and M > 512:
         assert backends.order(call)[1] == "library"
+    if name == "int8" and M == 257:
+        # results in fp32 are not for the kernel of many rows
+        assert backends.order(asked(name, M, dtype=torch.float32))[0] == "triton"
 
 
 @pytest.mark.parametrize(("name", "way", "M", "is_slower"), [

@@ -15,7 +15,7 @@ from rooftile.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring, wait_for_input
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, whole_sum, write
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, whole_sum, with_scales, write
 
 
 @gluon.jit
@@ -55,11 +55,7 @@ def _finish(
     if has_it:
         y = acc.to(gl.float32)
         if FORMAT != "fp8_tile":
-            layout: gl.constexpr = acc.type.layout
-            m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
-            n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            y = y * gl.expand_dims(gl.load(x_scales_ptr + m, mask=m < to.M, other=0.0), 0)
-            y = y * gl.expand_dims(gl.load(w_scales_ptr + n, mask=n < to.N, other=0.0).to(gl.float32), 1)
+            y = with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to)
         write(y, n_0, m_0, to)
 
 

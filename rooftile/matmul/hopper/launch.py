@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rooftile.hopper.gluon import TensorDescriptor, gl
 from rooftile.launch import Kernel
-from rooftile.matmul.definition import MANY_IN_INT8, Product
+from rooftile.matmul.definition import Product, has_many_rows
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
@@ -117,7 +117,7 @@ def refusals(asked: Any) -> Iterator[str]:
     product, parts = asked.product, asked.parts
     kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
-    if asked.x.shape[0] > MOST_ROWS and not product.deterministic and not _has_many_rows(asked.x.shape[0], product):
+    if asked.x.shape[0] > MOST_ROWS and not product.deterministic and not has_many_rows(asked.x.shape[0], product):
         yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}, in INT8 more if N is a multiple of 16 and results have 16 bits"
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
@@ -128,12 +128,6 @@ def refusals(asked: Any) -> Iterator[str]:
         yield "codes at an address that is no multiple of 16; has aligned ones"
     if kind.activations is None:
         yield from _widened_refusals(asked)
-
-
-def _has_many_rows(rows: int, product: Product) -> bool:
-    """Whether `many_rows` takes a call; under `deterministic` a row's bits are those of few rows."""
-    is_aligned = product.N % 16 == 0 and product.out_dtype in (torch.bfloat16, torch.float16)
-    return product.format == "int8" and rows >= MANY_IN_INT8 and is_aligned and not product.deterministic
 
 
 def _widened_refusals(asked: Any) -> Iterator[str]:
@@ -157,7 +151,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
         x = x.index_select(1, parts.order)
     parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
     bias = None if bias is None else bias.contiguous()
-    if x_scales is not None and _has_many_rows(x.shape[0], product):
+    if x_scales is not None and has_many_rows(x.shape[0], product):
         _by_many_rows(_aligned(x), x_scales.contiguous(), parts, bias, product, o)
         return o
     for start in range(0, x.shape[0], MOST_ROWS):

@@ -114,7 +114,7 @@ def _multiply(
             fill += 1
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
         ws.release(fill - 1)
-        # what was written before has left shared memory
+        # results of the tile before have left shared memory, where these go next
         tma_store_wait(0)
         barrier()
         out, m_0 = 2 * WARPGROUP, m_0 + FIRST
