@@ -167,9 +167,9 @@ def _moved(to: str, of: str, left: int) -> str:
     return f"shl.b32 {to}, {of}, {left};" if left > 0 else f"shr.b32 {to}, {of}, {-left};"
 
 
-# what a byte permutation takes for two bytes of a number: the first value of a group, the second, or zero
+# A byte permutation takes two bytes of the first value of a group, of the second, or of zero.
 _FIRST, _SECOND, _NONE = 0x10, 0x32, 0x44
-# where the values of a group are, by the last three bits of its places; 7 stands for (0, 1), whose bits are those of (0, 3)
+# The last three bits of a group's places say where its two values go. (0, 1) and (0, 3) share theirs, so 7 stands for (0, 1).
 _KEPT = {0: (0, 2), 1: (1, 2), 4: (0, 3), 5: (1, 3), 6: (2, 3), 7: (0, 1)}
 
 

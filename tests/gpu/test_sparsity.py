@@ -161,7 +161,7 @@ def test_places_beyond_2_to_the_31() -> None:
 
 @pytest.mark.parametrize("transposable", [False, True])
 def test_sparse_products_of_a_weight_that_is_trained(transposable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as of many rows
+    # few rows take the products of many
     monkeypatch.setattr(masked, "PAYS", 65)
     w = some(512, 1024, torch.bfloat16).cuda()
     w = torch.where(two_four(w, transposable), w, 0).requires_grad_()

@@ -141,4 +141,8 @@ MUTATIONS = {
         "matmul/hopper/two_four.py", "if step + 1 < run.stop:", "if step + 2 < run.stop:",
         ("tests/kernels/test_hopper_two_four.py", "-k", "emulated and 13"),
     ),
+    "INT8 of many rows, the last band of tiles": Mutation(
+        "matmul/hopper/many_rows.py", "size = gl.minimum(GROUP, self.rows - band * GROUP)", "size = GROUP",
+        ("tests/kernels/test_hopper_products.py", "-k", "many_rows"),
+    ),
 }  # fmt: skip

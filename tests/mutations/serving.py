@@ -85,4 +85,8 @@ MUTATIONS = {
         "get_running_loop().call_later(1, self._noted, message.state)",
         ("tests/server/test_answering.py",),
     ),
+    "GPTQ, groups of columns in another order": Mutation(
+        "models/checkpoints/layouts/gptq.py", "((*codes, *groups), ()) if self.in_another_order else (codes, groups)",
+        "(codes, groups)", ("tests/models/test_quantised_checkpoints.py", "-k", "need_their_groups"),
+    ),
 }  # fmt: skip
