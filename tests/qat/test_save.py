@@ -66,15 +66,30 @@ def test_the_engine_multiplies_with_the_codes_of_training(tmp_path: Path, format
                 # each part has its own
                 due = torch.cat([part.codes().outer.expand(part.out_features, 1) for part in parts])
                 assert torch.equal(torch.cat([one.outer.expand(one.shape[0], 1) for one in stored]), due)
-    prompt = [3, 1, 4, 1, 5]
-    asked = rt.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-    (output,) = rt.LLM(tmp_path / "saved", **ROOM).generate([prompt], asked)
-    assert list(output.outputs[0].token_ids) == greedy(model, prompt, 12)
+
+
+@pytest.mark.parametrize("format", [*LAYOUTS, "int4:32", "int4:row"])
+def test_the_engine_says_what_the_converted_model_says_bit_for_bit(tmp_path: Path, format: str) -> None:
+    model = trained(format)
+    rt.qat.save(model, tmp_path)
+    rt.qat.convert(model)
+    for layer in model.layers:
+        # on a CPU the engine attends to its cache by this backend, and a dense call by PyTorch's, which rounds otherwise
+        layer.mixer.backend = "tiled"
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    asked = rt.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], asked)
+    answer = output.outputs[0]
+    assert list(answer.token_ids) == greedy(model, prompt, 12)
+    normed = []
+    model.norm.register_forward_hook(lambda module, inputs, y: normed.append(y[0]))
     with torch.no_grad():
-        due = torch.log_softmax(model(torch.tensor([prompt]))[0, -1], 0)
-    first = output.outputs[0].logprobs[0]
-    token = output.outputs[0].token_ids[0]
-    assert first[token].logprob == pytest.approx(float(due[token]), abs=1e-5)
+        logits = model(torch.tensor([prompt]))[0]
+        # only the last row is multiplied again, alone: PyTorch's fp32 product of one row adds in another order
+        due = torch.log_softmax(torch.cat([logits[:-1], model.head(normed[0][-1:])]), -1)
+    for said, row in zip([*output.prompt_logprobs[1:], answer.logprobs[0]], due.tolist(), strict=True):
+        assert len(said) >= 20
+        assert {token: one.logprob for token, one in said.items()} == {token: row[token] for token in said}
 
 
 def test_formats_are_mixed(tmp_path: Path) -> None:
