@@ -328,13 +328,12 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "normalise_quantised": _once,
     "add_norm_quantised": _add_norm,
     "sum_norm_quantised": _once,
-    "gated": _once,
     "gate_quantised": _once,
     "adamw": _adamw,
     "linear": _linear,
     **{
         name: _once
-        for each in ("norm", "sum_norm", "gate_up", "rotary", "softmax", "cross_entropy")
+        for each in ("norm", "sum_norm", "gated", "gate_up", "rotary", "softmax", "cross_entropy")
         for name in (each, f"{each}_backward")
     },
     "linear_cross_entropy": _linear_cross_entropy,

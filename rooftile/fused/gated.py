@@ -47,28 +47,38 @@ def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | No
     if out is not None:
         gate, up = x.chunk(2, dim=-1)
         return _pair_quantised(gate, up, activation, checked(out), scale)
-    if needs_steps(x):
-        return gated_halves(x, activation)
-    if x.ndim != 2:
-        return gated(as_rows(x), activation).view(*x.shape[:-1], x.shape[-1] // 2)
-    found: Tensor = call(_GATED, _gated, x, activation)
-    return found
+    (y,) = _GATED(as_rows(x), activation)
+    return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _gated(x: Tensor, activation: str) -> Tensor:
+def _gated(x: Tensor, activation: str) -> tuple[Tensor]:
     # the kernel computes in fp32
     if kernels_run_on(x):
         from rooftile.fused.kernels import gated as kernels
 
-        return kernels.gated(x, activation)
-    return gated_halves(x, activation).contiguous()
+        return (kernels.gated(x, activation),)
+    return (gated_halves(x, activation).contiguous(),)
 
 
-def _fake(x: Tensor, activation: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+def _gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    return (torch.cat(_gradients(dy, None, gate, up, activation), -1),)
 
 
-_GATED = define("gated(Tensor x, str activation) -> Tensor", _gated, _fake)
+def _run_gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[Tensor]:
+    if kernels_run_on(x):
+        from rooftile.fused.kernels import gate_up as kernels
+
+        return (kernels.gradients_of_halves(dy, x, activation),)
+    return _gated_gradients(dy, None, x, activation)
+
+
+_GATED = Operation(
+    "gated", "Tensor x, str activation", results=1, run=_gated, defined=lambda x, activation: (gated_halves(x, activation),),
+    run_gradients=_run_gated_gradients, gradients=_gated_gradients,
+    fake=lambda x, _: (x.new_empty((x.shape[0], x.shape[1] // 2)),), fake_gradients=lambda dy, y, x, _: (x.new_empty(x.shape),),
+    given_to={0: 0}, unused=frozenset((0,)),
+)  # fmt: skip
 
 
 @answers_foreign_words

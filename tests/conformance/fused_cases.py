@@ -60,6 +60,18 @@ def rotary(interleaved: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return call, lambda q, k: (turned(q, angles(q), interleaved), turned(k, angles(k), interleaved))
 
 
+def gated(activation: str, function: Callable[[Tensor], Tensor]) -> Operation:
+    def formula(x: Tensor) -> Tensor:
+        gate, up = x.tensor_split(2, -1)
+        return function(gate) * up
+
+    return Operation(lambda x: fused.gated(x, activation), formula, lambda r, n: [(r, 2 * n)])
+
+
+def targets(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) * 7 % x.shape[1]
+
+
 def rows(rows: int, size: int) -> list[tuple[int, ...]]:
     return [(rows, size)]
 
@@ -81,9 +93,17 @@ OPERATIONS = {
     "geglu, exact": Operation(
         lambda g, u: fused.geglu(g, u, tanh=False), lambda g, u: functional.gelu(g) * u, lambda r, n: [(r, n)] * 2
     ),
+    "gated, silu": gated("silu", functional.silu),
+    "gated, relu": gated("relu", functional.relu),
+    "gated, gelu": gated("gelu_pytorch_tanh", lambda x: functional.gelu(x, approximate="tanh")),
     "rotary": Operation(*rotary(False), lambda r, n: [(2, r, 4, 8), (2, r, 2, 8)]),
     "rotary, interleaved": Operation(*rotary(True), lambda r, n: [(2, r, 4, 8), (2, r, 2, 8)]),
     "softmax": Operation(lambda x: fused.softmax(x, 0.7), lambda x: (0.7 * x).softmax(-1), rows),
+    "cross entropy": Operation(
+        # its losses are in fp32
+        lambda x: fused.cross_entropy(x, targets(x), reduction="none", label_smoothing=0.1).to(x.dtype),
+        lambda x: losses(x, targets(x), 0.1, None, 0.0), rows,
+    ),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -62,8 +62,13 @@ def _gate_quantised(device: torch.device) -> Work:
 
 
 def _gated(device: torch.device) -> Work:
-    gated(torch.randn(5, 8, device=device), "silu")
+    _backward(gated(_leaf(5, 8, device=device), "silu"))
     return Work(0, 5 * 32, 5 * 16)
+
+
+def _gated_backward(device: torch.device) -> Work:
+    _gated(device)
+    return Work(0, 5 * 16 + 5 * 32, 5 * 32)
 
 
 def _linear(device: torch.device) -> Work:
@@ -430,6 +435,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "add_norm_quantised": _add_norm_quantised,
     "sum_norm_quantised": _sum_norm_quantised,
     "gated": _gated,
+    "gated_backward": _gated_backward,
     "gate_quantised": _gate_quantised,
     "adamw": _adamw,
     "linear": _linear,

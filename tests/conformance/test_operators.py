@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 DIFFERENTIABLE = {
     "attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward", "selected_attention",
     "selected_attention_backward", "gated_sum", "gated_sum_backward", "gathered_attention", "gathered_attention_backward",
-    "linear_quantised", "linear_rounded", "norm", "sum_norm", "gate_up", "rotary", "softmax", "cross_entropy",
+    "linear_quantised", "linear_rounded", "norm", "sum_norm", "gated", "gate_up", "rotary", "softmax", "cross_entropy",
     "linear_cross_entropy", "linear_cross_entropy_reduced", "linear_two_four", "linear_masked",
 }  # fmt: skip
 
@@ -91,7 +91,6 @@ def test_fused_operations_have_the_gradients_of_their_definitions(watched: bool,
     functions = {
         "norm": lambda x: normalise(x, weights._replace(bias=weights.weight)),
         "add": lambda x: add_norm(x, residual, weights._replace(bias=weights.weight)),
-        "gate": lambda x: gated(x, "silu"),
     }
     for function in functions.values():
         leaf = x.clone().requires_grad_()

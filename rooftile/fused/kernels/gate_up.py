@@ -47,7 +47,7 @@ def _gate_up(gate_ptr, up_ptr, o_ptr, gate_stride, up_stride, SIZE: tl.constexpr
 
 @triton.jit
 def _gate_up_gradients(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dx_stride,
     SIZE: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     pieces: tl.constexpr = (SIZE + PIECE - 1) // PIECE
@@ -58,8 +58,8 @@ def _gate_up_gradients(
     gate = tl.load(gate_ptr + row * gate_stride + n, mask=there, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + n, mask=there, other=0.0).to(tl.float32)
     dtype: tl.constexpr = dgate_ptr.dtype.element_ty
-    tl.store(dgate_ptr + row * SIZE + n, (dy * up * _slope(gate, KIND)).to(dtype), mask=there)
-    tl.store(dup_ptr + row * SIZE + n, (dy * activated(gate, KIND)).to(dtype), mask=there)
+    tl.store(dgate_ptr + row * dx_stride + n, (dy * up * _slope(gate, KIND)).to(dtype), mask=there)
+    tl.store(dup_ptr + row * dx_stride + n, (dy * activated(gate, KIND)).to(dtype), mask=there)
 
 
 _start, _start_gradients = Kernel(_gate_up), Kernel(_gate_up_gradients)
@@ -77,13 +77,26 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Returns dgate and dup, (rows, size) each."""
-    dy, gate, up = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, gate, up))
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    _write_gradients(dy, gate, up, dgate, dup, activation)
+    return dgate, dup
+
+
+def gradients_of_halves(dy: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Returns the gradient of x (rows, 2 * size), a gate and what it gates side by side."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gate, up = x.chunk(2, dim=1)
+    dgate, dup = dx.chunk(2, dim=1)
+    _write_gradients(dy, gate, up, dgate, dup, activation)
+    return dx
+
+
+def _write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+    dy, gate, up = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, gate, up))
     if dy.numel():
         constants = constants_of(gate.shape[1], activation)
-        arguments = (dy, gate, up, dgate, dup, dy.stride(0), gate.stride(0), up.stride(0))
+        arguments = (dy, gate, up, dgate, dup, dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0))
         _start_gradients(_grid(gate, constants), arguments, constants)
-    return dgate, dup
 
 
 def _grid(x: Tensor, constants: dict[str, object]) -> tuple[int, int, int]:
