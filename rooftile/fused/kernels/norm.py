@@ -93,9 +93,9 @@ def _normalise(
 
 
 @triton.jit
-def _piece(x_ptr, n, SIZE: tl.constexpr):
-    """Numbers n of a row in fp32, 0 past its end."""
-    return tl.load(x_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+def _piece(x_ptr, n, SIZE: tl.constexpr, STAYS: tl.constexpr):
+    """Numbers n of a row in fp32, 0 past its end; STAYS says when they leave the cache."""
+    return tl.load(x_ptr + n, mask=n < SIZE, other=0.0, eviction_policy=STAYS).to(tl.float32)
 
 
 @triton.jit
@@ -103,7 +103,10 @@ def _normalise_long(
     x_ptr, residual_ptr, stream_ptr, o_ptr, weight_ptr, bias_ptr, x_stride_t, x_stride_h, eps, HEADS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`_normalise` of one row that would leave the registers: it is read again for each sum, and finds itself in a cache."""
+    """`_normalise` of one row that would leave the registers: it is read again for each sum, and finds itself in a cache.
+
+    The rows of all programs are larger than the cache together with what they write, so loads and stores say what is used again.
+    """
     if PDL:
         wait_for_inputs()
     r = tl.program_id(0).to(tl.int64)
@@ -113,11 +116,13 @@ def _normalise_long(
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, SIZE, BLOCK):
         n = start + lane
-        x = _piece(x_ptr, n, SIZE)
         if RESIDUAL:
-            stream = (_piece(residual_ptr + r * SIZE, n, SIZE) + x).to(dtype)
-            tl.store(stream_ptr + r * SIZE + n, stream, mask=n < SIZE)
+            x = _piece(x_ptr, n, SIZE, "evict_first")
+            stream = (_piece(residual_ptr + r * SIZE, n, SIZE, "evict_first") + x).to(dtype)
+            tl.store(stream_ptr + r * SIZE + n, stream, mask=n < SIZE, eviction_policy="evict_last")
             x = stream.to(tl.float32)
+        else:
+            x = _piece(x_ptr, n, SIZE, "evict_last")
         sums += x if KIND == "layer" else x * x
     if RESIDUAL:
         # other threads of the program may read what one has written
@@ -128,19 +133,20 @@ def _normalise_long(
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, SIZE, BLOCK):
             n = start + lane
-            x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE) - mean, 0.0)
+            x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE, "evict_last") - mean, 0.0)
             sums += x * x
     inverse = tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
     for start in range(0, SIZE, BLOCK):
         n = start + lane
-        x = _piece(x_ptr, n, SIZE)
+        x = _piece(x_ptr, n, SIZE, "evict_first")
         if KIND == "layer":
             x -= mean
-        weight = _piece(weight_ptr, n, SIZE)
+        weight = _piece(weight_ptr, n, SIZE, "evict_last")
         bias = weight
         if KIND == "layer":
-            bias = _piece(bias_ptr, n, SIZE)
-        tl.store(o_ptr + r * SIZE + n, _weighted(x * inverse, weight, bias, dtype, KIND), mask=n < SIZE)
+            bias = _piece(bias_ptr, n, SIZE, "evict_last")
+        y = _weighted(x * inverse, weight, bias, dtype, KIND)
+        tl.store(o_ptr + r * SIZE + n, y, mask=n < SIZE, eviction_policy="evict_first")
 
 
 _start_normalise, _start_long = Kernel(_normalise), Kernel(_normalise_long)
