@@ -46,6 +46,8 @@ def tiles_for(M: int, format: str) -> Iterator[Tile]:
     columns = min(max(1 << (M - 1).bit_length(), 8), 128)
     kind = weight_format(format)
     shapes = [(1, columns, 1), (2, columns, 1)]
+    if kind.activations is None and M > 128:
+        shapes.append((1, 256, 1))
     if kind.activations is not None and format != "fp8_tile":
         shapes += [(1, columns, 2)] if columns < M else []
         shapes += [(2, columns // 2, 1), (1, columns // 2, 2)] if columns >= 64 else []
@@ -68,11 +70,11 @@ def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
     yield from product(tiles_for(M, format), orders)
 
 
-def programs_for(tile: Tile, N: int, K: int, processors: int) -> list[int]:
-    """Returns numbers of programs: the table's for few and for many rows, all multiprocessors, and whole tiles."""
-    tiles, steps = -(-N // tile.block_n), -(-K // 128)
-    found = {launch.programs_of(tiles, steps, processors, rows) for rows in (1, 512)}
-    found |= {min(processors, tiles * steps // 2), min(processors, tiles)}
+def programs_for(tile: Tile, M: int, N: int, K: int, processors: int) -> list[int]:
+    """Returns numbers of programs: those that are chosen, all multiprocessors, and whole tiles or shares of one."""
+    sizes = launch.sizes_of(tile, M, N, K, False)
+    found = {launch.programs_of(sizes, processors, sharing) for sharing in (launch.SHARING, launch.SHARING_CODES)}
+    found |= {min(processors, sizes.tiles * sizes.steps // 2), min(processors, sizes.tiles), min(processors, 2 * sizes.tiles)}
     return sorted(found - {0})
 
 
@@ -120,7 +122,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
     works: dict[Any, Any] = {None: layers.in_16_bits}
     for tile, ordered in variants(M, format):
-        for programs in programs_for(tile, N, K, processors):
+        for programs in programs_for(tile, M, N, K, processors):
             line = about | {"tile": tile._asdict(), "programs": programs, "ordered": ordered}
             try:
                 error = layers.error(tile, programs, ordered)
@@ -135,7 +137,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     # an engine's graphs let weights be copied early, too
     with weights_stay():
         us = medians(works, ReplayClock())
-    own = launch.tile_of(M, N, format, False)
+    own = launch.tile_of(M, N, K, format, False, processors)
     table = (own, launch._programs(own, layers.x, layers.product), M > launch.ORDERS)
     for key in sorted(us, key=lambda key: us[key]):
         if key is not None:

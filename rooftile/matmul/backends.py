@@ -6,6 +6,7 @@ operator, where they are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import util
@@ -17,18 +18,21 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
-from rooftile.matmul.definition import Product, has_many_rows
+from rooftile.matmul.definition import Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 
 NAMES = ("hopper", "triton", "library", "definition")
-# Rows up to which our kernels are first, and PyTorch's products beyond: for FP8, for formats whose activations keep 16 bits
-# (there a product follows a pass that dequantises the weight), and for others. The first two come from h200-linear.jsonl: INT4
-# takes 0.33 of the library's time at 64 rows and 1.4 times it at 256, and the two lines between cross near 180.
+# Rows up to which the portable kernels come before PyTorch's products: for FP8, for formats whose activations keep 16 bits (there
+# a product follows a pass that dequantises the weight), and for others
 MANY_IN_FP8, MANY_IN_16_BITS, MANY_OF_OTHERS = 64, 160, 512
-# rows of INT8 up to which Hopper's kernel for few rows is first: the portable one is faster at 256 (h200-linear.jsonl)
-MOST_INT8_ON_HOPPER = 64
+# ... and those for Hopper. On an H100 PyTorch's FP8 products are faster from some 300 rows on, and a product after that pass
+# from some 2,500; INT8 has a kernel for any number (h100-linear.jsonl).
+MOST_ON_HOPPER = {"fp8": 256, "fp8_tile": 512, "int8": None}
+MOST_IN_16_BITS_ON_HOPPER = 2048
+# rows up to which a weight whose codes become 16-bit numbers is multiplied as fast as one in 16 bits, on an H100
+WIDENED_AS_FAST = 256
 
 
 class Call(NamedTuple):
@@ -128,19 +132,24 @@ def chosen(
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     rows, format = asked.x.shape[0], asked.product.format
-    if has_many_rows(rows, asked.product):
-        # where Hopper has a kernel for them it is first: PyTorch's is made for Ampere
-        return ("hopper", "library", "triton", "definition") if rows > MANY_OF_OTHERS else NAMES
-    if rows > last_of_ours(format):
-        return ("library", "hopper", "triton", "definition")
-    return ("triton", "hopper", "library", "definition") if format == "int8" and rows > MOST_INT8_ON_HOPPER else NAMES
+    if rows <= last_of_portable(format):
+        return NAMES
+    if rows <= last_on_hopper(format):
+        return ("hopper", "library", "triton", "definition")
+    return ("library", "hopper", "triton", "definition")
 
 
-def last_of_ours(format: str) -> int:
-    """Returns the rows up to which our kernels are first."""
+def last_of_portable(format: str) -> int:
+    """Returns the rows up to which the portable kernels come before PyTorch's products."""
     if format == "fp8":
         return MANY_IN_FP8
     return MANY_IN_16_BITS if weight_format(format).activations is None else MANY_OF_OTHERS
+
+
+def last_on_hopper(format: str) -> float:
+    """Returns the rows up to which the kernels for Hopper are first there."""
+    most = MOST_ON_HOPPER.get(format, MOST_IN_16_BITS_ON_HOPPER)
+    return math.inf if most is None else most
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
@@ -244,6 +253,7 @@ def _runs(name: str, asked: Call) -> str:
         return "runs if it is named"
     if name == "library" and asked.product.activations is None:
         return "runs, after a pass that dequantises the weight: a weight in 16 bits is faster for so many rows"
-    if asked.product.format == "fp8_tile" and asked.x.shape[0] > MANY_IN_FP8:
+    best = MANY_IN_FP8 if asked.product.format == "fp8_tile" else WIDENED_AS_FAST
+    if asked.x.shape[0] > best and (asked.product.format == "fp8_tile" or asked.product.activations is None):
         return "runs; a weight in 16 bits is faster for so many rows"
     return "runs"

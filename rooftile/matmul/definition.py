@@ -20,7 +20,7 @@ AT_ONCE = 1 << 22
 # rows of x that are multiplied at once under `deterministic`
 ROWS = 16
 # rows of x from which INT8 products on Hopper have a kernel for many rows
-MANY_IN_INT8 = 257
+MANY_IN_INT8 = 1025
 # so many products of int8 numbers are exact in fp32: 128 * 127 * 1024 < 2^24
 EXACT = 1024
 

@@ -37,8 +37,8 @@ from rooftile.spec import Asked
 SHORT, USUAL = 8, 64
 # rows of the decode step
 ROWS = 16
-# rows of products with quantised weights: one of each tile that the kernels have for a decode step and short prompts
-PRODUCT_ROWS = (1, 16, 32, 64, 128, 512)
+# rows of products with quantised weights: one of each tile that the kernels have for a decode step and prompts
+PRODUCT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # compile threads: the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total
 # depends
 THREADS = 4

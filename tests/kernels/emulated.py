@@ -263,9 +263,9 @@ def specialise(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regis
 class Product:
     """`schedule.Product` in Python."""
 
-    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T) -> None:
+    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, spread, BIAS, T) -> None:
         self.o, self.bias, self.partials, self.counters, self.BIAS = o, bias, partials, counters, BIAS
-        self.M, self.N, self.tiles, self.steps = M, N, tiles, steps
+        self.M, self.N, self.tiles, self.steps, self.spread = M, N, tiles, steps, spread
         self.WARPGROUPS, self.BLOCKS_N, self.COLUMNS, self.BLOCKS_M = schedule.WARPGROUPS, T.BLOCKS_N, T.COLUMNS, T.BLOCKS_M
         self.BLOCKS, self.BLOCK_N, self.BLOCK_M, self.STAGES = T.blocks, T.block_n, T.block_m, T.STAGES
 
@@ -322,7 +322,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         "COLUMNS": 128, "GROUP": 8, "STAGES": 3,
     }.items():  # fmt: skip
         monkeypatch.setattr(many_rows, name, value)
-    monkeypatch.setattr(schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop))
+    names = ("tile", "tile_n", "tile_m", "first", "stop")
+    monkeypatch.setattr(schedule, "Run", lambda *given: SimpleNamespace(**dict(zip(names, given, strict=True))))
 
     class Emulated:
         def __init__(self, kernel: Any, describe: tuple[Any, ...]) -> None:

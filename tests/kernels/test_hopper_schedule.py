@@ -11,7 +11,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul.definition import Product  # noqa: E402
 from rooftile.matmul.hopper import counters, launch, schedule  # noqa: E402
 
 # N x K of an 8B model's layer, and sizes that no tile divides
@@ -22,18 +21,17 @@ class Line:
     """The code of `schedule`, run by Python for one program."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, tiles: int, steps: int, programs: int, tile: schedule.Tile
+        self, monkeypatch: pytest.MonkeyPatch, sizes: launch.Sizes, programs: int, tile: schedule.Tile
     ) -> None:
-        self.tiles, self.steps, self.programs = tiles, steps, programs
+        self.tiles, self.steps, self.spread, self.programs = sizes.tiles, sizes.steps, sizes.spread, programs
         self.BLOCKS, self.COLUMNS, self.partials, self.program = tile.blocks, tile.COLUMNS, 0, 0
         language = SimpleNamespace(
             program_id=lambda axis: self.program, num_programs=lambda axis: programs, minimum=min, int64=torch.int64
         )
         monkeypatch.setattr(schedule, "gl", language)
         monkeypatch.setattr(schedule, "ROWS", 64)
-        monkeypatch.setattr(
-            schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop)
-        )
+        names = ("tile", "tile_n", "tile_m", "first", "stop")
+        monkeypatch.setattr(schedule, "Run", lambda *given: SimpleNamespace(**dict(zip(names, given, strict=True))))
 
     def runs(self, program: int) -> list[Any]:
         self.program = program
@@ -52,24 +50,34 @@ class Line:
         return int(schedule.Product.partial.fn(self, torch.tensor(program), begins, tile_m, block))
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("processors", [132, 7])
-@pytest.mark.parametrize("M", [1, 64, 512])
+@pytest.mark.parametrize("M", [1, 64, 500])
 @pytest.mark.parametrize("name", ["fp8", "int4", "w8"])
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_programs_share_all_steps(
-    N: int, K: int, name: str, M: int, processors: int, monkeypatch: pytest.MonkeyPatch
+    N: int, K: int, name: str, M: int, processors: int, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of each tile is in one run; those who add a tile know who has a part of it, and where."""
-    tile = launch.tile_of(M, N, name, False)
-    tiles, steps = -(-N // tile.block_n), -(-K // 128)
-    programs = launch.programs_of(tiles, steps, processors, M, name == "fp8" and M == 64)
+    tile = launch.tile_of(M, N, K, name, fixed, processors)
+    sizes = launch.sizes_of(tile, M, N, K, fixed)
+    tiles, steps = sizes.tiles, sizes.steps
+    rows = -(-M // tile.block_m)
+    assert sizes.spread == (1 if fixed else rows)
+    programs = launch.programs_of(sizes, processors)
     assert 1 <= programs <= processors
-    line = Line(monkeypatch, tiles, steps, programs, tile)
+    line = Line(monkeypatch, sizes, programs, tile)
     parts: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(tiles)}
     for program in range(programs):
         for run in line.runs(program):
             assert run.stop > run.first
             parts[run.tile].append((program, run))
+    walked = rows // sizes.spread
+    places = [
+        (run.tile_n, tile_m) for shared in parts.values() for tile_m in range(shared[0][1].tile_m, rows, sizes.spread)
+        for _, run in shared[:1]
+    ]  # fmt: skip
+    assert sorted(places) == [(n, m) for n in range(-(-N // tile.block_n)) for m in range(rows)]
     written = set()
     for n, shared in parts.items():
         assert [(run.first, run.stop) for _, run in shared] == [
@@ -82,12 +90,20 @@ def test_programs_share_all_steps(
             for program, run in shared:
                 # `whole_sum` reads the first program's second partial and the others' first
                 assert (run.first == 0) == (program == first)
-                place = line.partial(program, int(run.first == 0), 1, tile.blocks - 1)
-                assert place not in written
-                written.add(place)
-                assert place + 64 * tile.COLUMNS <= 2 * programs * 2 * tile.block_n * tile.block_m
+                for tile_m in range(run.tile_m, rows, sizes.spread):
+                    place = line.partial(program, int(run.first == 0), tile_m, tile.blocks - 1)
+                    assert place not in written
+                    written.add(place)
+                    assert place + 64 * tile.COLUMNS <= walked * programs * 2 * tile.block_n * tile.block_m
     longest = max(sum(run.stop - run.first for run in line.runs(program)) for program in range(programs))
     assert longest <= -(-tiles * steps // programs)
+
+
+def test_steps_times_programs_are_a_number_of_32_bits() -> None:
+    tile = launch.tile_of(2048, 1 << 20, 65536, "int4", False)
+    sizes = launch.sizes_of(tile, 2048, 1 << 20, 65536, False)
+    assert sizes.spread == 1
+    assert sizes.tiles * sizes.steps * 132 < 2**31
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "int4", "w8", "nvfp4"])
@@ -95,10 +111,9 @@ def test_programs_share_all_steps(
 def test_the_order_of_sums_does_not_follow_from_rows(N: int, K: int, name: str) -> None:
     found = set()
     for M in (1, 2, 16, 63, 64, 65, 128, 256, 512):
-        tile = launch.tile_of(M, N, name, True)
-        product = Product(name, K, N, K, torch.bfloat16, True)
-        tiles, steps = -(-product.N // tile.block_n), -(-K // 128)
-        found.add((tile.block_n, launch.programs_of(tiles, steps, 132, 1)))
+        tile = launch.tile_of(M, N, K, name, True)
+        sizes = launch.sizes_of(tile, M, N, K, True)
+        found.add((tile.block_n, launch.programs_of(sizes, 132)))
     assert len(found) == 1
 
 

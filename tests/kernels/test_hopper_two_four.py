@@ -66,7 +66,7 @@ def asked(M: int, N: int = 512, K: int = 1024, *, fixed: bool = False) -> tuple[
 def test_refusals_say_what_came_and_what_is_there() -> None:
     assert not list(hopper.refusals(*asked(512)))
     assert not list(hopper.refusals(*asked(513, fixed=True)))
-    assert list(hopper.refusals(*asked(513))) == ["513 rows; has up to 512"]
+    assert list(hopper.refusals(*asked(2049))) == ["2,049 rows; has up to 2,048"]
     assert list(hopper.refusals(*asked(1, N=8))) == ["N is 8; has 16 and more"]
     assert list(hopper.refusals(*asked(1, K=1056))) == ["K is 1056; has multiples of 128"]
     x, weight, product = asked(1)

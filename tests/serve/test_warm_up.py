@@ -148,9 +148,9 @@ def test_rows_stand_for_all_tiles() -> None:
 
     for format in WEIGHT_FORMATS:
         for deterministic in (False, True):
-            for N in (4096, 28672):
-                all_tiles = {launch.tile_of(M, N, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
-                assert all_tiles == {launch.tile_of(M, N, format, deterministic) for M in warm_up.PRODUCT_ROWS}
+            for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (16384, 2048)):
+                all_tiles = {launch.tile_of(M, N, K, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
+                assert all_tiles == {launch.tile_of(M, N, K, format, deterministic) for M in warm_up.PRODUCT_ROWS}
         gated = {launch.gated_tile_of(M, format) for M in range(1, launch.MOST_ROWS + 1)}
         assert gated == {launch.gated_tile_of(M, format) for M in warm_up.PRODUCT_ROWS}
 

@@ -12,6 +12,7 @@ that is not timed says why. `of_bf16_ratio` is a time over that of 16 bits.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -36,7 +37,7 @@ from rooftile.numerics import QuantisedRows, quantise_rows
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 # layers, so that weights come from memory
 LAYERS = 3
-ROWS = (1, 16, 64, 256, 512, 1024, 8192)
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
 GPU = tuple(f"8b-{format}-r{rows}" for format in FORMATS for rows in ROWS)
 CPU = tuple(f"small-{format}-r{rows}" for format in FORMATS for rows in (1, 16))
@@ -57,9 +58,10 @@ class Case(NamedTuple):
 
 def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
     """A row for each contestant."""
-    clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     for name in names:
         say(name)
+        # a clock keeps its graphs, and with them the results of all contestants
+        clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
         # an engine's graphs let weights be copied early, too
         with torch.inference_mode(), weights_stay():
             case = case_of(name, session.device, session.dtype)
@@ -71,6 +73,10 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
             yield with_measures(row, of_bf16_ratio=us[backend] / us[session.dtype])
         for backend, reason in why.items():
             yield replace(timed_row(session, [], backend=backend, **named), reason=reason)
+        if session.device.type == "cuda":
+            del case, works, clock
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def case_of(name: str, device: torch.device, dtype: str) -> Case:

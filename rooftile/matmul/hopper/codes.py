@@ -78,8 +78,8 @@ def _multiply(
     fill = 0
     while place < end:
         run = to.run_at(place, end)
-        n_0 = run.tile * to.BLOCK_N + FIRST
-        for tile_m in range(to.tiles_of_rows()):
+        n_0 = run.tile_n * to.BLOCK_N + FIRST
+        for tile_m in range(run.tile_m, to.tiles_of_rows(), to.spread):
             m_0 = tile_m * to.BLOCK_M
             acc = gl.zeros([ROWS, to.COLUMNS], SUM, layout)
             acc_2 = acc
@@ -108,14 +108,14 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "spread", "early"])
 def product_of_codes(
-    w_desc, x_desc, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, early,
+    w_desc, x_desc, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, early,
     FORMAT: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
     """o (M, N): x (M, K) times a weight (N, K) transposed, both in codes, with their scales and a bias."""
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, BIAS, T)
+    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, STEP], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)

@@ -58,8 +58,8 @@ def _multiply(
     fill = 0
     while place < stop:
         run = to.run_at(place, stop)
-        n_0 = run.tile * NEXT + FIRST
-        for tile_m in range(to.tiles_of_rows()):
+        n_0 = run.tile_n * NEXT + FIRST
+        for tile_m in range(run.tile_m, to.tiles_of_rows(), to.spread):
             gate = gl.zeros([ROWS, to.COLUMNS], gl.float32, layout)
             up = gate
             for _ in range(run.first, run.stop):
@@ -84,17 +84,17 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "spread", "early"])
 def product_of_gates(
     w_desc, x_desc, x_scales_ptr, w_scales_ptr, bias_ptr, given_ptr, o_scales_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles,
-    steps, early, DTYPE: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
+    steps, spread, early, DTYPE: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
     """o (M, N) and its scales (M,): the activation GATE of the first half of x (M, K) times a weight (2 N, K), times the second.
 
     All are rounded to DTYPE, as in kernels that follow one another, and the result to FP8 with a given scale.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, BIAS, T)
+    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, STEP], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)

@@ -1,18 +1,19 @@
 """Chooses tiles and the number of programs, and launches the kernels of this folder.
 
 Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, so tiles
-are small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. Tiles of FP8
-and INT4 for 16 and 64 rows were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
+are small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow where there
+are enough of them. The choice between two tiles, and the number of programs, follow from the steps that a program takes and from
+what a shared tile costs; the constants were fitted to measurements of `benchmarks/products.py` on an H100.
 
-Under `deterministic` every tile of a format has as many rows of the weight and the programs are those of one row of x, so that
-the split of K follows from N and K.
+Under `deterministic` the tile's rows of the weight and the programs are those of one row of x, so that the split of K follows
+from N and K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,21 +33,24 @@ from rooftile.matmul.hopper.schedule import ROWS, STEP, WARPGROUPS, Tile
 from rooftile.matmul.hopper.widened import product_of_widened
 from rooftile.matmul.weight import Parts
 
-# rows of x of a launch, at most; beyond them PyTorch's products are asked first, but for INT8
-MOST_ROWS = 512
+# rows of x of a launch, at most, and under `deterministic`, where parts of all of them are kept for each program
+MOST_ROWS, MOST_ROWS_IN_ORDER = 2048, 512
 # rows of the weight, at least
 LEAST_N = 16
 # bytes of a program's shared memory for its ring: 227 KiB, less what results in fp32 take on their way out, and barriers
 SHARED = 196 * 1024
 MOST_STAGES = 12
-# the share of all multiprocessors from which on programs need not share tiles
-ENOUGH = {"bytes": 0.8, "arithmetic": 0.95}
 # rows of x up to which a product is bound by bytes
 BYTES = 64
 # ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself
 ORDERS = 32
-# rows of a weight from which on tiles of 256 rows are enough for all multiprocessors
-MANY_TILES = 24576
+# what it costs that programs share tiles, in steps of a program: if each tile has as many programs, and if not. Steps of codes
+# take half as long as those of 16-bit numbers.
+SHARING, SHARING_CODES = (9, 16), (16, 28)
+# steps of a tile twice as large, in steps: it reads less from the L2 cache
+TWICE = 1.86
+# steps in the line, at most: times a number of programs they are a number of 32 bits
+MOST_STEPS = 1 << 23
 # steps over K per program, at least
 LEAST_STEPS = 2
 
@@ -64,17 +68,31 @@ _DTYPES = {
 
 
 @cache
-def tile_of(M: int, N: int, format: str, deterministic: bool) -> Tile:
-    """Returns the tile of a product of M rows of x with a weight of N rows."""
+def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors: int = 132) -> Tile:
+    """Returns the tile of a product of M rows of x with a weight (N, K)."""
+    is_codes = weight_format(format).activations is not None
     columns = min(max(triton.next_power_of_2(M), 8), 128)
-    if weight_format(format).activations is None:
-        # a warpgroup makes its own copy of each x in order, so it takes twice as many rows of the weight where these are many
-        blocks_n = 2 if N >= MANY_TILES or (columns == 128 and not deterministic) else 1
-        tile = Tile(blocks_n, columns, 1, 0)
-    else:
+    if is_codes:
         # with factors in the loop there are no registers for a second sum of so many columns
-        tile = Tile(1, columns, 2 if M > 128 and format != "fp8_tile" else 1, 0)
+        tile, larger = Tile(1, columns, 1, 0), Tile(1, columns, 2, 0)
+        twice = M > 128 and format != "fp8_tile"
+    elif M <= 128 or deterministic:
+        tile, larger, twice = Tile(1, columns, 1, 0), Tile(2, columns, 1, 0), True
+    else:
+        tile, larger, twice = Tile(1, 128, 1, 0), Tile(1, 256, 1, 0), True
+    rows = 1 if deterministic else M
+    costs = [
+        each * _programs_of(sizes_of(one, rows, N, K, deterministic), processors, _sharing(format))[1]
+        for each, one in ((1.0, tile), (TWICE, larger))
+    ]  # fmt: skip
+    # how many rows of x a tile has does not change the order of sums
+    if twice and (costs[1] <= costs[0] or (is_codes and deterministic)):
+        tile = larger
     return tile._replace(STAGES=_stages(tile, M, format))
+
+
+def _sharing(format: str) -> tuple[int, int]:
+    return SHARING if weight_format(format).activations is None else SHARING_CODES
 
 
 def _stages(tile: Tile, M: int, format: str) -> int:
@@ -89,21 +107,40 @@ def _stages(tile: Tile, M: int, format: str) -> int:
     return most if few < M else most // 2
 
 
-@cache
-def programs_of(tiles: int, steps: int, processors: int, rows: int, whole: bool = False) -> int:
-    """Returns how many programs share a product with so many rows of x.
+class Sizes(NamedTuple):
+    """What a kernel is told of its product at run time."""
 
-    As many as there are multiprocessors, unless almost as many would have whole tiles, or whole shares of one; `whole`: at most
-    as many as there are tiles.
-    """
-    most = max(min(processors, tiles if whole else tiles * steps // LEAST_STEPS), 1)
-    enough = ENOUGH["bytes" if rows <= BYTES else "arithmetic"] * most
-    for count in range(most, 0, -1):
-        if count < enough:
-            break
-        if tiles % count == 0 or count % tiles == 0:
-            return count
-    return most
+    M: int
+    N: int
+    tiles: int  # all tiles in the line
+    steps: int  # over K
+    spread: int  # ... for each tile of N: one for each tile of the rows of x, or 1, and a program walks through these
+
+
+def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> Sizes:
+    """Returns the sizes of a product; a tile has `block_n` of its N results, or those that its rows of the weight give."""
+    tiles, steps, rows = triton.cdiv(N, block_n or tile.block_n), triton.cdiv(K, STEP.value), triton.cdiv(M, tile.block_m)
+    spread = 1 if deterministic or tiles * steps * rows > MOST_STEPS else rows
+    return Sizes(M, N, tiles * spread, steps, spread)
+
+
+def programs_of(sizes: Sizes, processors: int, sharing: tuple[int, int] = SHARING) -> int:
+    """Returns how many programs share a product, at most as many as there are multiprocessors."""
+    return _programs_of(sizes, processors, sharing)[0]
+
+
+@cache
+def _programs_of(sizes: Sizes, processors: int, sharing: tuple[int, int]) -> tuple[int, float]:
+    """The number of programs, and what they take, in steps."""
+    all_steps = sizes.tiles * sizes.steps
+    found = 1, float(all_steps)
+    for count in range(2, max(min(processors, all_steps // LEAST_STEPS), 1) + 1):
+        cost = triton.cdiv(all_steps, count)
+        if sizes.tiles % count:
+            cost += sharing[0] if count % sizes.tiles == 0 else sharing[1]
+        if cost <= found[1]:
+            found = count, float(cost)
+    return found
 
 
 @cache
@@ -118,7 +155,8 @@ def refusals(asked: Any) -> Iterator[str]:
     kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
     if asked.x.shape[0] > MOST_ROWS and not product.deterministic and not has_many_rows(asked.x.shape[0], product):
-        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}, in INT8 more if N is a multiple of 16 and results have 16 bits"
+        more = "in INT8 more if N is a multiple of 16 and results have 16 bits"
+        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS:,}, {more}"
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
     unit = 32 if kind.is_packed else 16
@@ -154,8 +192,9 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
     if x_scales is not None and has_many_rows(x.shape[0], product):
         _by_many_rows(_aligned(x), x_scales.contiguous(), parts, bias, product, o)
         return o
-    for start in range(0, x.shape[0], MOST_ROWS):
-        rows = slice(start, start + MOST_ROWS)
+    most = MOST_ROWS_IN_ORDER if product.deterministic else MOST_ROWS
+    for start in range(0, x.shape[0], most):
+        rows = slice(start, start + most)
         if x_scales is None:
             _by_widened(x[rows], parts, bias, product, o[rows])
         else:
@@ -183,7 +222,7 @@ def _by_many_rows(
 def _by_codes(
     x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
-    tile = tile_of(x.shape[0], product.N, product.format, product.deterministic)
+    tile = _tile(x, product)
     start_codes(tile, _programs(tile, x, product), x, x_scales, parts, bias, product, o)
 
 
@@ -202,7 +241,7 @@ def start_codes(
 
 def gated_tile_of(M: int, format: str) -> Tile:
     """Returns the tile of a product whose halves are multiplied with each other: a warpgroup has rows of both."""
-    tile = tile_of(M, 0, format, False)._replace(BLOCKS_N=2, BLOCKS_M=1)
+    tile = Tile(2, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
     return tile._replace(STAGES=_stages(tile, M, format))
 
 
@@ -216,7 +255,7 @@ def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, prod
     tile = gated_tile_of(x.shape[0], product.format)
     half = product._replace(N=product.N // 2)
     sizes = _sizes_of_halves(tile, x.shape[0], half)
-    programs = programs_of(sizes[2], sizes[3], processors_of(x.device), x.shape[0])
+    programs = programs_of(sizes, processors_of(x.device))
     _start_widened(tile, programs, sizes, x, ordered, parts, bias, half, o, kind)
     return o
 
@@ -230,8 +269,7 @@ def multiply_gated_codes(
     scales = torch.empty((M, 1), dtype=torch.float32, device=x.device)
     tile = gated_tile_of(M, product.format)
     sizes = _sizes_of_halves(tile, M, half)
-    whole = 32 < M <= BYTES
-    programs = programs_of(sizes[2], sizes[3], processors_of(x.device), M, whole)
+    programs = programs_of(sizes, processors_of(x.device), SHARING_CODES)
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
     kernel, constants = _kernel_of_gates(product.out_dtype, kind, bias is not None, tile)
     w_scales = parts.scales.contiguous()
@@ -241,14 +279,14 @@ def multiply_gated_codes(
     return o, scales
 
 
-def _sizes_of_halves(tile: Tile, M: int, half: Product) -> tuple[int, int, int, int]:
+def _sizes_of_halves(tile: Tile, M: int, half: Product) -> Sizes:
     """`_sizes` where a tile has as many rows of each half of the weight."""
-    return M, half.N, triton.cdiv(half.N, tile.block_n // 2), triton.cdiv(half.K, STEP.value)
+    return sizes_of(tile, M, half.N, half.K, half.deterministic, tile.block_n // 2)
 
 
 def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
     x, ordered = _copied(x, product)
-    tile = tile_of(x.shape[0], product.N, product.format, product.deterministic)
+    tile = _tile(x, product)
     start_widened(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
 
 
@@ -271,7 +309,7 @@ def start_widened(
 
 
 def _start_widened(
-    tile: Tile, programs: int, sizes: tuple[int, int, int, int], x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
+    tile: Tile, programs: int, sizes: Sizes, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
     product: Product, o: Tensor, gate: str,
 ) -> None:  # fmt: skip
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
@@ -288,31 +326,32 @@ def _start_widened(
     kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early()), *counts), constants)
 
 
-def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
-    """Returns M, N, the tiles along N and the steps over K."""
-    return M, product.N, triton.cdiv(product.N, tile.block_n), triton.cdiv(product.K, STEP.value)
+def _sizes(tile: Tile, M: int, product: Product) -> Sizes:
+    return sizes_of(tile, M, product.N, product.K, product.deterministic)
+
+
+def _tile(x: Tensor, product: Product) -> Tile:
+    N, K, format = product.N, product.K, product.format
+    return tile_of(x.shape[0], N, K, format, product.deterministic, processors_of(x.device))
 
 
 def _programs(tile: Tile, x: Tensor, product: Product) -> int:
-    M, _, tiles, steps = _sizes(tile, x.shape[0], product)
     # under `deterministic` as if there were one row
-    rows = 1 if product.deterministic else M
-    # parts of so many columns cost more than multiprocessors without a tile
-    whole = product.activations is not None and 32 < rows <= BYTES
-    return programs_of(tiles, steps, processors_of(x.device), rows, whole)
+    sizes = _sizes(tile, 1 if product.deterministic else x.shape[0], product)
+    return programs_of(sizes, processors_of(x.device), _sharing(product.format))
 
 
 def shared_sums(
-    tile: Tile, programs: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    tile: Tile, programs: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""
-    M, _, tiles, _ = sizes
-    if tiles % programs == 0:
+    if sizes.tiles % programs == 0:
         none = counters.zeros(1, device)
         return none.view(dtype), none
-    rows = triton.cdiv(M, tile.block_m)
+    # tiles of rows that a program walks through
+    rows = triton.cdiv(sizes.M, tile.block_m) // sizes.spread
     size = rows * programs * 2 * tile.block_n * tile.block_m
-    return torch.empty(size, dtype=dtype, device=device), counters.zeros(rows * tiles * tile.blocks, device)
+    return torch.empty(size, dtype=dtype, device=device), counters.zeros(rows * sizes.tiles * tile.blocks, device)
 
 
 @cache

@@ -1,10 +1,12 @@
 """How programs share a product, and how the parts of a tile are added.
 
-All steps over K of all tiles of N stand in one line, tile by tile, and each program takes a contiguous run of it, of the same
-length up to one step: no multiprocessor idles, however few tiles there are (stream-K). A run takes the end of one tile, whole
-tiles, and the beginning of another. A tile that several programs share is added by the last of them to finish, in the order of
-K. Runs follow from N, K and the number of programs, never from the rows of x, which a program walks through within each tile: so
-the order of a row's sum is the same in every batch.
+All steps over K of all tiles stand in one line, tile by tile, and each program takes a contiguous run of it, of the same length
+up to one step: no multiprocessor idles, however few tiles there are (stream-K). A run takes the end of one tile, whole tiles,
+and the beginning of another. A tile that several programs share is added by the last of them to finish, in the order of K.
+
+Tiles of the rows of x stand in the line, too (`spread`), since parts of sums cost more than reading a weight again from the L2
+cache. Under `deterministic` they do not: runs follow from N, K and the number of programs alone, and a program walks through the
+rows of x within each tile, so the order of a row's sum is the same in every batch.
 
 Osama et al., Stream-K, arXiv:2301.03598.
 """
@@ -54,8 +56,9 @@ class Product:
     counters: gl.tensor
     M: gl.tensor
     N: gl.tensor
-    tiles: gl.tensor  # along N
+    tiles: gl.tensor  # in the line
     steps: gl.tensor  # over K
+    spread: gl.tensor  # tiles of rows of x that stand in the line for each tile of N: all or one
     BIAS: gl.constexpr
     WARPGROUPS: gl.constexpr
     BLOCKS_N: gl.constexpr
@@ -67,7 +70,7 @@ class Product:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T):
+    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, spread, BIAS, T):
         # newer Tritons keep a tile's fields, and not its properties
         self.o = o
         self.bias = bias
@@ -77,6 +80,7 @@ class Product:
         self.N = N
         self.tiles = tiles
         self.steps = steps
+        self.spread = spread
         self.BIAS = gl.constexpr(BIAS)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.BLOCKS_N = gl.constexpr(T.BLOCKS_N)
@@ -101,8 +105,11 @@ class Product:
     @gluon.jit
     def run_at(self, place, end):
         """The run that begins at a step of the line."""
-        first = place % self.steps
-        return Run(place // self.steps, first, gl.minimum(self.steps, first + end - place))
+        tile, first = place // self.steps, place % self.steps
+        # programs with the same rows of the weight, and other rows of x, are there at the same time: then memory is read once
+        across = self.tiles // self.spread
+        tile_m = tile // across
+        return Run(tile, tile - tile_m * across, tile_m, first, gl.minimum(self.steps, first + end - place))
 
     @gluon.jit
     def program_of(self, step):
@@ -112,21 +119,25 @@ class Product:
     @gluon.jit
     def partial(self, program, begins, tile_m, block):
         """Returns a partial's place: a program has one of the tile that it begins, and one of that which began before it."""
-        which = (tile_m * gl.num_programs(0) + program) * 2 + begins
+        which = (tile_m // self.spread * gl.num_programs(0) + program) * 2 + begins
         return self.partials + (which * self.BLOCKS + block).to(gl.int64) * (ROWS * self.COLUMNS)
 
 
 @aggregate
 class Run:
-    """The steps of one tile of N that a program takes at once."""
+    """The steps of one tile that a program takes at once."""
 
-    tile: gl.tensor
+    tile: gl.tensor  # in the line
+    tile_n: gl.tensor
+    tile_m: gl.tensor  # the first of its tiles of rows of x; those after it follow each `spread`
     first: gl.tensor  # the first step over K, and one past the last
     stop: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, tile, first, stop):
+    def __init__(self, tile, tile_n, tile_m, first, stop):
         self.tile = tile
+        self.tile_n = tile_n
+        self.tile_m = tile_m
         self.first = first
         self.stop = stop
 
@@ -145,12 +156,12 @@ def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, 
     w = tiles.buffer(fill)
     mbarrier.expect(full, SIZE)
     if to.BLOCK_N == 2 * TILE:
-        tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w.slice(0, TILE, 0))
-        tma_load(w_desc, [to.N + run.tile * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
+        tma_load(w_desc, [run.tile_n * TILE, step * COLUMNS], full, w.slice(0, TILE, 0))
+        tma_load(w_desc, [to.N + run.tile_n * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
     else:
-        tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w)
+        tma_load(w_desc, [run.tile_n * TILE, step * COLUMNS], full, w)
     if more_desc is not None:
-        tma_load(more_desc, [run.tile * TILE, step * more_desc.block_type.shape[1]], full, more.index(fill % to.STAGES))
+        tma_load(more_desc, [run.tile_n * TILE, step * more_desc.block_type.shape[1]], full, more.index(fill % to.STAGES))
 
 
 @gluon.jit
@@ -168,7 +179,7 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, mo
         soon = place
         while (soon < end) & (ahead < to.STAGES):
             run = to.run_at(soon, end)
-            for _ in range(to.tiles_of_rows()):
+            for _ in range(run.tile_m, to.tiles_of_rows(), to.spread):
                 for step in range(run.first, gl.minimum(run.stop, run.first + to.STAGES - ahead)):
                     _load_weight(w_desc, tiles, ahead, run, step, SIZE, to, more_desc, more)
                     ahead += 1
@@ -178,7 +189,7 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, mo
     fill = 0
     while place < end:
         run = to.run_at(place, end)
-        for tile_m in range(to.tiles_of_rows()):
+        for tile_m in range(run.tile_m, to.tiles_of_rows(), to.spread):
             for step in range(run.first, run.stop):
                 if fill >= ahead:
                     tiles.wait_empty(fill)
@@ -191,6 +202,20 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, mo
 
 
 @gluon.jit
+def _in_line(acc, to: Product):
+    """A block's numbers (64, COLUMNS), each four of a thread side by side, those of a warp's threads beside them."""
+    parts = acc.reshape([4, 2, 8, to.COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([to.COLUMNS // 8, ROWS * 8])
+
+
+@gluon.jit
+def _in_block(line, layout: gl.constexpr, to: Product):
+    """What `_in_line` put in line; no number changes its thread."""
+    parts = line.reshape([to.COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(parts.reshape([ROWS, to.COLUMNS]), layout)
+
+
+@gluon.jit
 def _part(to: Product, program, last, tile_m, block, place):
     """A program's part of a tile that began before it; zeros past the last program that has one."""
     return gl.load(to.partial(program, 0, tile_m, block) + place, mask=program <= last, other=0, cache_modifier=".cg")
@@ -200,35 +225,37 @@ def _part(to: Product, program, last, tile_m, block, place):
 def _sum_of_parts(start, last, tile_m, block, place, to: Product):
     """The parts of all programs that share a tile, added in the order of K."""
     acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
-    # four at a time where registers hold them: a program waits once for all of them
-    WIDE: gl.constexpr = to.COLUMNS > 64
-    for program in range(start + 1, last + 1, 1 if WIDE else 4):
+    # as many at a time as registers hold: a program waits once for all of them
+    AT_ONCE: gl.constexpr = 4 if to.COLUMNS <= 64 else 2 if to.COLUMNS == 128 else 1
+    for program in range(start + 1, last + 1, AT_ONCE):
         first = _part(to, program, last, tile_m, block, place)
-        if not WIDE:
+        if AT_ONCE > 1:
             second = _part(to, program + 1, last, tile_m, block, place)
+        if AT_ONCE == 4:
             third = _part(to, program + 2, last, tile_m, block, place)
             fourth = _part(to, program + 3, last, tile_m, block, place)
         acc += first
-        if not WIDE:
+        if AT_ONCE > 1:
             acc += second
+        if AT_ONCE == 4:
             acc += third
             acc += fourth
     return acc
 
 
 @gluon.jit
-def _places(acc, to: Product):
-    """Places of a block's numbers (64, COLUMNS) in its partial."""
-    layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
-    return gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
+def _places(line, to: Product):
+    """Places of a block's numbers in its partial."""
+    layout: gl.constexpr = line.type.layout
+    row = gl.arange(0, to.COLUMNS // 8, gl.SliceLayout(1, layout))
+    column = gl.arange(0, ROWS * 8, gl.SliceLayout(0, layout))
+    return gl.expand_dims(row * (ROWS * 8), 1) + gl.expand_dims(column, 0)
 
 
 @gluon.jit
-def _put_part(acc, run: Run, tile_m, block, place, to: Product):
+def _put_part(line, run: Run, tile_m, block, place, to: Product):
     """Writes this program's part of a block."""
-    gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, acc)
+    gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, line)
 
 
 @gluon.jit
@@ -236,7 +263,7 @@ def _count(run: Run, tile_m, block, to: Product):
     """Counts this program's part; returns the first and last program that share the tile, and whether all have counted."""
     # all threads have written before one of them says so
     barrier()
-    counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
+    counter = to.counters + ((tile_m // to.spread * to.tiles + run.tile) * to.BLOCKS + block)
     before = gl.atomic_add(counter, 1)
     start = to.program_of(run.tile * to.steps)
     last = to.program_of(run.tile * to.steps + to.steps - 1)
@@ -250,28 +277,32 @@ def _count(run: Run, tile_m, block, to: Product):
 @gluon.jit
 def whole_sum(acc, run: Run, tile_m, block, to: Product):
     """Returns a block's sum over all K, and whether this program has it: the last to finish of those that share the tile."""
+    layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        place = _places(acc, to)
-        _put_part(acc, run, tile_m, block, place, to)
+        line = _in_line(acc, to)
+        place = _places(line, to)
+        _put_part(line, run, tile_m, block, place, to)
         start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            acc = _sum_of_parts(start, last, tile_m, block, place, to)
+            acc = _in_block(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
     return acc, has_it
 
 
 @gluon.jit
 def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
     """`whole_sum` of a block and the one after it, both by the same program."""
+    layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        place = _places(acc, to)
-        _put_part(acc, run, tile_m, block, place, to)
-        _put_part(acc_2, run, tile_m, block + 1, place, to)
+        line = _in_line(acc, to)
+        place = _places(line, to)
+        _put_part(line, run, tile_m, block, place, to)
+        _put_part(_in_line(acc_2, to), run, tile_m, block + 1, place, to)
         start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            acc = _sum_of_parts(start, last, tile_m, block, place, to)
-            acc_2 = _sum_of_parts(start, last, tile_m, block + 1, place, to)
+            acc = _in_block(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
+            acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block + 1, place, to), layout, to)
     return acc, acc_2, has_it
 
 

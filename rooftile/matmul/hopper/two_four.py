@@ -105,8 +105,8 @@ def _multiply(
     fill = 0
     while place < end:
         run = to.run_at(place, end)
-        n_0 = run.tile * to.BLOCK_N + WARPGROUP * ROWS
-        for tile_m in range(to.tiles_of_rows()):
+        n_0 = run.tile_n * to.BLOCK_N + WARPGROUP * ROWS
+        for tile_m in range(run.tile_m, to.tiles_of_rows(), to.spread):
             acc = gl.zeros([ROWS, to.COLUMNS], gl.float32, layout)
             w = _ready(tiles, places, xs, ordered, fill, to, WARPGROUP, operand, ORDERED)
             for step in range(run.first, run.stop):
@@ -130,17 +130,17 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "spread", "early"])
 def product_of_two_four(
     w_desc, x_desc, places_desc, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps,
-    early, ORDERED: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
+    spread, early, ORDERED: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
     """o (M, N): x (M, K) times a 2:4 weight (N, K) transposed, plus a bias; in FP8 with the scales of both (`SCALED`).
 
     Places come as words (N, K / 32). x is in FP8 as the values are, or `ORDERED`, and then it is in fp16.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, BIAS, T)
+    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     dtype: gl.constexpr = gl.float16 if SCALED else x_desc.dtype
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, VALUES], w_desc.layout)
     places = gl.allocate_shared_memory(gl.int32, [to.STAGES, to.BLOCK_N, WORDS], places_desc.layout)

@@ -211,13 +211,13 @@ def _multiply(
     fill = 0
     while place < end:
         run = to.run_at(place, end)
-        n_0 = run.tile * TILE + FIRST
+        n_0 = run.tile_n * TILE + FIRST
         n_1 = n_0 + NEXT
         rows = to.N
         if GATED:
             n_1 = n_0 + to.N
             rows = to.N * 2
-        for tile_m in range(to.tiles_of_rows()):
+        for tile_m in range(run.tile_m, to.tiles_of_rows(), to.spread):
             acc = gl.zeros([ROWS, to.COLUMNS], gl.float32, layout)
             acc_2 = acc
             scales, shifts = _scales(scales_ptr, zeros_ptr, n_0, rows, run.first, groups, dtype, FORMAT, GROUP, ZEROS)
@@ -269,10 +269,10 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early", "groups", "outer_stride"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "spread", "early", "groups", "outer_stride"])
 def product_of_widened(
-    w_desc, x_desc, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, early,
-    groups, outer_stride, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr,
+    w_desc, x_desc, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread,
+    early, groups, outer_stride, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr,
     GATE: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
@@ -281,7 +281,7 @@ def product_of_widened(
     GATE is an activation's formula, or "": with it the weight is (2 N, K), and o is the activation of its first half's product
     times that of its second half.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, BIAS, T)
+    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(gl.uint8, [to.STAGES, to.BLOCK_N, w_desc.block_type.shape[1]], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     # a warpgroup orders rows of x for itself

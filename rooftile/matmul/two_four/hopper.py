@@ -28,7 +28,7 @@ LEAST_STAGES = 4
 def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
     """Yields why the kernel does not take a call; the device is known to be Hopper, and dtypes to fit."""
     if x.shape[0] > launch.MOST_ROWS and not product.deterministic:
-        yield f"{x.shape[0]:,} rows; has up to {launch.MOST_ROWS}"
+        yield f"{x.shape[0]:,} rows; has up to {launch.MOST_ROWS:,}"
     if product.N < launch.LEAST_N:
         yield f"N is {product.N}; has {launch.LEAST_N} and more"
     if product.K % UNIT:
@@ -57,8 +57,9 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     values, words = weight.values.contiguous(), weight.places.contiguous().view(torch.int32)
     w_scales = None if x_scales is None else scales_of(weight).contiguous()
     bias = None if bias is None else bias.contiguous()
-    for start in range(0, x.shape[0], launch.MOST_ROWS):
-        rows = slice(start, start + launch.MOST_ROWS)
+    most = launch.MOST_ROWS_IN_ORDER if product.deterministic else launch.MOST_ROWS
+    for start in range(0, x.shape[0], most):
+        rows = slice(start, start + most)
         x_scales_here = None if x_scales is None else x_scales[rows].contiguous()
         _start(x[rows], x_scales_here, values, words, w_scales, bias, product, o[rows])
     return o
@@ -75,11 +76,9 @@ def _start(
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
     tile = tile_of(x.shape[0], is_fp8)
-    tiles, steps = triton.cdiv(product.N, tile.block_n), triton.cdiv(product.K, STEP.value)
-    # under `deterministic` as if there were one row
-    rows = 1 if product.deterministic else x.shape[0]
-    programs = launch.programs_of(tiles, steps, launch.processors_of(x.device), rows)
-    sizes = (x.shape[0], product.N, tiles, steps)
+    sizes = launch.sizes_of(tile, x.shape[0], product.N, product.K, product.deterministic)
+    # under `deterministic` the tiles are those of N alone
+    programs = launch.programs_of(sizes, launch.processors_of(x.device))
     shared = launch.shared_sums(tile, programs, sizes, torch.float32, x.device)
     kernel, constants = kernel_of(is_fp8, ordered, bias is not None, tile)
     # a pointer that is not read points anywhere
