@@ -108,7 +108,7 @@ def _stages(tile: Tile, M: int, format: str) -> int:
 
 
 class Sizes(NamedTuple):
-    """What a kernel is told of its product at run time."""
+    """The sizes that a kernel is told at run time."""
 
     M: int
     N: int

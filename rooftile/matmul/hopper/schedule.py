@@ -210,7 +210,7 @@ def _in_line(acc, to: Product):
 
 @gluon.jit
 def _in_block(line, layout: gl.constexpr, to: Product):
-    """What `_in_line` put in line; no number changes its thread."""
+    """Undoes `_in_line`; no number changes its thread."""
     parts = line.reshape([to.COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     return gl.convert_layout(parts.reshape([ROWS, to.COLUMNS]), layout)
 
