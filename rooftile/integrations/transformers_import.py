@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 from rooftile.integrations.after_import import call_after_import
 
@@ -18,6 +19,9 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
+    # an old release without the interface stays usable, and does not know the name
+    if find_spec("transformers.masking_utils") is None:
+        return
     from rooftile.integrations import transformers
 
     transformers.register()

@@ -250,6 +250,8 @@ def filled(value: float):
         ),
         ("ct fp8, rows", change("weight", filled(torch.nan)), "q_proj.weight holds NaN"),
         ("ct fp8, rows", change("weight_scale", lambda x: x[1:]), r"q_proj.weight_scale is \(63, 1\), due \(64, 1\)"),
+        ("fp8, one scale", change("weight_scale", lambda x: None), "the checkpoint lacks layers.0.self_attn.q_proj.weight_scale"),
+        ("fp8, one scale", change("input_scale", lambda x: None), "the checkpoint lacks layers.0.self_attn.q_proj.input_scale"),
         ("ct fp8, one scale", change("input_scale", lambda x: None), "lacks layers.0.self_attn.q_proj.input_scale"),
         ("ct mxfp4", change("weight_scale", filled(255)), "q_proj.weight_scale holds NaN"),
         ("ct nvfp4", change("weight_global_scale", lambda x: x * 0), "q_proj.weight_global_scale holds 0.0"),
@@ -284,6 +286,14 @@ def group(kind: str, **settings):
         (
             {"_data": {"target_dtype": {"_data": "int4"}, "activation_quantization": "int8_asym_per_token"}},
             "has int8_asym_per_token for layers.0.self_attn.q_proj; IntxUnpackedToInt8Tensor is read with activations in 16 bits",
+        ),
+        (
+            {"_tensor_data_names": ["qdata", "scale", "act_pre_scale"]},
+            "has act_pre_scale for layers.0.self_attn.q_proj; read are qdata, scale, zero_point: save the model",
+        ),
+        (
+            {"_type": "Int8Tensor", "_data": {"act_quant_kwargs": {"_data": {"mapping_type": {"_data": "ASYMMETRIC"}}}}},
+            "has activations with zero points for layers.0.self_attn.q_proj; read are those without",
         ),
         ({"_type": "Float8Tensor", "_data": {"act_quant_kwargs": None}}, "has FP8 weights with activations in 16 bits"),
         (

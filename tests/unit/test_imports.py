@@ -51,6 +51,15 @@ def test_torch_has_the_operators_in_either_order(order: str) -> None:
     assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose', 'plan']"
 
 
+def test_transformers_without_the_interface_stays_usable(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "modeling_utils.py").write_text("class PreTrainedModel: ...")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import rooftile; from transformers import modeling_utils as m"
+    assert run(f"{program}; print(m.__file__)") == str(package / "modeling_utils.py")
+
+
 def test_a_module_that_imports_torch_itself_leaves_the_other_names_for_later() -> None:
     program = "import rooftile.approximate; import rooftile; print(rooftile.nn.Attention, rooftile.masks, rooftile.LLM)"
     assert run(program).split() == [

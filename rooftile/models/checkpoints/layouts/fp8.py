@@ -1,4 +1,8 @@
-"""FP8 as Transformers (`quant_method` "fp8") and ModelOpt store it: e4m3 with a scale per tile of 128 x 128, or one for all."""
+"""FP8 as Transformers, vLLM (`quant_method` "fp8") and ModelOpt store it: e4m3, with a scale per tile of 128 x 128 or one for all.
+
+A scale for all of a weight has two names: Transformers writes `weight_scale_inv` and `activation_scale`, and AutoFP8, from which
+vLLM has its names, and ModelOpt write `weight_scale` and `input_scale`. Both multiply.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, refused
+
+# Transformers' names -> the others'
+_NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class Fp8:
         """Activations have a scale in the file, or find one at run time."""
         if self.tiles:
             return ("weight", "weight_scale_inv"), ()
-        return ("weight", "weight_scale", *(["input_scale"] * self.static)), () if self.static else ("input_scale",)
+        return ("weight",), (*_NAMES, *_NAMES.values())
 
     def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
         """The weight (N, K)."""
@@ -45,6 +52,12 @@ class Fp8:
             scales = tensors["weight_scale_inv"]
             scales = checked_scales(module, "weight_scale_inv", scales, due).float()
             return QuantisedWeight(codes, scales, None, None, "fp8_tile", TILE, shape)
+        tensors = {_NAMES.get(name, name): x for name, x in tensors.items()}
+        for name in ("weight_scale", *(["input_scale"] * self.static)):
+            if name not in tensors:
+                raise InvalidInput(
+                    f"the checkpoint lacks {module}.{name}, which its quantization_config asks for; download it again"
+                )
         scales = checked_scales(module, "weight_scale", tensors["weight_scale"], (N, 1)).float()
         given = input_scale_of(module, tensors, self.static)
         return QuantisedWeight(codes, scales, None, None, "fp8", K, shape, None, given)

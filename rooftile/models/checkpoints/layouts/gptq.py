@@ -1,6 +1,7 @@
 """GPTQ: codes (K / 8, N) along the first axis, zero points (K / group, N / 8), scales (K / group, N).
 
-Version 1 stores zero points less one. Symmetric weights have the zero point 8 everywhere, so a folder that says version 1 and
+Version 1 stores zero points less one. GPTQModel subtracts it from whole words, so a zero point of 0 borrows from its neighbour,
+and reading must add to whole words, too. Symmetric weights have the zero point 8 everywhere, so a folder that says version 1 and
 stores 8 is version 2.
 
 Frantar et al., GPTQ, arXiv:2210.17323.
@@ -31,6 +32,9 @@ from rooftile.models.checkpoints.tensors import (
     w8_weight,
     whole,
 )
+
+# a word of codes that are all 1
+_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Gptq:
             check_shape(module, name, tensors[name], due)
         scales = checked_scales(module, "scales", tensors["scales"], (K // group, N)).T
         codes = _unpacked(tensors["qweight"].T, self.bits)[:, :K]
-        zeros = self._zeros(module, _unpacked(tensors["qzeros"], self.bits)[:, :N]).T
+        zeros = self._zeros(module, tensors["qzeros"], N).T
         order = order_of(module, "g_idx", tensors["g_idx"], K, group) if "g_idx" in tensors else None
         if self.bits == 4:
             return int4_weight(codes, scales, zeros, order, group)
@@ -77,19 +81,19 @@ class Gptq:
             )
         return w8_weight(codes.to(torch.int16) - 128, scales, order, group)
 
-    def _zeros(self, module: str, stored: Tensor) -> Tensor:
-        """Zero points in the codes' numbers."""
-        middle = 1 << (self.bits - 1)
+    def _zeros(self, module: str, words: Tensor, N: int) -> Tensor:
+        """Zero points (K / group, N) in the codes' numbers."""
+        stored, middle = _unpacked(words, self.bits)[:, :N].to(torch.int16), 1 << (self.bits - 1)
         if self.version == 2:
-            return stored.to(torch.int16)
+            return stored
         if self.sym and (stored == middle).all():
             logging.getLogger(__name__).warning(
                 "%s: quantization_config says GPTQ version 1, and %s.qzeros are those of version 2; read as version 2",
                 self.folder,
                 module,
             )
-            return stored.to(torch.int16)
-        return stored.to(torch.int16) + 1
+            return stored
+        return _unpacked(words.long() + _ONES[self.bits], self.bits)[:, :N].to(torch.int16)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

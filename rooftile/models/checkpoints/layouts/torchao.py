@@ -19,6 +19,8 @@ from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, int4_weight, refused, w8_weight
 
 READ = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+# what a weight is; others are scales of activations that were found before
+_PARTS = ("qdata", "scale", "zero_point")
 _CONVERT = "save the model with one of these, or give the 16-bit checkpoint and weights="
 
 
@@ -129,6 +131,11 @@ def _described(module: str, header: Mapping[str, Any], folder: str) -> Stored:
             folder, f"has FP8 weights with activations in 16 bits for {module}; read are quantised ones: give the 16-bit "
             "checkpoint and weights="
         )  # fmt: skip
+    others = [part for part in header["_tensor_data_names"] if part not in _PARTS]
+    if others:
+        raise refused(folder, f"has {', '.join(others)} for {module}; read are {', '.join(_PARTS)}: {_CONVERT}")
+    if isinstance(activations, dict) and activations["_data"].get("mapping_type", {}).get("_data") == "ASYMMETRIC":
+        raise refused(folder, f"has activations with zero points for {module}; read are those without: {_CONVERT}")
     if kind == "IntxUnpackedToInt8Tensor" and activations is not None:
         raise refused(folder, f"has {activations} for {module}; {kind} is read with activations in 16 bits: {_CONVERT}")
     return Stored(kind, tuple(header["_tensor_data_names"]), tuple(data["block_size"]), bits, activations is not None)
