@@ -91,18 +91,45 @@ def codes(w: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def normal() -> Tensor:
+    """Returns (256, 4096) normal numbers in bf16."""
+    return torch.randn(256, 4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def apart(w: Tensor) -> dict[str, Tensor]:
+    """Returns the share of codes of normal numbers in bf16 that differ where compressed-tensors divides in bf16 and in fp32."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    found, w = {}, normal()
+    for name, bits, group in (("w8", 8, 4096), ("int4", 4, 128), ("int4, 32", 4, 32)):
+        args = QuantizationArgs(num_bits=bits, type="int", strategy="group", group_size=group)
+        groups = w.unflatten(1, (-1, group))
+        scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        assert scales.dtype == torch.bfloat16
+        narrow, wide = quantize(w, scales, zeros, args), quantize(w.float(), scales.float(), zeros.float(), args)
+        found[f"{name}.apart"] = (narrow.float() != wide).float().mean()
+    return found
+
+
 def rows(w: Tensor) -> dict[str, Tensor]:
-    """Returns torchao's codes and scales in FP8, a scale for each row."""
+    """Returns torchao's codes and scales for rows: FP8, INT8, and INT8 codes for scales of 1/127 of the largest number."""
     from torchao.quantization import PerRow
     from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
-    found = Float8Tensor.from_hp(w, granularity=PerRow())
-    return {"fp8.codes": found.qdata.clone(), "fp8.scales": found.scale.clone()}
+    made = {
+        "fp8": Float8Tensor.from_hp(w, granularity=PerRow()), "int8": Int8Tensor.from_hp(w, granularity=PerRow()),
+        "int8, 127": Int8Tensor.from_hp(w, granularity=PerRow(), scale=w.abs().amax(1, keepdim=True) / 127),
+    }  # fmt: skip
+    codes = {f"{name}.codes": x.qdata.clone() for name, x in made.items()}
+    return codes | {f"{name}.scales": x.scale.clone() for name, x in made.items()}
 
 
 def main() -> None:
     w = weight()
-    save_file({"weight": w} | stored(w) | codes(w) | rows(w), VECTORS)
+    save_file({"weight": w} | stored(w) | codes(w) | apart(w) | rows(w), VECTORS)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,48 @@ def test_fp8_has_torchaos_scales_and_nearly_all_of_its_codes() -> None:
     assert (apart > 0).float().mean() < 0.001
 
 
+def test_int8_has_torchaos_codes_for_the_same_scales() -> None:
+    weight, due = rt.quantise_weight(W, "int8"), part("int8, 127")
+    assert torch.equal(weight.scales, due["scales"])
+    assert torch.equal(weight.codes, due["codes"])
+
+
+def test_int8_scales_of_torchao_leave_room_for_one_more_negative_code() -> None:
+    """They are 1/127.5 of the largest number, and ours 1/127, so that codes are symmetric: an eighth of these codes differ."""
+    weight, due = rt.quantise_weight(W, "int8"), part("int8")
+    assert torch.equal(due["scales"], W.abs().amax(1, keepdim=True) / 127.5)
+    assert weight.codes.min() == -127
+    assert due["codes"].min() == -128
+    gap = (weight.codes.int() - due["codes"].int()).abs()
+    assert gap.max() == 1
+    assert (gap > 0).float().mean().item() == pytest.approx(0.1257, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "share"),
+    [
+        ("w8", {"format": "w8"}, 0.073),
+        ("int4", {"format": "int4", "group": 128}, 0.006),
+        ("int4, 32", {"format": "int4", "group": 32}, 0.011),
+    ],
+)
+def test_a_weight_in_bf16_is_divided_in_fp32_and_by_compressed_tensors_in_bf16(name: str, words: dict, share: float) -> None:
+    from scripts.write_weight_vectors import normal
+
+    w = normal()
+    weight = rt.quantise_weight(w, **words)
+    half = 128 if weight.format == "w8" else 8
+    quotients = w / weight.scales.repeat_interleave(weight.group, dim=1)
+    assert quotients.dtype == torch.bfloat16
+    theirs = quotients.round().clamp(-half, half - 1)
+    ours = weight.codes if half == 128 else unpack(weight.codes, w.shape[1]).int() - OFFSET
+    gap = (ours - theirs.float()).abs()
+    assert gap.max() == 1
+    found = (gap > 0).float().mean()
+    assert found == VECTORS[f"{name}.apart"]
+    assert found.item() == pytest.approx(share, abs=5e-4)
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_layout_is_read_as_its_library_reads_it(name: str) -> None:
     layout, weights, inputs = SECTIONS[name]
@@ -80,7 +122,7 @@ def test_a_layout_is_read_as_its_library_reads_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "parts"), [("compressed_tensors", ("stored", "codes")), ("torchao", ("rows",))]
+    ("library", "parts"), [("compressed_tensors", ("stored", "codes", "apart")), ("torchao", ("rows",))]
 )
 def test_vectors_are_what_the_library_makes(library: str, parts: tuple[str, ...]) -> None:
     pytest.importorskip(library, reason=f"pip install {library}; the vectors above are its")

@@ -1,7 +1,7 @@
-"""FP8 as Transformers, vLLM (`quant_method` "fp8") and ModelOpt store it: e4m3, with a scale per tile of 128 x 128 or one for all.
+"""FP8 as Transformers, vLLM and ModelOpt store it: e4m3, with a scale per tile of 128 x 128 or one for all.
 
-A scale for all of a weight has two names: Transformers writes `weight_scale_inv` and `activation_scale`, and AutoFP8, from which
-vLLM has its names, and ModelOpt write `weight_scale` and `input_scale`. Both multiply.
+One scale for all has two names where `quant_method` is "fp8": Transformers writes `weight_scale_inv` and `activation_scale`, vLLM
+reads `weight_scale` and `input_scale`. Codes are multiplied by either.
 """
 
 from __future__ import annotations
