@@ -1,8 +1,9 @@
-"""Writes tests/unit/format_vectors.json: encodings of a few hundred numbers by torchao and compressed-tensors, bit for bit.
+"""Writes tests/unit/format_vectors.json: encodings of a few hundred numbers by other libraries, bit for bit.
 
-    pip install torchao==0.18.0 compressed-tensors==0.20.0; python scripts/write_format_vectors.py
+    pip install torchao==0.18.0 compressed-tensors==0.20.0 neural-compressor-pt==3.10; python scripts/write_format_vectors.py
 
-The tests hold `rooftile.numerics` against these vectors, and against the two libraries themselves where they are installed.
+The tests hold `rooftile.numerics` against these vectors, and the vectors against the libraries where they are installed. MXINT8 is
+the one of microxcaling, Microsoft's emulation of the standard, which neural-compressor carries and PyPI has no package of.
 """
 
 from __future__ import annotations
@@ -80,9 +81,17 @@ def by_compressed_tensors(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
     return {"nvfp4": {"codes": codes, "scales": scales, "factors": factors}}
 
 
+def by_microxcaling(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
+    """Returns the bits of numbers rounded to MXINT8, ties to even; it has no codes."""
+    from neural_compressor.torch.algorithms.mx_quant.utils import quantize_mx_op
+
+    numbers = quantize_mx_op(x, "int8", round="even", block_size=32, axes=[-1])
+    return {"mxint8": {"numbers": numbers.view(torch.int32).tolist()}}
+
+
 def main() -> None:
     x = inputs()
-    formats = by_torchao(x) | by_compressed_tensors(x)
+    formats = by_torchao(x) | by_compressed_tensors(x) | by_microxcaling(x)
     VECTORS.write_text(json.dumps({"inputs": x.view(torch.int32).tolist(), "formats": formats}) + "\n")
 
 

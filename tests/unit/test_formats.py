@@ -1,4 +1,4 @@
-"""Number formats: compared with the bits of torchao and compressed-tensors, and at their limits."""
+"""Number formats: compared with the bits of torchao, compressed-tensors and microxcaling, and at their limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def without_zero_rows(found: dict[str, list[list[int]]], name: str) -> dict[str,
     return {part: [row for row, skip in zip(rows, zero, strict=True) if not skip] for part, rows in found.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in VECTORS["formats"] if name != "nvfp4"])
+# formats that torchao does not have
+OTHERS = ("nvfp4", "mxint8")
+
+
+@pytest.mark.parametrize("name", [name for name in VECTORS["formats"] if name not in OTHERS])
 def test_bits_are_those_of_torchao(name: str) -> None:
     assert without_zero_rows(ours(name), name) == without_zero_rows(VECTORS["formats"][name], name)
 
@@ -52,7 +56,7 @@ def test_vectors_are_what_torchao_makes() -> None:
     from scripts.write_format_vectors import by_torchao, inputs
 
     assert torch.equal(inputs(), INPUTS)
-    assert by_torchao(INPUTS) == {name: found for name, found in VECTORS["formats"].items() if name != "nvfp4"}
+    assert by_torchao(INPUTS) == {name: found for name, found in VECTORS["formats"].items() if name not in OTHERS}
 
 
 def test_bits_of_nvfp4_are_those_of_compressed_tensors() -> None:
@@ -71,6 +75,18 @@ def test_vectors_are_what_compressed_tensors_makes() -> None:
     from scripts.write_format_vectors import by_compressed_tensors
 
     assert by_compressed_tensors(INPUTS) == {"nvfp4": VECTORS["formats"]["nvfp4"]}
+
+
+def test_numbers_of_mxint8_are_those_of_microxcaling() -> None:
+    due = torch.tensor(VECTORS["formats"]["mxint8"]["numbers"], dtype=torch.int32).view(torch.float32)
+    assert torch.equal(quantise_blocks(INPUTS, "mxint8").dequantise(), due)
+
+
+@pytest.mark.skipif(find_spec("neural_compressor") is None, reason="neural-compressor-pt is not installed; see above")
+def test_vectors_are_what_microxcaling_makes() -> None:
+    from scripts.write_format_vectors import by_microxcaling
+
+    assert by_microxcaling(INPUTS) == {"mxint8": VECTORS["formats"]["mxint8"]}
 
 
 # the values of the 256 codes, by the rules of the standards
@@ -273,7 +289,7 @@ def test_bad_input_is_told(call, words: str) -> None:
 
 
 def test_mxint8_by_its_definition_in_fp64() -> None:
-    """No library has it: numbers of 64ths, times two to the exponent of the block's largest number."""
+    """The standard's: numbers of 64ths, times two to the exponent of the block's largest number."""
     x = torch.randn(50, 32, dtype=torch.float64) * torch.exp2(torch.arange(-100, 100, 4.0, dtype=torch.float64))[:, None]
     x[0] = 0.0
     x = x.float().double()
