@@ -2,8 +2,8 @@
 
     pip install torchao==0.18.0 compressed-tensors==0.20.0 neural-compressor-pt==3.10; python scripts/write_format_vectors.py
 
-The tests hold `rooftile.numerics` against these vectors, and the vectors against the libraries where they are installed. MXINT8 is
-the one of microxcaling, Microsoft's emulation of the standard, which neural-compressor carries and PyPI has no package of.
+The tests hold `rooftile.numerics` against these vectors, and the vectors against the libraries where they are installed. MXINT8
+comes from microxcaling, Microsoft's emulation of the standard: PyPI has no package of it, but neural-compressor carries it.
 """
 
 from __future__ import annotations
