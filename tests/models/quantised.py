@@ -115,6 +115,13 @@ def fp8_one(N: int, K: int, g: torch.Generator) -> tuple[Tensors, Tensor]:
     return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.1)}, codes.float() * scale
 
 
+def fp8_one_by_transformers(N: int, K: int, g: torch.Generator) -> tuple[Tensors, Tensor]:
+    """The same under Transformers' names."""
+    tensors, numbers = fp8_one(N, K, g)
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    return {names.get(name, name): x for name, x in tensors.items()}, numbers
+
+
 def fp8_tiles(N: int, K: int, g: torch.Generator, name: str = "weight_scale_inv") -> tuple[Tensors, Tensor]:
     codes = codes_of_fp8(N, K, g)
     scales = (torch.rand(-(-N // 128), -(-K // 128), generator=g) + 0.5) * 0.003
@@ -240,6 +247,9 @@ KINDS: dict[str, tuple[dict[str, Any], Make, bool]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq, True),
     "fp8, tiles": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, fp8_tiles, False),
     "fp8, one scale": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_one, False),
+    "fp8, one scale by Transformers": (
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}, fp8_one_by_transformers, False
+    ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_one, False),
     "torchao fp8": ({"quant_method": "torchao"}, lambda *a: torchao_rows(*a, make=fp8_rows), False),
     "torchao int8": ({"quant_method": "torchao"}, lambda *a: torchao_rows(*a, make=int8_rows), False),
