@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.methods import refuse_gguf
 from rooftile.models.families import fields_of
 from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
@@ -166,6 +167,8 @@ class ModelConfig:
             InvalidInput: the folder has no checkpoint, or one that `Decoder` does not support.
         """
         folder = Path(path)
+        if not (folder / "config.json").is_file():
+            refuse_gguf(folder)
         if not folder.is_dir():
             raise InvalidInput(
                 f"{folder} is not a folder; give one with config.json and *.safetensors, downloaded beforehand"

@@ -155,7 +155,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("llama", {"architectures": "Falcon"}, "has architecture Falcon; supported are"),
         ("gpt2", {"model_type": "gpt3"}, "has model_type gpt3; supported are the families llama, mistral"),
         ("gpt2", {"model_type": None}, "has model_type None; supported are"),
-        ("llama", {"quantization_config": {"quant_method": "exl3"}}, r"are quantised \(exl3\); read are .*: give a checkpoint"),
+        ("llama", {"quantization_config": {"quant_method": "exl3"}}, r"are quantised \(exl3\); read are .*: give the 16-bit"),
         ("llama", {"quantization_config": "awq"}, "has quantization_config 'awq'; must be a JSON object"),
         ("llama", {"hidden_size": None}, "config.json of here has no hidden_size; it must be there, a number"),
         ("llama", {"hidden_size": "8"}, "has hidden_size '8'; must be a number"),

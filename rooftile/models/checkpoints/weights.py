@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.methods import refuse_gguf, section_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.settings import check_readable, read_json
 
@@ -21,6 +22,7 @@ _PLAIN = ("BF16", "F16", "F32", "F64")
 # how many names an error sentence lists
 SHOWN = 3
 _INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # tensors in older checkpoints that are not weights: tables of frequencies, and GPT-2's causal mask
 _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -56,15 +58,26 @@ def files_of(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         raise InvalidInput(
-            f"{folder} has {_some(pickles)}, a pickle, which can run any code; only safetensors are read: convert it once with "
-            "Transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            f"{folder} has {_some(pickles)}, a pickle, which can run any code; only safetensors are read: "
+            f"{_converted(folder, pickles)}"
         )
+    refuse_gguf(folder)
     raise InvalidInput(
         f"{folder} has neither model.safetensors nor {_INDEX}; give the folder of a Hugging Face checkpoint"
     )
+
+
+def _converted(folder: Path, pickles: list[str]) -> str:
+    """Says how to make safetensors of pickles: Transformers may not know what has quantised them."""
+    if len(pickles) == 1 and section_of(folder):
+        return (
+            f"write its tensors once, without running its code, by save_file(torch.load({pickles[0]!r}, weights_only=True), "
+            '"model.safetensors") of safetensors.torch'
+        )
+    return "convert it once with Transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:

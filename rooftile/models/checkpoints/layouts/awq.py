@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.packing import unpack_words
+from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
     check_shape,
@@ -70,9 +71,12 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Awq:
     Raises:
         InvalidInput: its configuration asks for what is not read.
     """
-    bits, version = section.get("bits", 4), str(section.get("version") or "gemm").lower()
+    bits = section.get("bits", 4)
+    version = str(section.get("checkpoint_format") or section.get("version") or section.get("format") or "gemm").lower()
     if bits != 4:
-        raise refused(folder, f"has AWQ of {bits} bits; read are 4")
+        raise refused(folder, f"has AWQ of {bits} bits; read are 4: {FROM_16_BITS}")
     if version != "gemm":
-        raise refused(folder, f'has the layout {version!r} of AWQ; read is "gemm": quantise it with version="gemm"')
+        raise refused(
+            folder, f'has the layout {version!r} of AWQ; read is "gemm": quantise it with version="gemm", or {FROM_16_BITS}'
+        )  # fmt: skip
     return Awq(group_of(section, folder), tuple(section.get("modules_to_not_convert") or ()))

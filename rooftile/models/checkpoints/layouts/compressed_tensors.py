@@ -16,6 +16,7 @@ from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.matmul.packing import unpack_words
 from rooftile.models.checkpoints.layouts.fp8 import input_scale_of
+from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
     check_shape,
@@ -206,13 +207,15 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
     """
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise refused(folder, "has no config_groups; compressed-tensors must have them")
+        raise refused(folder, "has no config_groups; compressed-tensors must have them: download config.json again")
     sparse = (section.get("sparsity_config") or {}).get("format", "dense")
     if sparse not in ("dense", None):
-        raise refused(folder, f"has the sparse layout {sparse!r}, which is not read: save the model dense")
+        raise refused(
+            folder, f"has the sparse layout {sparse!r}; must be dense: write it so with llm-compressor, or {FROM_16_BITS}"
+        )  # fmt: skip
     if (section.get("transform_config") or {}).get("config_groups"):
-        raise refused(folder, "has a transform_config: its activations are rotated at run time, which is not done here: give the "
-                      "16-bit checkpoint and weights=")  # fmt: skip
+        raise refused(folder, "has a transform_config: its activations are rotated at run time, which is not done here: "
+                      f"{FROM_16_BITS}")  # fmt: skip
     if section.get("kv_cache_scheme"):
         logging.getLogger(__name__).warning(
             '%s: its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds scales of its own',
@@ -225,7 +228,10 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
 def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str) -> Scheme:
     layout = group.get("format") or section.get("format")
     if layout not in LAYOUTS:
-        raise refused(folder, f"has the layout {layout!r}; read are {', '.join(LAYOUTS)}: save it in one of these")
+        raise refused(
+            folder, f"has the layout {layout!r}; read are {', '.join(LAYOUTS)}: write it in one of these with llm-compressor, or "
+            f"{FROM_16_BITS}"
+        )  # fmt: skip
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     bits, kind = weights.get("num_bits"), weights.get("type")
     symmetric, strategy = bool(weights.get("symmetric", True)), str(weights.get("strategy"))
@@ -245,24 +251,27 @@ def _format_of(
             what = "with" if inputs is not None else "without"
             raise refused(
                 folder,
-                f"has {layout} of {bits} bits ({kind}) {what} quantised activations; read are int of 4 and 8 without",
+                f"has {layout} of {bits} bits ({kind}) {what} quantised activations; read are int of 4 and 8 without: "
+                f"{FROM_16_BITS}",
             )
         return "int4" if bits == 4 else "w8"
     if bits != 8 or kind not in ("float", "int"):
-        raise refused(folder, f"has {layout} of {bits} bits ({kind}); read are 8")
+        raise refused(folder, f"has {layout} of {bits} bits ({kind}); read are 8: {FROM_16_BITS}")
     if kind == "int":
         dynamic = inputs is None or (inputs.get("dynamic") and inputs.get("strategy") == "token")
         if not dynamic or (inputs is not None and not inputs.get("symmetric", True)):
             what = "activations with zero points" if dynamic else "static activations"
-            raise refused(folder, f"has INT8 with {what}; read are dynamic ones without zero points, with a scale per token")
+            raise refused(
+                folder, f"has INT8 with {what}; read are dynamic ones without zero points, with a scale per token: {FROM_16_BITS}"
+            )  # fmt: skip
         return "w8" if inputs is None else "int8"
     if inputs is None:
         raise refused(
             folder,
-            "has FP8 weights with activations in 16 bits; read are quantised ones: give the 16-bit checkpoint and weights=",
+            f"has FP8 weights with activations in 16 bits; read are quantised ones: {FROM_16_BITS}",
         )
     if strategy == "block":
         if list(weights.get("block_structure") or ()) != [TILE, TILE]:
-            raise refused(folder, f"has tiles of {weights.get('block_structure')}; read are [{TILE}, {TILE}]")
+            raise refused(folder, f"has tiles of {weights.get('block_structure')}; read are [{TILE}, {TILE}]: {FROM_16_BITS}")
         return "fp8_tile"
     return "fp8"

@@ -16,6 +16,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
+from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, refused
 
 # Transformers' names -> the others'
@@ -90,9 +91,9 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Fp8:
     """
     tile, scheme = section.get("weight_block_size"), section.get("activation_scheme", "dynamic")
     if tile is not None and list(tile) != [TILE, TILE]:
-        raise refused(folder, f"has weight_block_size {tile}; read are [{TILE}, {TILE}] and none")
+        raise refused(folder, f"has weight_block_size {tile}; read are [{TILE}, {TILE}] and none: {FROM_16_BITS}")
     if scheme not in ("dynamic", "static") or (scheme == "static" and tile is not None):
-        raise refused(folder, f"has activation_scheme {scheme!r}; read are dynamic, and without tiles static")
+        raise refused(folder, f"has activation_scheme {scheme!r}; read are dynamic, and without tiles static: {FROM_16_BITS}")
     ignored = section.get("modules_to_not_convert") or section.get("ignored_layers") or ()
     return Fp8(tile is not None, scheme == "static", tuple(ignored))
 
@@ -105,5 +106,5 @@ def reader_of_modelopt(section: Mapping[str, Any], folder: str) -> Fp8:
     """
     algorithm = section.get("quant_algo")
     if algorithm != "FP8":
-        raise refused(folder, f"has quant_algo {algorithm!r}; read is FP8")
+        raise refused(folder, f"has quant_algo {algorithm!r}; read is FP8: {FROM_16_BITS}")
     return Fp8(False, True, tuple(section.get("ignore") or section.get("exclude_modules") or ()))

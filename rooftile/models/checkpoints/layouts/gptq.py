@@ -1,8 +1,11 @@
 """GPTQ: codes (K / 8, N) along the first axis, zero points (K / group, N / 8), scales (K / group, N).
 
-Version 1 stores zero points less one. GPTQModel subtracts it from whole words, so a zero point of 0 borrows from its neighbour,
-and reading must add to whole words, too. Symmetric weights have the zero point 8 everywhere, so a folder that says version 1 and
+Version 1 stores zero points less one. Symmetric weights have the zero point 8 everywhere, so a folder that says version 1 and
 stores 8 is version 2.
+
+Version 1 has no code for a zero point of 0. GPTQModel subtracts one from all points of a word at once, so that 0 borrows from the
+next point, and adding one to all of them gives each back. AutoGPTQ stores -1, whose ones cover all points above it in the word:
+those are lost. In the last place of a word there is nothing to borrow from or to cover.
 
 Frantar et al., GPTQ, arXiv:2210.17323.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.packing import unpack_words
+from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
     check_shape,
@@ -32,9 +36,6 @@ from rooftile.models.checkpoints.tensors import (
     w8_weight,
     whole,
 )
-
-# a word of codes that are all 1
-_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Gptq:
     in_another_order: bool  # columns were quantised in the order of their activations
     folder: str
     stays: tuple[str, ...] = ()  # regular expressions of modules that are not quantised
+    borrows: bool = False  # whether GPTQModel has written it
+    mislabelled: list[str] = field(default_factory=list, compare=False)  # modules of version 2 in a folder of version 1
 
     def check(self, modules: Collection[str]) -> None:
         """All projections are quantised, but for those that stay."""
@@ -83,17 +86,27 @@ class Gptq:
 
     def _zeros(self, module: str, words: Tensor, N: int) -> Tensor:
         """Zero points (K / group, N) in the codes' numbers."""
-        stored, middle = _unpacked(words, self.bits)[:, :N].to(torch.int16), 1 << (self.bits - 1)
+        stored = _unpacked(words, self.bits)[:, :N].to(torch.int16)
         if self.version == 2:
             return stored
-        if self.sym and (stored == middle).all():
-            logging.getLogger(__name__).warning(
-                "%s: quantization_config says GPTQ version 1, and %s.qzeros are those of version 2; read as version 2",
-                self.folder,
-                module,
-            )
+        if self.sym and (stored == 1 << (self.bits - 1)).all():
+            if not self.mislabelled:
+                logging.getLogger(__name__).warning(
+                    "%s: quantization_config says GPTQ version 1, and %s.qzeros are those of version 2; all that are like it are "
+                    "read so",
+                    self.folder,
+                    module,
+                )
+            self.mislabelled.append(module)
             return stored
-        return _unpacked(words.long() + _ONES[self.bits], self.bits)[:, :N].to(torch.int16)
+        ones = _unpacked(words, self.bits) == (1 << self.bits) - 1
+        if not self.borrows and ones.unflatten(-1, (-1, 32 // self.bits))[..., :-1].any():
+            raise InvalidInput(
+                f"{module}.qzeros has zero points of 0, which GPTQ version 1 has no code for and AutoGPTQ writes over others: "
+                f"quantise it again as gptq_v2 or with sym=True, or {FROM_16_BITS}"
+            )
+        one = sum(1 << shift for shift in range(0, 32, self.bits))
+        return _unpacked(words + one, self.bits)[:, :N].to(torch.int16)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -112,13 +125,18 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
     """
     bits, layout = section.get("bits"), str(section.get("checkpoint_format") or section.get("format") or "gptq")
     if bits not in (4, 8):
-        raise refused(folder, f"has GPTQ of {bits} bits; read are 4 and 8: quantise it to one of these")
+        raise refused(folder, f"has GPTQ of {bits} bits; read are 4 and 8: quantise it to one of these, or {FROM_16_BITS}")
     if layout not in ("gptq", "gptq_v2"):
-        raise refused(folder, f"has the layout {layout!r}; read are gptq and gptq_v2: save it in one of these")
+        raise refused(
+            folder, f"has the layout {layout!r}; read are gptq and gptq_v2: save it in one of these with GPTQModel, or "
+            f"{FROM_16_BITS}"
+        )  # fmt: skip
     version = 2 if layout == "gptq_v2" else 1
     stays = tuple(_left_out(section.get("dynamic") or {}, folder))
     is_symmetric, in_another_order = bool(section.get("sym", True)), bool(section.get("desc_act"))
-    return Gptq(bits, group_of(section, folder), is_symmetric, version, in_another_order, folder, stays)
+    meta = section.get("meta")
+    borrows = isinstance(meta, Mapping) and "gptqmodel" in str(meta.get("quantizer")).lower()
+    return Gptq(bits, group_of(section, folder), is_symmetric, version, in_another_order, folder, stays, borrows)
 
 
 def _left_out(rules: Mapping[str, Any], folder: str) -> Iterator[str]:

@@ -16,12 +16,13 @@ from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.matmul.packing import OFFSET
 from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, int4_weight, refused, w8_weight
 
 READ = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 # what a weight is; others are scales of activations that were found before
 _PARTS = ("qdata", "scale", "zero_point")
-_CONVERT = "save the model with one of these, or give the 16-bit checkpoint and weights="
+_CONVERT = f"save the model with one of these, or {FROM_16_BITS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ def _described(module: str, header: Mapping[str, Any], folder: str) -> Stored:
         raise refused(folder, f"has {module} in {data['target_dtype']['_data']}; read are int4 and int8: {_CONVERT}")
     if kind == "Float8Tensor" and activations is None:
         raise refused(
-            folder, f"has FP8 weights with activations in 16 bits for {module}; read are quantised ones: give the 16-bit "
-            "checkpoint and weights="
+            folder, f"has FP8 weights with activations in 16 bits for {module}; read are quantised ones: "
+            f"{FROM_16_BITS}"
         )  # fmt: skip
     others = [part for part in header["_tensor_data_names"] if part not in _PARTS]
     if others:
