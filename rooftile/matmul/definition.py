@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.matmul.formats import TILE, weight_format
-from rooftile.matmul.weight import Parts, dequantised
+from rooftile.matmul.weight import Parts, dequantised, rows_of
 
 # numbers of a weight that are dequantised at once
 AT_ONCE = 1 << 22
@@ -57,7 +57,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
     found = []
     for start in range(0, product.N, rows):
         stop = min(start + rows, product.N)
-        part = _rows_of(parts, product.format, start, stop)
+        part = rows_of(parts, product.format, start, stop)
         if x_scales is None:
             w = dequantised(part, product.format, product.group, (stop - start, product.K), x.dtype)
             y = product_of(x.to(wide), w.to(wide), deterministic=product.deterministic)
@@ -77,14 +77,6 @@ def product_of(x: Tensor, w: Tensor, *, deterministic: bool) -> Tensor:
     # each tile is a tensor of its own: MKL's sums also depend on how its arguments are aligned
     parts = [functional.linear(tile.clone(), w) for tile in padded.split(ROWS)]
     return torch.cat(parts)[: x.shape[0]] if parts else x.new_empty(0, w.shape[0])
-
-
-def _rows_of(parts: Parts, format: str, start: int, stop: int) -> Parts:
-    """Rows of a weight; start is a multiple of 128."""
-    scales = parts.scales[start // TILE : -(-stop // TILE)] if format == "fp8_tile" else parts.scales[start:stop]
-    zeros = None if parts.zeros is None else parts.zeros[start:stop]
-    outer = parts.outer if parts.outer is None or parts.outer.shape[0] == 1 else parts.outer[start:stop]
-    return Parts(parts.codes[start:stop], scales, zeros, parts.order, outer)
 
 
 def _of_codes(x: Tensor, x_scales: Tensor, parts: Parts, product: Product, wide: torch.dtype) -> Tensor:

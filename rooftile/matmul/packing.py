@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -27,14 +29,15 @@ def unpack(packed: Tensor, K: int) -> Tensor:
 
 def words_to_bytes(words: Tensor) -> Tensor:
     """Turns int32 words of eight codes, the first in the lowest bits, into bytes of two codes, on a host of any byte order."""
+    if sys.byteorder == "little":
+        return words.contiguous().view(torch.uint8)
     shifts = torch.arange(0, 32, 8, device=words.device, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & 255).to(torch.uint8).flatten(-2)
 
 
 def unpack_words(words: Tensor) -> Tensor:
     """Unpacks int32 words (..., n) of eight codes to unsigned codes (..., 8 n)."""
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)
+    return unpack(words_to_bytes(words), 8 * words.shape[-1])
 
 
 def pack_words(codes: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ also the one that formats of `rooftile.numerics` keep for NaN: a weight has none
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
 from rooftile.operators import replaced, transforms_active
 from rooftile.words import answers_foreign_words
 
-# numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
-AT_ONCE = 1 << 24
+# numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory. The temporary tensors of fewer
+# numbers stay in a CPU's caches, so there it takes half to a fifth of the time, too
+AT_ONCE, AT_ONCE_ON_A_CPU = 1 << 24, 1 << 18
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -108,14 +110,14 @@ def _weight(
     if mask is not None:
         # no product: infinity times zero is NaN
         w = torch.where(mask, w, 0.0)
+    # whole tiles
+    parts = w.split(max((AT_ONCE if w.is_cuda else AT_ONCE_ON_A_CPU) // K // TILE, 1) * TILE)
     if flag is None:
-        _check_finite(w)
+        _check_finite(parts)
     else:
         raise_flag(flag, w)
-    outer = outer_scale(w).view(1, 1) if format == "nvfp4" else None
-    # whole tiles
-    rows = max(AT_ONCE // K // TILE, 1) * TILE
-    found = [_quantised(part.float(), kind, group, zero_points, outer) for part in w.split(rows)]
+    outer = outer_scale(torch.stack([_size(part.float()) for part in parts])).view(1, 1) if format == "nvfp4" else None
+    found = [_quantised(part.float(), kind, group, zero_points, outer) for part in parts]
     codes, scales = (torch.cat(parts) for parts in zip(*((x.codes, x.scales) for x in found), strict=True))
     zeros = torch.cat([x.zeros for x in found if x.zeros is not None]) if zero_points else None
     return QuantisedWeight(codes, scales, zeros, None, format, group, (N, K), outer), None
@@ -135,15 +137,23 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
         )
 
 
-def _check_finite(w: Tensor) -> None:
-    # numbers of fp64 that are infinite in fp32 are lost, too
-    lost = ~(w.float() if w.dtype == torch.float64 else w).isfinite()
-    if lost.any():
-        row, column = (int(x) for x in lost.nonzero()[0])
-        raise InvalidInput(
-            f"w is {w[row, column].item()} at row {row}, column {column}; weights must be finite to be quantised: repair the "
-            "checkpoint, or leave this weight in 16 bits"
-        )
+def _size(w: Tensor) -> Tensor:
+    """The largest absolute value among those that are finite."""
+    return torch.where(w.isfinite(), w, 0.0).abs().amax()
+
+
+def _check_finite(parts: Sequence[Tensor]) -> None:
+    start = 0
+    for w in parts:
+        # numbers of fp64 that are infinite in fp32 are lost, too
+        lost = ~(w.float() if w.dtype == torch.float64 else w).isfinite()
+        if lost.any():
+            row, column = (int(x) for x in lost.nonzero()[0])
+            raise InvalidInput(
+                f"w is {w[row, column].item()} at row {start + row}, column {column}; weights must be finite to be quantised: "
+                "repair the checkpoint, or leave this weight in 16 bits"
+            )
+        start += len(w)
 
 
 def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
@@ -165,7 +175,7 @@ def _in_one_pass(
     codes, scales, inside = weights.quantise(w, kind, group, own, mask, wants_inside and can_say)
     # a look at a flag of its own waits for the device
     if flag is None and own.item():
-        _check_finite(w if mask is None else torch.where(mask, w, 0.0))
+        _check_finite([w if mask is None else torch.where(mask, w, 0.0)])
     return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None), inside
 
 

@@ -127,6 +127,14 @@ def _scale_dtypes(kind: WeightFormat) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16)
 
 
+def rows_of(parts: Parts, format: str, start: int, stop: int) -> Parts:
+    """Returns the tensors of some rows of a weight; start is a multiple of 128."""
+    scales = parts.scales[start // TILE : -(-stop // TILE)] if format == "fp8_tile" else parts.scales[start:stop]
+    zeros = None if parts.zeros is None else parts.zeros[start:stop]
+    outer = parts.outer if parts.outer is None or parts.outer.shape[0] == 1 else parts.outer[start:stop]
+    return Parts(parts.codes[start:stop], scales, zeros, parts.order, outer)
+
+
 def dequantised(parts: Parts, format: str, group: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """`QuantisedWeight.dequantise` of a weight's tensors."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,6 +14,8 @@ from rooftile.sparsity.patterns import PAIRS, PATTERNS, table
 
 # blocks of 4 x 4 whose 90 sums are in memory at once
 BLOCKS = 1 << 15
+# numbers of rows whose steps are in memory at once: they take ten times the bytes of the rows, and fit in a CPU's caches
+NUMBERS = 1 << 18
 # integers of the size of a number: moving a number must not change it, and FP8 has few operations
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,6 +27,14 @@ def bits_of(x: Tensor) -> Tensor:
 
 def row_mask(w: Tensor) -> Tensor:
     """Returns which weights of w (N, K) are the two largest of their four; ties go to the lower index."""
+    return torch.cat([_row_mask(rows) for rows in w.split(_rows_at_once(w))])
+
+
+def _rows_at_once(w: Tensor) -> int:
+    return max(NUMBERS // max(w.shape[1], 1), 1)
+
+
+def _row_mask(w: Tensor) -> Tensor:
     sizes = w.float() if w.element_size() == 1 else w
     a, b, c, d = sizes.abs().unflatten(1, (-1, 4)).unbind(-1)  # (N, G)
     # whether the first of two is kept before the second
@@ -68,6 +78,13 @@ def compressed(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     The places of a group are four bits: the index of its first value, and that of the second times 4. The lower half of a byte is
     the first of two groups.
     """
+    rows = _rows_at_once(w)
+    parts = [_compressed(some, kept) for some, kept in zip(w.split(rows), mask.split(rows), strict=True)]
+    values, places = (torch.cat(each) for each in zip(*parts, strict=True))
+    return values, places
+
+
+def _compressed(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     kept = mask.unflatten(1, (-1, 4))
     a, b, c, d = kept.unbind(-1)
     two, three = torch.full_like(a, 2, dtype=torch.uint8), torch.full_like(a, 3, dtype=torch.uint8)

@@ -27,16 +27,10 @@ def plain(folder: Path, **settings: Any) -> transformers.PreTrainedModel:
 
 
 def words(codes: Tensor, bits: int = 4) -> Tensor:
-    """Words of int32 along the last axis, the first code in the lowest bits, one by one."""
-    per = 32 // bits
-    rows = []
-    for row in codes.reshape(-1, codes.shape[-1]).tolist():
-        row = row + [0] * (-len(row) % per)
-        packed = [
-            sum(code << (bits * n) for n, code in enumerate(row[at : at + per])) for at in range(0, len(row), per)
-        ]
-        rows.append([word - (1 << 32) if word >= 1 << 31 else word for word in packed])
-    return torch.tensor(rows, dtype=torch.int32).view(*codes.shape[:-1], -1)
+    """Words of int32 along the last axis, the first code in the lowest bits."""
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % (32 // bits))).unflatten(-1, (-1, 32 // bits))
+    packed = (codes << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
 
 
 def integers(

@@ -115,7 +115,7 @@ def test_strides_and_halves_do_not_matter(name: str, monkeypatch: pytest.MonkeyP
     wide = torch.randn(384, 400)
     whole = rt.quantise_weight(wide.T[:, :384].contiguous(), **FORMATS[name])
     strided = rt.quantise_weight(wide.T[:, :384], **FORMATS[name])
-    monkeypatch.setattr(module, "AT_ONCE", 1)
+    monkeypatch.setattr(module, "AT_ONCE_ON_A_CPU", 1)
     parts = rt.quantise_weight(wide.T[:, :384], **FORMATS[name])
     for other in (strided, parts):
         for x, due in zip(other.parts, whole.parts, strict=True):
@@ -135,13 +135,16 @@ def test_an_order_is_undone() -> None:
     assert torch.equal(sorted_.dequantise()[:, sorted_.order.long()], weight.dequantise())
 
 
-def test_packing() -> None:
+def test_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(0, 16, (5, 24), dtype=torch.uint8)
     assert torch.equal(unpack(pack(codes), 24), codes)
     assert torch.equal(unpack(pack(codes[:, :23]), 23), codes[:, :23])
     words = pack_words(codes)
     assert torch.equal(unpack_words(words), codes)
-    assert torch.equal(words_to_bytes(words), pack(codes))
+    for order in ("little", "big"):
+        monkeypatch.setattr("sys.byteorder", order)
+        assert torch.equal(words_to_bytes(words), pack(codes))
+        assert torch.equal(words_to_bytes(words.T), pack(codes).view(5, 3, 4).transpose(0, 1).flatten(1))
     assert words[0, 0].item() & 15 == codes[0, 0]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +19,20 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
+from rooftile.matmul.weight import dequantised, rows_of
 from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.plan import Quantiser, Reader
 from rooftile.models.checkpoints.weights import Stored
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Projection, numbers_of
+from rooftile.models.layers import Layer, Projection
 from rooftile.sparsity import TwoFour
 
 # scales of a cache in FP8, which ours finds anew
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+# numbers of a head that are dequantised at once
+_OF_A_HEAD = 1 << 20
 
 
 class Filled(Protocol):
@@ -66,9 +71,8 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
             del found[name]
         taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
         if head and _is_quantised(found, reader):
-            stored = _take(found, "lm_head", reader)
-            weight = _read(config, reader, "lm_head", stored, tuple(decoder.head.shape))
-            decoder.head.copy_(numbers_of(weight, decoder.head.dtype))
+            tensors = _read_all(_take(found, "lm_head", reader))
+            _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
         apart = _fill(config, decoder, projections, taken, reader)
         places = dict(decoder.tensors()) | apart
         _leave_zero_biases(found, places, taken)
@@ -76,6 +80,19 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
             places.pop("lm_head.weight", None)
         for stored_one, place in weights.matched(config, places, found):
             place.copy_(stored_one.get_tensor())
+
+
+def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
+    """Fills a head with dequantised numbers, some rows at a time: it is larger than a layer, and fp32 takes twice its memory."""
+    N, K = weight.shape
+    if isinstance(weight, TwoFour):
+        head.copy_(weight.dense(head.dtype))
+        return
+    rows = max(_OF_A_HEAD // K // TILE, 1) * TILE
+    for start in range(0, N, rows):
+        some = head[start : start + rows]
+        parts = rows_of(weight.parts, weight.format, start, start + len(some))
+        some.copy_(dequantised(parts, weight.format, weight.group, (len(some), K), head.dtype))
 
 
 def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Projection, dict[str, int]]]:
@@ -111,9 +128,8 @@ def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modu
 
 
 def _read(
-    config: ModelConfig, reader: Reader, module: str, stored: dict[str, Stored], shape: tuple[int, ...]
+    config: ModelConfig, reader: Reader, module: str, tensors: dict[str, Tensor], shape: tuple[int, ...]
 ) -> QuantisedWeight | TwoFour:
-    tensors = {name: one.get_tensor() for name, one in stored.items()}
     N, K = shape
     if config.family == "gpt2" and "weight" in tensors and tuple(tensors["weight"].shape) == (K, N):
         # GPT-2 keeps its weights as (in, out)
@@ -121,6 +137,24 @@ def _read(
     if "weight" in tensors and tuple(tensors["weight"].shape) != (N, K):
         raise InvalidInput(f"{module}.weight is {tuple(tensors['weight'].shape)}, due {(N, K)}")
     return reader.read(module, tensors, (N, K))
+
+
+def _read_all(stored: dict[str, Stored]) -> dict[str, Tensor]:
+    """Reads tensors, which lie in their file: it is mapped."""
+    return {name: one.get_tensor() for name, one in stored.items()}
+
+
+def _owned(
+    weight: QuantisedWeight | TwoFour, stored: Iterable[Tensor], device: torch.device
+) -> QuantisedWeight | TwoFour:  # fmt: skip
+    """The weight on a device, with no tensor in its file: who writes to that would change the model, or end the process."""
+    if device.type != "cpu":
+        return weight.to(device)
+    mapped = {x.untyped_storage().data_ptr() for x in stored}
+    parts = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    lent = {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in mapped}
+    copies: dict[str, Any] = {name: x.clone() for name, x in lent.items()}
+    return replace(weight, **copies)
 
 
 def _fill(
@@ -136,8 +170,9 @@ def _fill(
         parts: list[QuantisedWeight | TwoFour | Tensor] = []
         for name, rows in names.items():
             if name in taken:
-                found = _read(config, reader, name, taken[name], (rows, projection.inputs))
-                parts.append(found.to(decoder.embedding.device))
+                tensors = _read_all(taken[name])
+                found = _read(config, reader, name, tensors, (rows, projection.inputs))
+                parts.append(_owned(found, tensors.values(), decoder.embedding.device))
             else:
                 apart[f"{name}.weight"] = projection.memory.parameter(rows, projection.inputs).detach()
                 parts.append(apart[f"{name}.weight"])

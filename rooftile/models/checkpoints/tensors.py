@@ -10,7 +10,10 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.packing import OFFSET, pack
+from rooftile.matmul.packing import OFFSET, pack, unpack, words_to_bytes
+
+# codes that are checked at once
+_AT_ONCE = 1 << 20
 
 
 def refused(folder: str, what: str) -> InvalidInput:
@@ -52,7 +55,8 @@ def checked_codes(module: str, name: str, codes: Tensor, shape: tuple[int, int],
     """Returns codes of a shape and dtype; FP8 holds no NaN."""
     check_dtype(module, name, codes, dtype)
     check_shape(module, name, codes, shape)
-    if dtype == torch.float8_e4m3fn and ((codes.view(torch.uint8) & 127) == 127).any():
+    rows = codes.view(torch.uint8).split(max(_AT_ONCE // codes.shape[1], 1))
+    if dtype == torch.float8_e4m3fn and any(((some & 127) == 127).any() for some in rows):
         raise InvalidInput(f"{module}.{name} holds NaN; weights must be finite: download the file again")
     return codes
 
@@ -75,25 +79,39 @@ def order_of(module: str, name: str, g_idx: Tensor, K: int, group: int) -> Tenso
 
 
 def int4_weight(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int
-) -> QuantisedWeight:
-    """Returns a weight of unsigned codes (N, K), 0 to 15, and zero points (N, K / group) in the same numbers.
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int, shape: tuple[int, int]
+) -> QuantisedWeight:  # fmt: skip
+    """Returns a weight of unsigned codes in bytes (N, K / 2), as `pack` makes them, and zero points (N, K / group), 0 to 15.
 
     Zero points that are all 8 are none.
     """
-    N, K = codes.shape
-    codes = codes if order is None else codes[:, order.long()]
+    if order is not None:
+        packed = pack(unpack(packed, shape[1])[:, order.long()])
     if zeros is not None and (zeros == OFFSET).all():
         zeros = None
     signed = None if zeros is None else (zeros.to(torch.int16) - OFFSET).to(torch.int8).contiguous()
-    return QuantisedWeight(pack(codes), scales.contiguous(), signed, order, "int4", group, (N, K))
+    return QuantisedWeight(packed.contiguous(), scales.contiguous(), signed, order, "int4", group, shape)
+
+
+def packed_codes(words: Tensor, K: int) -> Tensor:
+    """Returns the codes of 4 bits in words (N, K / 8) as bytes (N, K / 2)."""
+    found = words_to_bytes(words)[:, : -(-K // 2)]
+    if K % 2:
+        # what fills up the last word is no code
+        found = torch.cat((found[:, :-1], found[:, -1:] & 15), dim=1)
+    return found
+
+
+def signed_codes(words: Tensor, K: int) -> Tensor:
+    """Returns the codes of 8 bits in words (N, K / 4), which have 128 added, as int8 (N, K)."""
+    return (words_to_bytes(words)[:, :K] ^ 128).view(torch.int8)
 
 
 def w8_weight(codes: Tensor, scales: Tensor, order: Tensor | None, group: int) -> QuantisedWeight:
-    """Returns a weight of signed codes (N, K)."""
+    """Returns a weight of codes in int8 (N, K)."""
     N, K = codes.shape
     codes = codes if order is None else codes[:, order.long()]
-    return QuantisedWeight(codes.to(torch.int8).contiguous(), scales.contiguous(), None, order, "w8", group, (N, K))
+    return QuantisedWeight(codes.contiguous(), scales.contiguous(), None, order, "w8", group, (N, K))
 
 
 def group_of(section: Mapping[str, Any], folder: str, name: str = "group_size") -> int:

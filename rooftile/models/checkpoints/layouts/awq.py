@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.packing import unpack_words
+from rooftile.matmul.packing import pack, unpack_words
 from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
@@ -56,7 +56,7 @@ class Awq:
             check_shape(module, name, tensors[name], due)
         scales = checked_scales(module, "scales", tensors["scales"], (K // group, N)).T
         codes, zeros = (unpacked(tensors[name])[:, :N].T for name in ("qweight", "qzeros"))
-        return int4_weight(codes, scales, zeros, None, group)
+        return int4_weight(pack(codes), scales, zeros, None, group, shape)
 
 
 def unpacked(words: Tensor) -> Tensor:

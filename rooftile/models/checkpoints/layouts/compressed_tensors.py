@@ -25,7 +25,9 @@ from rooftile.models.checkpoints.tensors import (
     group_of,
     int4_weight,
     order_of,
+    packed_codes,
     refused,
+    signed_codes,
     w8_weight,
     whole,
 )
@@ -162,16 +164,14 @@ def _packed(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], 
     g_idx = tensors.get("weight_g_idx")
     order = None if g_idx is None or (g_idx == -1).all() else order_of(module, "weight_g_idx", g_idx, K, group)
     if scheme.bits == 8:
-        words = tensors["weight_packed"]
-        codes = ((words.unsqueeze(-1) >> torch.arange(0, 32, 8, dtype=torch.int32)) & 255).flatten(-2)[:, :K]
-        return w8_weight(codes - 128, scales, order, group)
+        return w8_weight(signed_codes(tensors["weight_packed"], K), scales, order, group)
     zeros = None
     if not scheme.symmetric:
         stored = tensors["weight_zero_point"]
         check_dtype(module, "weight_zero_point", stored, torch.int32)
         check_shape(module, "weight_zero_point", stored, (-(-N // packed), K // group))
         zeros = unpack_words(stored.T.contiguous())[:, :N].T
-    return int4_weight(unpack_words(tensors["weight_packed"])[:, :K], scales, zeros, order, group)
+    return int4_weight(packed_codes(tensors["weight_packed"], K), scales, zeros, order, group, shape)
 
 
 def _blocks(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantisedWeight:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.packing import unpack_words
+from rooftile.matmul.packing import unpack_words, words_to_bytes
 from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
@@ -32,7 +32,9 @@ from rooftile.models.checkpoints.tensors import (
     group_of,
     int4_weight,
     order_of,
+    packed_codes,
     refused,
+    signed_codes,
     w8_weight,
     whole,
 )
@@ -73,16 +75,15 @@ class Gptq:
             check_dtype(module, name, tensors[name], torch.int32)
             check_shape(module, name, tensors[name], due)
         scales = checked_scales(module, "scales", tensors["scales"], (K // group, N)).T
-        codes = _unpacked(tensors["qweight"].T, self.bits)[:, :K]
         zeros = self._zeros(module, tensors["qzeros"], N).T
         order = order_of(module, "g_idx", tensors["g_idx"], K, group) if "g_idx" in tensors else None
         if self.bits == 4:
-            return int4_weight(codes, scales, zeros, order, group)
+            return int4_weight(packed_codes(tensors["qweight"].T, K), scales, zeros, order, group, shape)
         if not (zeros == 128).all():
             raise InvalidInput(
                 f"{module}.qzeros has zero points for 8 bits; 8 bits are read without: quantise it with sym=True"
             )
-        return w8_weight(codes.to(torch.int16) - 128, scales, order, group)
+        return w8_weight(signed_codes(tensors["qweight"].T, K), scales, order, group)
 
     def _zeros(self, module: str, words: Tensor, N: int) -> Tensor:
         """Zero points (K / group, N) in the codes' numbers."""
@@ -111,10 +112,7 @@ class Gptq:
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """Unsigned codes (..., n * 32 / bits) of words (..., n)."""
-    if bits == 4:
-        return unpack_words(words)
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 255).flatten(-2)
+    return unpack_words(words) if bits == 4 else words_to_bytes(words)
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
-from rooftile.matmul.packing import OFFSET
+from rooftile.matmul.packing import OFFSET, pack
 from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, int4_weight, refused, w8_weight
@@ -74,7 +74,7 @@ class TorchAO:
         zeros = _zero_points(module, tensors, scales)
         if stored.bits == 4:
             points = None if zeros is None else zeros.to(torch.int16) + OFFSET
-            return int4_weight(codes.to(torch.int16) + OFFSET, scales, points, None, group)
+            return int4_weight(pack(codes + OFFSET), scales, points, None, group, shape)
         if zeros is not None:
             raise InvalidInput(
                 f"{module}._weight_zero_point has zero points for 8 bits; 8 bits are read without: quantise it symmetrically"
