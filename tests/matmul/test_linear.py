@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -57,9 +58,30 @@ def test_int8_is_exact() -> None:
     rows = quantise_rows(x, "int8")
     sums = rows.codes.long() @ weight.codes.long().T
     assert sums.max() > 2**24
-    assert torch.equal(definition.exact_product(rows.codes, weight.codes).long(), sums)
+    for product in (definition.exact_product, definition.in_exact_sums):
+        assert torch.equal(product(rows.codes, weight.codes).long(), sums)
     due = sums.double() * rows.scales.double() * weight.scales.double().T
     assert torch.equal(rt.linear(x.double(), weight), due)
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_int8_products_of_a_cpu_have_the_same_bits(has_units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with instructions for them uses these: on numbers that would saturate in 16 bits, of any shape and stride."""
+    if has_units and not definition.has_int8_units():
+        pytest.skip("this CPU has no VNNI")
+    monkeypatch.setattr(definition, "has_int8_units", lambda: has_units)
+    for M, N, K in ((1, 1, 1), (1, 1024, 1024), (16, 1024, 1024), (256, 77, 1023), (5, 33, 14336), (17, 64, 63), (3, 16, 2048)):
+        x, w = (torch.randint(-128, 128, shape).to(torch.int8) for shape in ((M, K), (N, K)))
+        x[0], w[0] = 127, -128
+        w[-1] = 127
+        for codes, weights in ((x, w), (x.T.contiguous().T, w.T.contiguous().T)):
+            found = definition.exact_product(codes, weights)
+            assert found.dtype == torch.int32
+            assert torch.equal(found.double(), x.double() @ w.double().T)
+    weight, x = rt.quantise_weight(torch.randn(77, 384), "int8"), torch.randn(5, 384)
+    rows = quantise_rows(x, "int8")
+    sums = (rows.codes.long() @ weight.codes.long().T).float()
+    assert torch.equal(rt.linear(x, weight), sums * rows.scales * weight.scales.T)
 
 
 def test_long_rows_of_one_sign(device: torch.device) -> None:
@@ -82,20 +104,45 @@ def test_rows_near_the_largest_half(name: str, device: torch.device) -> None:
     torch.testing.assert_close(found[0], -found[1])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def classes(y: torch.Tensor) -> torch.Tensor:
+    """2 for NaN, 1 and -1 for infinities, 0 for finite numbers."""
+    return torch.where(y.isnan(), 2.0, y.isposinf().float() - y.isneginf().float())
+
+
+@pytest.mark.parametrize(
+    "bad", [(torch.nan,), (torch.inf,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan, torch.inf)], ids=str
+)
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_in_its_row(name: str, bad: float, device: torch.device) -> None:
+def test_what_is_not_finite_stays_in_its_row(name: str, bad: tuple[float, ...], device: torch.device) -> None:
+    """Its row is NaN where x is quantised, and elsewhere what the product with the dense numbers has in IEEE arithmetic."""
     weight, x = weight_of(name, 33, 256, device), torch.randn(5, 256, device=device).bfloat16()
-    due = rt.linear(x, weight)
-    x[2, 7] = bad
-    found = rt.linear(x, weight)
     kept = torch.tensor([0, 1, 3, 4], device=device)
-    assert torch.equal(found[kept], due[kept])
-    lost = ~found[2].isfinite()
-    # a weight of zero and an infinity are NaN, too
-    assert lost.all()
-    if name in QUANTISES_X:
-        assert found[2].isnan().all()
+    for each in (weight, ordered(weight)):
+        for deterministic in (False, True):
+            broken = x.clone()
+            # one of them in another tile of 128 numbers
+            broken[2, [7, 200][: len(bad)]] = torch.tensor(bad, device=device).bfloat16()
+            due, found = (rt.linear(rows, each, deterministic=deterministic) for rows in (x, broken))
+            assert torch.equal(found[kept], due[kept])
+            if name in QUANTISES_X or not all(map(math.isinf, bad)):
+                assert found[2].isnan().all()
+                continue
+            exact = broken[2].double() @ each.dequantise(torch.bfloat16).double().T
+            assert torch.equal(classes(found[2]), classes(exact))
+            # a weight of zero and an infinity are NaN
+            assert not found[2].isfinite().any()
+
+
+def test_one_scale_for_all_rows_keeps_what_is_not_finite(device: torch.device) -> None:
+    """Large numbers saturate, and infinity does not: its row is NaN."""
+    weight = replace(weight_of("fp8", 33, 256, device), input_scale=torch.tensor(0.02, device=device))
+    x = torch.randn(4, 256, device=device)
+    due = rt.linear(x, weight)
+    x[0, 3], x[1, 3], x[2, 3] = 1e30, torch.inf, -torch.inf
+    found = rt.linear(x, weight)
+    assert torch.equal(found[3], due[3])
+    assert found[0].isfinite().all()
+    assert found[1:3].isnan().all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
