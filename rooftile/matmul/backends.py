@@ -117,7 +117,7 @@ def chosen(
     """
     asked = Call(x, x_scales, parts, bias, product)
     if not name and x.is_cuda:
-        reason = _lack_of_fp8(product.format, torch.cuda.get_device_capability(x.device))
+        reason = lack_of_fp8(product.format, torch.cuda.get_device_capability(x.device))
         if reason:
             # the definition has it, many times slower than 16 bits: who wants that says so
             raise Unsupported(f"{reason}; backend='definition' computes the same, slowly")
@@ -166,7 +166,7 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
     capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
         yield f"compute capability {capability[0]}.{capability[1]}; needs 8.0 (Ampere)"
-    if reason := _lack_of_fp8(product.format, capability):
+    if reason := lack_of_fp8(product.format, capability):
         yield reason
     if torch.float64 in (x.dtype, product.out_dtype):
         yield "float64; has float32, bfloat16, float16"
@@ -176,7 +176,7 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         yield from (library.refusals if name == "library" else _triton_refusals)(asked)
 
 
-def _lack_of_fp8(format: str, capability: tuple[int, int]) -> str:
+def lack_of_fp8(format: str, capability: tuple[int, int]) -> str:
     """Says why a chip does not multiply a format; nothing if it does."""
     if format not in ("fp8", "fp8_tile") or capability >= (8, 9):
         return ""
@@ -249,7 +249,7 @@ def explained(backends: Iterable[tuple[str, list[str], str]]) -> str:
 
 def _runs(name: str, asked: Call) -> str:
     capability = torch.cuda.get_device_capability(asked.x.device) if asked.x.is_cuda else (9, 0)
-    if name == "definition" and _lack_of_fp8(asked.product.format, capability):
+    if name == "definition" and lack_of_fp8(asked.product.format, capability):
         return "runs if it is named"
     if name == "library" and asked.product.activations is None:
         return "runs, after a pass that dequantises the weight: a weight in 16 bits is faster for so many rows"

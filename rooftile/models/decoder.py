@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.fused import Rotation, add_norm, normalise
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
-from rooftile.models.checkpoints.plan import Weights, plan_of
+from rooftile.models.checkpoints.plan import Weights, check_device, plan_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
 
@@ -78,6 +78,7 @@ class Decoder(nn.Module):
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
+            Unsupported: the weights are in FP8, and the GPU has no products in it.
         """
         if dtype != "auto" and dtype not in _DTYPES:
             raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
@@ -85,6 +86,7 @@ class Decoder(nn.Module):
         files = checkpoint.files_of(Path(path))
         computed = dtype if isinstance(dtype, torch.dtype) else config.dtype
         reader = plan_of(weights, Path(path))
+        check_device(reader, torch.get_default_device() if device is None else torch.device(device))
         if reader is not None:
             decoder = cls(config, dtype=computed, device=device, max_len=max_len, waits=True)
             quantised.load(config, decoder, files, reader)

@@ -16,7 +16,7 @@ from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import quantiser_of, words_of
+from rooftile.models.checkpoints.plan import check_device, plan_of, quantiser_of, words_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.layers import Projection
 from rooftile.serve import memory
@@ -39,6 +39,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
 
     Raises:
         InvalidInput: the model or a setting cannot be used; the sentence says why.
+        Unsupported: the device, or a setting, is not supported.
     """
     device = find_device(model, config)
     shape = model.config if isinstance(model, Decoder) else ModelConfig.from_folder(model)
@@ -46,6 +47,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
     check_mixers(shape, config)
+    check_weights(model, config, device)
     loki = find_loki(shape, config)
     decoder = load_decoder(model, shape, config, device, max_len)
     if loki is not None:
@@ -160,6 +162,13 @@ def start_compiling(
     # a caller whose folder has no weights hears that at once, and does not wait for kernels
     thread.shutdown(wait=False)
     return compiled
+
+
+def check_weights(model: str | Path | Decoder, config: EngineConfig, device: torch.device) -> None:
+    """Refuses weights in a format that the GPU has no products for, before anything is loaded or compiled."""
+    if device.type == "cuda":
+        reader = quantiser_of(config.weights) if isinstance(model, Decoder) else plan_of(config.weights, Path(model))
+        check_device(reader, device)
 
 
 def check_mixers(shape: ModelConfig, config: EngineConfig) -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile.fused import linear, normalise
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.plan import check_device, plan_of, quantiser_of
 from rooftile.models.layers import Rows
 from rooftile.serve import EngineConfig
-from tests.models.quantised import plain, quantised
+from tests.models.quantised import KINDS, configure, plain, quantised
 from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
 
 WEIGHT_ONLY = ("w8", "int4:32", "mxfp8", "mxfp4", "nvfp4")
@@ -119,6 +121,58 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     decoder = Decoder.from_folder(tmp_path)
     with pytest.raises(rt.InvalidInput, match="the decoder's weights are quantised already; leave weights out"):
         rt.LLM(decoder, weights="fp8", **ROOM)
+
+
+def test_a_scheme_for_the_cache_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised("ct int4", tmp_path)
+    due = tokens_of(rt.LLM(tmp_path, **ROOM), prompts(4), GREEDY)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    configure(tmp_path, quantization_config=KINDS["ct int4"][0] | {"kv_cache_scheme": scheme})
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {f"model.layers.{n}.self_attn.{x}_scale": torch.tensor([0.01]) for n in range(2) for x in "kv"}
+    save_file(tensors | scales, tmp_path / "model.safetensors")
+    llm = rt.LLM(tmp_path, **ROOM)
+    assert llm.engine.runner.pages.storage.dtype == torch.float32
+    assert tokens_of(llm, prompts(4), GREEDY) == due
+    assert [line.split(": ")[1] for line in caplog.messages] == ["its kv_cache_scheme is not used"]
+
+
+FP8_KINDS = [kind for kind in KINDS if "fp8" in kind and "mx" not in kind] + ["modelopt"]
+
+
+@pytest.mark.parametrize("kind", [None, *FP8_KINDS])
+def test_fp8_on_a_gpu_without_it_is_refused_before_anything_is_loaded(
+    kind: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    for name in ("rooftile.serve.build.start_compiling", "rooftile.models.checkpoints.weights.stored_in"):
+        monkeypatch.setattr(name, lambda *arguments, name=name: pytest.fail(f"{name} was called"))
+    if kind is not None:
+        quantised(kind, tmp_path)
+    sentence = (
+        r"weights in fp8(_tile)? need FP8 products, and cuda:0 has compute capability 8\.6; needs 8\.9 \(Ada\): give the 16-bit "
+        r'checkpoint and weights="w8" or "int4", which multiply in 16 bits'
+    )
+    for weights in ("fp8", "fp8_tile", {"*.mlp.*": "w8", "*.o_proj": "fp8"}) if kind is None else ("auto",):
+        with pytest.raises(rt.Unsupported, match=sentence):
+            rt.LLM(folder if kind is None else tmp_path, weights=weights, device="cuda", **ROOM)
+        with pytest.raises(rt.Unsupported, match=sentence):
+            Decoder.from_folder(folder if kind is None else tmp_path, weights=weights, device="cuda:0")
+
+
+def test_what_a_gpu_multiplies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for word in ("w8", "int8", "int4:64", "mxfp8", "mxfp4", "nvfp4", "2:4", {"*": "auto"}):
+        check_device(quantiser_of(word), device)
+    check_device(quantiser_of("fp8"), torch.device("cpu"))
+    for kind in ("ct int4", "ct int8", "ct mxfp8", "gptq", "gptq, 8 bits", "awq", "torchao int8"):
+        quantised(kind, tmp_path / kind)
+        check_device(plan_of("auto", tmp_path / kind), device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_device(quantiser_of({"*": "fp8", "*.o_proj": "fp8_tile"}), device)
 
 
 class Seen(TorchDispatchMode):

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import matches
-from rooftile.models.checkpoints.formats import check_word, weight_in
+from rooftile.matmul.backends import lack_of_fp8
+from rooftile.matmul.formats import matches, parsed
+from rooftile.models.checkpoints.formats import SPARSE, check_word, weight_in
 from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao, two_four
 from rooftile.models.checkpoints.methods import section_of
 from rooftile.sparsity import TwoFour
@@ -26,6 +28,9 @@ class Reader(Protocol):
 
     def check(self, modules: Collection[str]) -> None:
         """Raises InvalidInput if the configuration does not fit these modules."""
+
+    def formats(self) -> Collection[str]:
+        """The formats of its quantised weights, as far as its configuration says."""
 
     def covers(self, module: str) -> bool:
         """Whether a module is quantised; else its weight is a plain tensor."""
@@ -51,6 +56,10 @@ class Quantiser:
                 raise InvalidInput(
                     f"weights has the pattern {pattern!r}, which matches no module; modules are such as {some}"
                 )
+
+    def formats(self) -> Collection[str]:
+        """Returns the formats in its words."""
+        return [parsed(word)[0] for _, word in self.patterns if word not in ("auto", SPARSE)]
 
     def word(self, module: str) -> str:
         """Returns the format of a module, "auto" if it stays."""
@@ -102,6 +111,23 @@ def quantiser_of(weights: Weights) -> Quantiser | None:
     if isinstance(weights, Mapping):
         return Quantiser(tuple(weights.items()))
     return None if weights == "auto" else Quantiser((("*", weights),))
+
+
+def check_device(reader: Reader | None, device: torch.device) -> None:
+    """Checks that a device multiplies the weights that a reader reads.
+
+    Raises:
+        Unsupported: they are in FP8, and the GPU has no products in it.
+    """
+    if reader is None or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    for format in reader.formats():
+        if lack_of_fp8(format, capability):
+            raise Unsupported(
+                f"weights in {format} need FP8 products, and {device} has compute capability {capability[0]}.{capability[1]}; "
+                'needs 8.9 (Ada): give the 16-bit checkpoint and weights="w8" or "int4", which multiply in 16 bits on every GPU'
+            )
 
 
 def words_of(weights: Weights) -> tuple[str, ...]:

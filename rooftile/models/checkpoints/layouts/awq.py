@@ -39,6 +39,10 @@ class Awq:
     def check(self, modules: Collection[str]) -> None:
         """Every name in the list of what stays may be one that is not there."""
 
+    def formats(self) -> Collection[str]:
+        """Returns its one format."""
+        return ("int4",)
+
     def covers(self, module: str) -> bool:
         """A name in the list means every module that it is a part of."""
         return module != "lm_head" and not any(name in f"model.{module}" for name in self.ignored)

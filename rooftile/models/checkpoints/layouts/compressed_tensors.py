@@ -59,9 +59,15 @@ class CompressedTensors:
     schemes: tuple[Scheme, ...]
     ignored: tuple[str, ...]
     folder: str
+    has_cache_scheme: bool = False
 
     def check(self, modules: Collection[str]) -> None:
         """Raises InvalidInput for a group that matches nothing, and for two that match one module."""
+        if self.has_cache_scheme:
+            logging.getLogger(__name__).warning(
+                '%s: its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds scales of its own',
+                self.folder,
+            )
         for scheme in self.schemes:
             for target in scheme.targets:
                 if not any(_matches(target, module) for module in modules):
@@ -75,6 +81,10 @@ class CompressedTensors:
                     self.folder,
                     f"has {len(found)} config groups that match {module}; one may: correct it in config.json",
                 )
+
+    def formats(self) -> Collection[str]:
+        """Returns those of its groups."""
+        return {scheme.format for scheme in self.schemes}
 
     def _stays(self, module: str) -> bool:
         return any(_matches(name, module) for name in self.ignored)
@@ -216,13 +226,9 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
     if (section.get("transform_config") or {}).get("config_groups"):
         raise refused(folder, "has a transform_config: its activations are rotated at run time, which is not done here: "
                       f"{FROM_16_BITS}")  # fmt: skip
-    if section.get("kv_cache_scheme"):
-        logging.getLogger(__name__).warning(
-            '%s: its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds scales of its own',
-            folder,
-        )
     schemes = tuple(_scheme_of(group, section, folder) for group in groups.values())
-    return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder)
+    has_cache_scheme = bool(section.get("kv_cache_scheme"))
+    return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder, has_cache_scheme)
 
 
 def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str) -> Scheme:

@@ -34,6 +34,10 @@ class Fp8:
     def check(self, modules: Collection[str]) -> None:
         """Every name in the list of what stays may be one that is not there."""
 
+    def formats(self) -> Collection[str]:
+        """Returns FP8 with scales for rows or for tiles."""
+        return ("fp8_tile",) if self.tiles else ("fp8",)
+
     def covers(self, module: str) -> bool:
         """A name in the list means a module, or all modules inside of it."""
         return module != "lm_head" and not any(_is_in(module, name) for name in self.ignored)

@@ -57,6 +57,10 @@ class Gptq:
     def check(self, modules: Collection[str]) -> None:
         """All projections are quantised, but for those that stay."""
 
+    def formats(self) -> Collection[str]:
+        """Returns the format for its bits."""
+        return ("int4",) if self.bits == 4 else ("w8",)
+
     def covers(self, module: str) -> bool:
         """The head stays, and what the configuration leaves out."""
         return module != "lm_head" and not any(re.match(pattern, f"model.{module}") for pattern in self.stays)

@@ -45,6 +45,10 @@ class TorchAO:
     def check(self, modules: Collection[str]) -> None:
         """The headers name what is quantised, so there is nothing to match."""
 
+    def formats(self) -> Collection[str]:
+        """Returns FP8 where a header has it: other formats have products everywhere."""
+        return ("fp8",) if any(stored.kind == "Float8Tensor" for stored in self.stored.values()) else ()
+
     def covers(self, module: str) -> bool:
         """Whether a header says so."""
         return module in self.stored

@@ -24,6 +24,10 @@ class TwoFourReader:
     def check(self, modules: Collection[str]) -> None:
         """The list may have a module that is not there: its tensors are then left over, which is refused later."""
 
+    def formats(self) -> Collection[str]:
+        """Returns none: 2:4 weights have other products."""
+        return ()
+
     def covers(self, module: str) -> bool:
         """Whether the list has a module."""
         return module in self.modules or f"model.{module}" in self.modules
