@@ -52,6 +52,7 @@ def filled(value: float):
         ("gptq", change("scales", filled(torch.nan)), "q_proj.scales holds nan"),
         ("gptq", change("g_idx", filled(2)), "q_proj.g_idx holds 2; must be from 0 to 1"),
         ("gptq", change("g_idx", filled(1)), "q_proj.g_idx has groups of several sizes; each must have 32 columns"),
+        ("torchao int4", change("_weight_qdata", filled(8)), "q_proj._weight_qdata holds -8 to 8; must be from -8 to 7"),
         ("gptq, 8 bits", change("qzeros", filled(5)), "q_proj.qzeros has zero points for 8 bits"),
         ("awq", change("qzeros", lambda x: x[:, 1:]), r"q_proj.qzeros is \(2, 7\), due \(2, 8\)"),
         ("ct int4", change("weight_packed", lambda x: x[:, 1:]), r"q_proj.weight_packed is \(64, 7\), due \(64, 8\)"),
@@ -78,9 +79,12 @@ def filled(value: float):
 )
 def test_wrong_tensors(kind: str, edit, sentence: str, tmp_path: Path) -> None:
     quantised(kind, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
     edit(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, path, metadata=header)
     with pytest.raises(rt.InvalidInput, match=sentence):
         Decoder.from_folder(tmp_path)
 

@@ -39,6 +39,14 @@ MUTATIONS = {
         "models/checkpoints/layouts/gptq.py", "words + one", "words",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout"),
     ),
+    "weights in a mapped file": Mutation(
+        "models/checkpoints/quantised.py", 'if device.type != "cpu":', "if True:",
+        ("tests/models/test_reading_memory.py", "-k", "stay_in"),
+    ),
+    "fp8 on a gpu without it": Mutation(
+        "serve/build.py", "        check_device(reader, device)", "        pass",
+        ("tests/serve/test_quantised_weights.py", "-k", "without_it"),
+    ),
     "awq, order in a word": Mutation(
         "models/checkpoints/layouts/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout and awq"),

@@ -77,6 +77,11 @@ class TorchAO:
             return QuantisedWeight(codes, scales.float(), None, None, "fp8", K, shape)
         zeros = _zero_points(module, tensors, scales)
         if stored.bits == 4:
+            if int(codes.min()) < -OFFSET or int(codes.max()) >= OFFSET:
+                raise InvalidInput(
+                    f"{module}._weight_qdata holds {codes.min().item()} to {codes.max().item()}; must be from -8 to 7: download "
+                    "the file again"
+                )
             points = None if zeros is None else zeros.to(torch.int16) + OFFSET
             return int4_weight(pack(codes + OFFSET), scales, points, None, group, shape)
         if zeros is not None:
