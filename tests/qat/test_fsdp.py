@@ -18,7 +18,6 @@ from tests.qat.test_save import decoder
 
 SCRIPT = """
 import json
-import sys
 import time
 import warnings
 
@@ -29,28 +28,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.qat.models import inputs
-from tests.qat.test_fsdp import prepared
+from tests.qat.test_fsdp import CASES, prepared
 
 warnings.filterwarnings("error", message=".*returned a view tensor")
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
-model = prepared(sys.argv[1])
-for layer in model:
-    if isinstance(layer, nn.Linear):
-        fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-losses = []
-for _ in range(5):
-    loss = model(inputs(seed=rank)).square().mean()
-    loss.backward()
-    optimiser.step()
-    optimiser.zero_grad()
-    loss = loss.detach()
-    dist.all_reduce(loss)
-    losses.append(loss.item() / 2)
+found = {}
+for case in CASES:
+    model = prepared(case)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(5):
+        loss = model(inputs(seed=rank)).square().mean()
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / 2)
+    found[case] = losses, model[0].qat.steps
 if rank == 0:
-    print(json.dumps([losses, model[0].qat.steps]))
+    print(json.dumps(found))
 # a process that leaves while the other still reads its last message takes the connection, and the other aborts
 dist.barrier()
 time.sleep(0.5)
@@ -116,12 +118,18 @@ dist.destroy_process_group()
 """
 
 
+# formats and options of `prepare`: masks of "refreshed" stay for two steps, and decays are seen in the loss
+CASES = {
+    "int4:32": ("int4:32", {}), "fp8": ("fp8", {}), "fp8_tile": ("fp8_tile", {}), "int8": ("int8", {}),
+    "clip": ("mxfp4", {"estimator": "clip"}), "masked": (None, {"sparsity": rt.sparsity.Recipe(decay=5.0)}),
+    "refreshed": (None, {"sparsity": rt.sparsity.Recipe(decay=5.0, refresh=2)}),
+}  # fmt: skip
+
+
 def prepared(case: str) -> torch.nn.Module:
     """The model of a case, as both processes and the one that they are compared with have it."""
-    if case == "rounded":
-        return rt.qat.prepare(mlp(), "int4:32")
-    # masks stay for two steps; a decay that is seen in the loss
-    return rt.qat.prepare(mlp(), None, sparsity=rt.sparsity.Recipe(decay=5.0, refresh=2 if case == "refreshed" else 1))
+    format, options = CASES[case]
+    return rt.qat.prepare(mlp(), format, **options)
 
 
 # folders, and the formats, options of `prepare` and the layout of their models
@@ -162,9 +170,15 @@ def test_sharded_models_are_saved(tmp_path: Path) -> None:
         assert sections[0] == sections[1]
 
 
-@pytest.mark.parametrize("case", ["rounded", "masked", "refreshed"])
-def test_sharded_weights(tmp_path: Path, case: str) -> None:
-    found, steps = json.loads(run(SCRIPT, tmp_path, case))
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], int]]:
+    """The losses of all cases and the steps that were counted, in one run of two processes."""
+    return json.loads(run(SCRIPT, tmp_path_factory.mktemp("sharded")))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_sharded_weights(sharded: dict[str, tuple[list[float], int]], case: str) -> None:
+    found, steps = sharded[case]
     model = prepared(case)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     due = []

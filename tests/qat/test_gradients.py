@@ -14,16 +14,43 @@ from rooftile.matmul import weight_format
 from rooftile.numerics import quantise_rows
 from tests.qat.models import FORMATS, inputs, mlp
 
+# the least and the largest number of each format, in its scales
+RANGES = {
+    "fp8": (-448, 448), "fp8_tile": (-448, 448), "int8": (-127, 127), "w8": (-128, 127), "int4": (-8, 7), "mxfp8": (-448, 448),
+    "mxfp4": (-6, 6), "nvfp4": (-6, 6),
+}  # fmt: skip
+# the largest number of a group sets the scale so that it fits, and scales in fp32 are not rounded enough to change that
+NEVER_BEYOND = ("fp8", "fp8_tile", "int8")
+
 
 def layer(format: str, estimator: str = "straight", *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(2)
     made = nn.Linear(128, 37, bias=bias).to(dtype)
     with torch.no_grad():
-        # outliers, a row of zeros, and a row of one number
+        # outliers (one of 460 times a power of two), a row of zeros, one of one number, and one whose nvfp4 scales are coarse
         made.weight[3, 7] = 9.0
+        made.weight[9, 40] = 0.45
         made.weight[5] = 0.0
         made.weight[6] = 0.25
+        made.weight[7] *= 6e-4
     return rt.qat.prepare(nn.Sequential(made), format, estimator=estimator)[0]
+
+
+def scale_of_each(codes: rt.QuantisedWeight) -> torch.Tensor:
+    """The scale of each weight (N, K), in fp64."""
+    N, K = codes.shape
+    if codes.format == "fp8_tile":
+        return codes.scales.double().repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    scales = torch.exp2(codes.scales.double() - 127) if codes.format.startswith("mx") else codes.scales.double()
+    return scales.repeat_interleave(codes.group, 1) * (1.0 if codes.outer is None else codes.outer.double())
+
+
+def beyond(made) -> torch.Tensor:
+    """Which weights lie more than half a code beyond the numbers of their format, in fp64."""
+    codes = made.codes()
+    least, most = RANGES[codes.format]
+    steps = made.weight.detach().double() / scale_of_each(codes)
+    return (steps < least - 0.5) | (steps > most + 0.5)
 
 
 def defined(made, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -34,10 +61,7 @@ def defined(made, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]
     rows = x.double() if activations is None else quantise_rows(x, activations).dequantise(torch.float64)
     dw = dy.double().flatten(0, -2).T @ rows.flatten(0, -2)
     if made.qat.rounding.estimator == "clip":
-        scales = codes.scales.double().repeat_interleave(codes.group, 1)
-        steps = made.weight.double() / scales
-        # codes of int4
-        dw = dw * ((steps >= -8.5) & (steps <= 7.5))
+        dw = dw.masked_fill(beyond(made), 0.0)
     y = rows @ w.T + (0 if made.bias is None else made.bias.double())
     return y, dy.double() @ w, dw, dy.double().sum((0, 1))
 
@@ -56,19 +80,31 @@ def test_gradients_are_those_of_the_rounded_numbers(format: str, bias: bool) -> 
         torch.testing.assert_close(made.bias.grad.double(), due[3], rtol=1e-5, atol=1e-5)
 
 
-def test_clip_leaves_out_what_lies_beyond_the_codes() -> None:
-    made, x = layer("int4:32", "clip"), inputs()
+@pytest.mark.parametrize("format", FORMATS)
+def test_clip_leaves_out_what_lies_beyond_the_codes(format: str) -> None:
+    made, straight, x = layer(format, "clip"), layer(format), inputs().requires_grad_()
     y = made(x)
-    dy = torch.ones_like(y)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
     y.backward(dy)
-    dw = defined(made, x, dy)[2]
-    torch.testing.assert_close(made.weight.grad.double(), dw, rtol=1e-5, atol=1e-4)
-    straight = layer("int4:32")
-    straight(x).backward(dy)
-    differs = made.weight.grad != straight.weight.grad
-    # the largest of a group is 7.5 codes, and bf16 may round its scale down
-    assert 0 < differs.float().mean() < 0.05
-    assert (made.weight.grad[differs] == 0).all()
+    for found, exact in zip((y, x.grad, made.weight.grad), defined(made, x.detach(), dy), strict=False):
+        assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
+    straight(x.detach()).backward(dy)
+    outside = beyond(made)
+    assert torch.equal(made.weight.grad, straight.weight.grad.masked_fill(outside, 0.0))
+    # rounded scales leave the largest of some groups outside, and 32 numbers of a power of two as much as a quarter of the range
+    assert outside.any() != (format in NEVER_BEYOND)
+    assert outside.float().mean() < 0.05
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_clip_of_an_embedding_leaves_out_the_same(format: str) -> None:
+    linear = layer(format, "clip")
+    made = nn.Embedding.from_pretrained(linear.weight.detach().clone(), freeze=False)
+    made = rt.qat.prepare(nn.Sequential(made), {"0": format}, estimator="clip")[0]
+    tokens = torch.arange(37).repeat(2)
+    dy = torch.randn((74, 128), generator=torch.Generator().manual_seed(3))
+    made(tokens).backward(dy)
+    assert torch.equal(made.weight.grad, dy.view(2, 37, 128).sum(0).masked_fill(beyond(linear), 0.0))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4:32"])
