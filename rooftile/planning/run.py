@@ -23,11 +23,10 @@ from rooftile.planning.targets.decoders import DecoderTarget, Phase
 from rooftile.planning.targets.modules import ModuleTarget
 from rooftile.planning.targets.target import Target
 from rooftile.planning.timing import Times, stopwatch_for
+from rooftile.qat.patterns import SKIPPED, patterns_of
 from rooftile.words import answers_foreign_words
 
 PHASES = ("decode", "prompt")
-# the layers of a module that stay as they are, unless the caller names others
-SKIPPED = ("lm_head",)
 
 
 @answers_foreign_words
@@ -62,7 +61,7 @@ def plan(
             are those of `rooftile.qat.prepare`.
         shares: of steps, by the words of `rows`; by default alike.
         context: tokens of each sequence of a checkpoint; 1,024 if None.
-        skip: patterns of a module's layers that stay as they are.
+        skip: patterns of a module's layers that stay as they are; all but the default must match one.
         device: of a checkpoint's folder: "cpu", "cuda" or "auto".
 
     Returns:
@@ -93,13 +92,13 @@ def plan(
             raise InvalidInput("no inputs are given for the module; give those of its forward, as in rooftile.plan(model, x)")
         on = _device_of(model, inputs)
         with unchanged(state_of(model, inputs)):
-            target = ModuleTarget(model, inputs, (skip,) if isinstance(skip, str) else skip, backward=backward)
+            target = ModuleTarget(model, inputs, skip, backward=backward)
             return _planned(target, on, words, data, allowed, measure)
     if inputs:
         raise InvalidInput(f"{len(inputs)} inputs are given for a checkpoint; write rows={{'decode': 256}} in place of them")
     if backward:
         raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
-    if tuple([skip] if isinstance(skip, str) else skip) != SKIPPED:
+    if patterns_of(skip) != SKIPPED:
         raise InvalidInput(f"skip is {skip!r} and the model a checkpoint; leave it out: its embedding and head always stay")
     phases, tokens = _phases(rows, shares), _count("context", 1024 if context is None else context)
     decoder, name = _decoder(model, device)

@@ -5,6 +5,7 @@
     rt.qat.save(model, folder)                  # a compressed-tensors checkpoint, for rt.LLM(folder)
 
 preparation       `prepare`, `restore`, `off`, `status`
+patterns          which layers a pattern of names means
 layers            the layers that round
 product           the forward and the gradients of one of them
 codes             the codes of a weight, and what they leave for its gradient

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import group_of, matches, parsed, weight_format
+from rooftile.matmul.formats import group_of, parsed, weight_format
 from rooftile.matmul.weight import dequantised
 from rooftile.qat.codes import Rounding, inside
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
 from rooftile.qat.masking import Masking
+from rooftile.qat.patterns import SKIPPED, check_patterns, means, patterns_of, skipped
 from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
 from rooftile.qat.sharded import whole
 from rooftile.sparsity import Recipe, compress
@@ -36,7 +36,7 @@ class Planned(Protocol):
 @answers_foreign_words
 def prepare(
     model: Model, format: str | Mapping[str, str | None] | Planned | None, *, group: int | None = None,
-    skip: Sequence[str] = ("lm_head",), estimator: str = "straight", start_step: int = 0, activations: str | None = None,
+    skip: Sequence[str] = SKIPPED, estimator: str = "straight", start_step: int = 0, activations: str | None = None,
     sparsity: Recipe | None = None,
 ) -> Model:  # fmt: skip
     """Makes linear layers multiply with rounded or 2:4 weights, so that training makes up for what that costs.
@@ -52,7 +52,7 @@ def prepare(
             which the first that matches counts ("auto" leaves a layer as it is). A pattern has * and ?, or is a regular
             expression after "re:". Or what `rooftile.plan` returned for this model. None rounds nothing, and needs `sparsity`.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
-        skip: patterns of layers that stay, where `format` is one word.
+        skip: patterns of layers that stay, where `format` is one word; all but the default must match one.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
             half a code beyond the format's numbers; "lsq", for int4, w8 and int8: scales are parameters, too (`weight_scale` of
             each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them.
@@ -90,7 +90,8 @@ def prepare(
         raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
     _check_sparsity(format, sparsity)
     if isinstance(format, Planned):
-        _check_planned(group=group, activations=activations, sparsity=sparsity)
+        named = None if patterns_of(skip) in ((), SKIPPED) else skip
+        _check_planned(group=group, activations=activations, sparsity=sparsity, skip=named)
         planned: Model = format.prepare(model, estimator=estimator, start_step=start_step)
         return planned
     found = dict(_prepared(model))
@@ -237,20 +238,22 @@ def _chosen(
     if isinstance(format, Mapping):
         if group is not None:
             raise InvalidInput(f"group is {group} and format a dictionary; write the group into its words, as in 'int4:{group}'")
+        if patterns_of(skip) not in ((), SKIPPED):
+            raise InvalidInput(f"skip is {skip!r} and format a dictionary; write {{pattern: 'auto'}} into it for what stays")
         words = dict(format)
         kinds: tuple[type[nn.Module], ...] = tuple(PREPARED)
     else:
-        skip = (skip,) if isinstance(skip, str) else skip
-        words = {**dict.fromkeys(skip, "auto"), "*": format}
         kinds = (nn.Linear,)
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in kinds}
     if not layers:
         raise InvalidInput(f"{type(model).__name__} has no layer of the class nn.Linear itself, so there is nothing to prepare")
     if isinstance(format, Mapping):
-        _check_patterns(words, layers)
+        check_patterns("format", words, list(layers), list(layers))
+    else:
+        words = {**dict.fromkeys(skipped(skip, model, list(layers)), "auto"), "*": format}
     chosen: dict[str, tuple[nn.Module, Rounding | None]] = {}
     for name, layer in layers.items():
-        word = next((word for pattern, word in words.items() if _means(pattern, name)), "auto")
+        word = next((word for pattern, word in words.items() if means(pattern, name)), "auto")
         if word == "auto":
             continue
         if word is None:
@@ -263,20 +266,6 @@ def _chosen(
     if not chosen:
         raise InvalidInput(f"format leaves all {len(layers)} layers as they are; give one of them a format")
     return chosen
-
-
-def _means(pattern: str, name: str) -> bool:
-    # "lm_head" means the model's own, wherever it is
-    return matches(pattern, name) or name.endswith(f".{pattern}")
-
-
-def _check_patterns(words: Mapping[str, str | None], layers: Mapping[str, nn.Module]) -> None:
-    for pattern in words:
-        if not isinstance(pattern, str):
-            raise InvalidInput(f"format has the key {pattern!r}; must be a pattern of names, such as '*.mlp.*'")
-        if not any(_means(pattern, name) for name in layers):
-            near = get_close_matches(pattern, layers, n=3, cutoff=0.0)
-            raise InvalidInput(f"format has the pattern {pattern!r}, which matches no layer; near names are {', '.join(near)}")
 
 
 def _check_planned(**given: object) -> None:

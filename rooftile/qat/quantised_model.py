@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from rooftile.errors import InvalidInput
+from rooftile.qat.patterns import SKIPPED
 from rooftile.qat.preparation import prepare, restore
 from rooftile.qat.quantised_linear import convert
 from rooftile.words import answers_foreign_words
@@ -25,7 +26,7 @@ class Planned(Protocol):
 
 @answers_foreign_words
 def quantise_model(
-    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, skip: Sequence[str] = ("lm_head",)
+    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, skip: Sequence[str] = SKIPPED
 ) -> Model:  # fmt: skip
     """Quantises the linear layers of a model in place, by rounding to nearest, and returns it.
 
@@ -38,7 +39,7 @@ def quantise_model(
         format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); {pattern of names: word}, of
             which the first that matches counts; or a plan, whose `weights` is such a dictionary.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
-        skip: patterns of layers that stay, where `format` is one word.
+        skip: patterns of layers that stay, where `format` is one word; all but the default must match one.
 
     Raises:
         InvalidInput: nothing is there to quantise, a pattern matches nothing, or a weight does not fit its format; the model is

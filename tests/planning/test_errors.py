@@ -57,6 +57,7 @@ def on_two_devices() -> nn.Module:
         (mlp, {"formats": ["int4:half"]}, "format is 'int4:half'; after the colon"),
         (mlp, {"rows": {"decode": 4}}, "rows is .* and the model a module; leave it out"),
         (mlp, {"shares": {"decode": 4}}, "shares is .* and the model a module; leave it out"),
+        (mlp, {"skip": ["head"]}, "skip has the pattern 'head', which matches no layer; near names are"),
         (mlp, {"context": 1024}, "context is 1024 and the model a module; leave it out"),
         (mlp, {"device": "cpu"}, "device is 'cpu' and the model a module; move it and its inputs there"),
         (mlp, {"data": 5}, "data is int; must be a function of the model, a tensor of token ids"),

@@ -138,6 +138,8 @@ def test_a_plan_that_keeps_all_layers_changes_nothing() -> None:
         plan.prepare(llama())
     with pytest.raises(rt.InvalidInput, match="group is 32 and format a plan"):
         rt.qat.prepare(llama(), planned(), group=32)
+    with pytest.raises(rt.InvalidInput, match=r"skip is \['\*.up'\] and format a plan, which has chosen .*; leave skip out"):
+        rt.qat.prepare(llama(), planned(), skip=["*.up"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -165,6 +167,44 @@ def test_status_says_what_rounding_changes() -> None:
     assert len(lines) == 4
     assert "int4:32" in lines[2]
     assert "PreparedLinear(in_features=128, out_features=256, bias=True, int4:32)" in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("skip", "stay"),
+    [
+        (("lm_head",), []), ("lm_head", []), ((), []), ("2", ["2"]), (["0", "re:[4]$"], ["0", "4"]),
+        # a layer that stays anyway: an activation
+        (["1", "4"], ["4"]),
+    ],
+)  # fmt: skip
+def test_patterns_choose_layers_that_stay(skip, stay: list[str]) -> None:
+    model = rt.qat.prepare(mlp(), "int8", skip=skip)
+    assert [name for name, layer in model.named_children() if type(layer) is nn.Linear] == stay
+
+
+def inner() -> nn.Module:
+    return nn.Sequential(OrderedDict(body=mlp()))
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "skip", "sentence"),
+    [
+        (Tied, "int4:32", ["lm_haed"], "skip has the pattern 'lm_haed', which matches no layer; near names are lm_head, body"),
+        # beside the default, the head's name counts as any other
+        (mlp, "int8", ("lm_head", "0"), "skip has the pattern 'lm_head', which matches no layer; near names are"),
+        # a name of what has layers inside would leave out none of them
+        (inner, "int8", "body", "skip has the pattern 'body', which matches no layer; near names are body."),
+        (mlp, "int8", [4], "skip has the pattern 4; must be a pattern of names, such as '*.mlp.*'"),
+        (mlp, {4: "int8"}, (), "format has the pattern 4; must be a pattern of names"),
+        (mlp, {"0": "int8"}, ["2"], "skip is ['2'] and format a dictionary; write {pattern: 'auto'} into it for what stays"),
+    ],
+)
+def test_patterns_that_match_nothing(model, format, skip, sentence: str) -> None:
+    for change in (rt.qat.prepare, rt.quantise_model):
+        made = model()
+        with pytest.raises(InvalidInput, match=re.escape(sentence)):
+            change(made, format, skip=skip)
+        assert not any(isinstance(layer, rt.qat.QuantisedLinear) or hasattr(layer, "qat") for layer in made.modules())
 
 
 def uneven() -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import matches, parsed
+from rooftile.matmul.formats import parsed
 from rooftile.models.checkpoints.formats import weight_in
 from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine
@@ -23,6 +23,7 @@ from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_ove
 from rooftile.planning.targets.recording import Recording, computed_in
 from rooftile.planning.targets.target import Item
 from rooftile.qat.layers import Prepared
+from rooftile.qat.patterns import means, skipped
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear
 
@@ -54,10 +55,11 @@ class ModuleTarget:
         backward: whether a step has a backward, too.
 
     Raises:
-        InvalidInput: the model has no linear layer, its inputs reach none, or it is on several devices.
+        InvalidInput: the model has no linear layer, its inputs reach none, `skip` has a pattern that matches none, or it is on
+            several devices.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str], *, backward: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str] | str, *, backward: bool) -> None:
         self._model, self._inputs, self._backward = unwrapped(model), inputs, backward
         self.name = type(self._model).__name__
         layers = {name: layer for name, layer in self._model.named_modules() if is_linear(layer)}
@@ -66,6 +68,7 @@ class ModuleTarget:
             raise InvalidInput(f"{prepared} is prepared for training; restore the model first: rooftile.qat.restore(model)")
         if not layers:
             raise InvalidInput(f"{self.name} has no linear layer of the class nn.Linear itself, so there is nothing to plan")
+        skip = skipped(skip, self._model, list(layers))
         self._recording = Recording(layers)
         # losses come later, and are those of the buffers as they are now
         with unchanged(self._model.buffers()), self._recording:
@@ -141,7 +144,7 @@ class ModuleTarget:
         if not name:
             return "the model itself is the layer, which has no place for another"
         for pattern in skip:
-            if matches(pattern, name) or name.endswith(f".{pattern}"):
+            if means(pattern, name):
                 return f"skip has {pattern!r}"
         for other, module in self._model.named_modules():
             if module is not layer and any(weight is layer.weight for weight in module.parameters(recurse=False)):
