@@ -157,6 +157,8 @@ class PreparedLinear(Prepared, nn.Linear):
         """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
         if not self.rounds:
             return super().forward(x)
+        if self.qat.masking is not None:
+            masking.check_trains(self)
         kind = x.device.type
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))

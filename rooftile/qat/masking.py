@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.operators import transforms_active
@@ -51,6 +51,17 @@ class Masking:
 
 def _version(weight: Tensor, steps: int) -> Any:
     return None if weight.is_inference() else (weight.data_ptr(), weight._version, steps)
+
+
+def check_trains(layer: Any) -> None:
+    """Raises InvalidInput in a training forward whose weight was frozen after `prepare`, which refuses one frozen before."""
+    weight = layer.weight
+    # torch.func puts other tensors in the parameter's place, whose gradients are its own affair
+    is_frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+    if is_frozen and layer.training and torch.is_grad_enabled():
+        raise InvalidInput(
+            f"{layer.qat.name}.weight is frozen, and 2:4 trains all of a weight; unfreeze it, or put the layer in evaluation mode"
+        )
 
 
 def begin(layer: Any, name: str) -> None:

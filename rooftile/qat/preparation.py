@@ -69,9 +69,9 @@ def prepare(
 
     Raises:
         InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, a format or 2:4 does
-            not fit the shape of a weight, or a weight to be made 2:4 is frozen. A weight that holds NaN or infinity is refused
-            by the forward; in training on a GPU, after the optimiser's first step, by `optimizer.step()` one step later, so that
-            no forward waits for the device.
+            not fit the shape of a weight, or a weight to be made 2:4 is frozen; one that is frozen later is refused by the
+            forward in training. A weight that holds NaN or infinity is refused by the forward; in training on a GPU, after the
+            optimiser's first step, by `optimizer.step()` one step later, so that no forward waits for the device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))

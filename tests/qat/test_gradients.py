@@ -46,7 +46,7 @@ def scale_of_each(codes: rt.QuantisedWeight) -> torch.Tensor:
 
 
 def beyond(made) -> torch.Tensor:
-    """Which weights lie more than half a code beyond the numbers of their format, in fp64."""
+    """Returns which weights lie more than half a code beyond the numbers of their format, in fp64."""
     codes = made.codes()
     least, most = RANGES[codes.format]
     steps = made.weight.detach().double() / scale_of_each(codes)

@@ -420,6 +420,54 @@ def test_bad_input() -> None:
         rt.qat.prepare(nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64)), {"*": None}, sparsity=Recipe())
 
 
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_weight_that_is_frozen_after_prepare_is_refused_in_training(format: str | None) -> None:
+    """The forward refuses it as `prepare` refuses one that was frozen before; whatever trains nothing goes on."""
+    model, x = sparse(format), data()
+    with torch.no_grad():
+        due = model(x)
+    model[2].weight.requires_grad_(False)
+    sentence = r"^2.weight is frozen, and 2:4 trains all of a weight; unfreeze it, or put the layer in evaluation mode$"
+    with pytest.raises(InvalidInput, match=sentence):
+        model(x)
+    with pytest.raises(InvalidInput, match=sentence):
+        checkpoint(model, x, use_reentrant=False)
+    torch._dynamo.reset()
+    with pytest.raises(InvalidInput, match=sentence):
+        torch.compile(model, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(x), due)
+            assert torch.equal(compiled(x), due)
+    with rt.qat.off(model):
+        assert torch.equal(model(x), small()(x))
+    constants = {name: p.detach() for name, p in model.named_parameters()}
+    assert torch.equal(torch.func.functional_call(model, constants, (x,)), due)
+    dx = torch.func.grad(lambda x: torch.func.functional_call(model, constants, (x,)).sum())(x)
+    # the layer alone in evaluation mode, as where two models train in turns
+    model[2].eval()
+    z = x.clone().requires_grad_()
+    for run in (model, compiled, lambda z: checkpoint(model, z, use_reentrant=False)):
+        y = run(z)
+        assert torch.equal(y, due)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), z)[0], dx)
+    assert model.eval()(x).equal(due)
+    model.train()[2].weight.requires_grad_(True)
+    checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    assert model[2].weight.grad is not None
+
+
+def test_a_weight_that_is_frozen_until_masks_begin_is_not_refused() -> None:
+    model = rt.qat.prepare(small(), None, sparsity=Recipe(), start_step=1)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.requires_grad_(False)
+    step(model, optimiser)
+    with pytest.raises(InvalidInput, match=r"0.weight is frozen"):
+        step(model, optimiser)
+
+
 def test_outliers_and_an_mlp_of_odd_sizes() -> None:
     # the last layer has 37 rows
     model = rt.qat.prepare(mlp(), "int8", sparsity=Recipe())
