@@ -116,22 +116,25 @@ class Prepared(nn.Module):
         """Returns the codes for a forward; None where the product finds them itself.
 
         The micro-batches of a step share them. That is safe only where nothing but an optimiser, whose steps are counted, changes
-        the weight between a forward and the next: not before its first step; not without gradients, where an average of weights
-        may stand in for a while; not in a distributed run, where a sharded weight is filled anew.
+        the weight between a forward and the next: not before its first step, since other optimisers write to `.data` and count
+        none; not in evaluation or without gradients, where an average of weights may stand in for a while; not in a distributed
+        run, where a sharded weight is filled anew.
         """
         if torch.compiler.is_compiling() or transforms_active():
             return None
         is_distributed = distributed.is_available() and distributed.is_initialized()
         # a captured graph is replayed for other weights
         captured = self.weight.is_cuda and is_capturing()
-        if not torch.is_grad_enabled() or not self.qat.steps or is_distributed or captured:
+        trains = self.training and torch.is_grad_enabled() and self.qat.steps > 0
+        if not self.training:
+            self.qat.kept = None
+        if not trains or is_distributed or captured:
             return self._taken(self.training)
-        # codes of a training forward may be those of a weight that is not finite
-        now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)
+        now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)
         if self.scales is not None:
             now = (*now, self.scales.data_ptr(), self.scales._version)
         if self.qat.kept is None or self.qat.kept[0] != now:
-            self.qat.kept = now, self._taken(self.training)
+            self.qat.kept = now, self._taken(in_training=True)
         return self.qat.kept[1]
 
     def extra_repr(self) -> str:

@@ -16,15 +16,19 @@ MUTATIONS = {
     ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)',
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps, self.training)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
         ("tests/qat/test_gradients.py",),
+    ),
+    "training for a format, codes of before the first step": Mutation(
+        "qat/layers.py", "torch.is_grad_enabled() and self.qat.steps > 0", "torch.is_grad_enabled()",
+        ("tests/qat/test_gradients.py", "-k", "codes"),
     ),
     "qat, flags that stay on the device": Mutation(
         "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),
     "qat, codes of a weight that was not looked at": Mutation(
-        "qat/layers.py", "self.qat.steps, self.training)", "self.qat.steps)", ("tests/qat/test_finite.py", "-k", "at_once"),
+        "qat/layers.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
     ),
     "plan, losses in steps": Mutation(
         "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",

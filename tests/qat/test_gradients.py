@@ -119,29 +119,102 @@ def test_only_wanted_gradients_are_computed(format: str) -> None:
     assert frozen.weight.grad is not None
 
 
-@pytest.mark.parametrize("format", ["fp8", "int4:32"])
-def test_micro_batches_share_codes_and_equal_one_batch(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list with an entry for each weight whose codes were taken."""
     from rooftile.qat import codes
 
-    taken: list[int] = []
+    found: list[int] = []
     original = codes.quantise_trained
-    monkeypatch.setattr(codes, "quantise_trained", lambda *args, **kwargs: taken.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(codes, "quantise_trained", lambda *args, **kwargs: found.append(1) or original(*args, **kwargs))
+    return found
+
+
+def stepped(format: str) -> nn.Module:
+    """A prepared model of three layers after one step of an optimiser."""
     model = rt.qat.prepare(mlp(), format)
     optimiser = torch.optim.SGD(model.parameters(), lr=1e-2)
-    x = torch.cat([inputs(seed=n) for n in range(4)])
-    model(x).square().mean().backward()
+    model(inputs()).square().mean().backward()
     optimiser.step()
     optimiser.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4:32"])
+def test_micro_batches_share_codes_and_equal_one_batch(taken: list[int], format: str) -> None:
+    model = stepped(format)
+    x = torch.cat([inputs(seed=n) for n in range(4)])
     taken.clear()
     model(x).square().mean().backward()
     whole = [p.grad.clone() for p in model.parameters()]
-    optimiser.zero_grad()
+    model.zero_grad()
     for part in x.chunk(4):
         (model(part).square().mean() / 4).backward()
     # once for each layer, however many forwards
     assert len(taken) == 3
     for p, due in zip(model.parameters(), whole, strict=True):
         torch.testing.assert_close(p.grad, due, rtol=1e-4, atol=1e-4 * due.abs().max().item())
+
+
+def averaged(model: nn.Module) -> None:
+    """Puts an average in place of the weights, as programs do that keep one."""
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "due"),
+    [
+        # three layers in each of two forwards, or none beside those of a forward before
+        ("training", 0), ("checkpoint", 0), ("before a step", 6), ("evaluation", 6), ("no_grad", 6), ("inference", 6),
+        ("distributed", 6),
+    ],
+)  # fmt: skip
+def test_when_codes_are_shared(taken: list[int], monkeypatch: pytest.MonkeyPatch, mode: str, due: int) -> None:
+    """Codes are those of the weight as it is now, also where neither steps nor a tensor's version tell that it has changed."""
+    model = rt.qat.prepare(mlp(), "int4:32") if mode == "before a step" else stepped("int4:32")
+    x = inputs()
+    model(x)
+    if mode == "evaluation":
+        model.eval()
+    elif mode == "distributed":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes.get(mode, torch.enable_grad)():
+        taken.clear()
+        for _ in range(2):
+            if due:
+                averaged(model)
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if mode == "checkpoint" else model(x)
+            if y.requires_grad:
+                y.sum().backward()
+        assert len(taken) == due
+        assert torch.equal(y, rt.qat.convert(copy.deepcopy(model))(x))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("stays", [True, False])
+def test_training_goes_on_after_an_evaluation_of_an_average(grad: bool, stays: bool) -> None:
+    model, x = stepped("int4:32"), inputs()
+    model(x)
+    averaged(model.eval())
+    with torch.set_grad_enabled(grad):
+        model(x)
+    if not stays:
+        for p in model.parameters():
+            p.data.mul_(2.0)
+    assert torch.equal(model.train()(x), rt.qat.convert(copy.deepcopy(model))(x))
+
+
+def test_one_changed_weight_alone_has_new_codes(taken: list[int]) -> None:
+    model, x = stepped("int4:32"), inputs()
+    model(x)
+    with torch.no_grad():
+        model[2].weight.mul_(1.5)
+    taken.clear()
+    assert torch.equal(model(x), rt.qat.convert(copy.deepcopy(model))(x))
+    # one in the forward, and three by convert
+    assert len(taken) == 4
 
 
 def test_changed_weights_have_new_codes(monkeypatch: pytest.MonkeyPatch) -> None:
