@@ -23,3 +23,8 @@ def arch(device: torch.device) -> str:
 
 # torch.compiler.assume_constant_result sets this attribute, but calling it would import Dynamo, which takes over a second
 arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def lacks_fp8(device: torch.device) -> bool:
+    """Whether a device is a GPU without matrix units for FP8 (e4m3): older than Ada. Triton has no e4m3 there either."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.hardware.arch import lacks_fp8
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
 from rooftile.matmul.definition import Product
@@ -116,11 +117,9 @@ def chosen(
         Unsupported: the named one does not take it, or none is named and the chip has no FP8.
     """
     asked = Call(x, x_scales, parts, bias, product)
-    if not name and x.is_cuda:
-        reason = lack_of_fp8(product.format, torch.cuda.get_device_capability(x.device))
-        if reason:
-            # the definition has it, many times slower than 16 bits: who wants that says so
-            raise Unsupported(f"{reason}; backend='definition' computes the same, slowly")
+    if not name and (reason := lack_of_fp8(product.format, x.device)):
+        # the definition has it, many times slower than 16 bits: who wants that says so
+        raise Unsupported(f"{reason}; backend='definition' computes the same, slowly")
     if name:
         reasons = list(refusals(name, asked))
         if reasons:
@@ -166,7 +165,7 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
     capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
         yield f"compute capability {capability[0]}.{capability[1]}; needs 8.0 (Ampere)"
-    if reason := lack_of_fp8(product.format, capability):
+    if reason := lack_of_fp8(product.format, x.device):
         yield reason
     if torch.float64 in (x.dtype, product.out_dtype):
         yield "float64; has float32, bfloat16, float16"
@@ -176,14 +175,12 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         yield from (library.refusals if name == "library" else _triton_refusals)(asked)
 
 
-def lack_of_fp8(format: str, capability: tuple[int, int]) -> str:
-    """Says why a chip does not multiply a format; nothing if it does."""
-    if format not in ("fp8", "fp8_tile") or capability >= (8, 9):
+def lack_of_fp8(format: str, device: torch.device) -> str:
+    """Says why a device does not multiply a format; nothing if it does."""
+    if format not in ("fp8", "fp8_tile") or not lacks_fp8(device):
         return ""
-    return (
-        f"FP8 products on compute capability {capability[0]}.{capability[1]}; needs 8.9: w8 and int4 multiply in 16 bits "
-        "everywhere"
-    )
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"FP8 products on compute capability {major}.{minor}; needs 8.9: w8 and int4 multiply in 16 bits everywhere"
 
 
 def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
@@ -248,8 +245,7 @@ def explained(backends: Iterable[tuple[str, list[str], str]]) -> str:
 
 
 def _runs(name: str, asked: Call) -> str:
-    capability = torch.cuda.get_device_capability(asked.x.device) if asked.x.is_cuda else (9, 0)
-    if name == "definition" and lack_of_fp8(asked.product.format, capability):
+    if name == "definition" and lack_of_fp8(asked.product.format, asked.x.device):
         return "runs if it is named"
     if name == "library" and asked.product.activations is None:
         return "runs, after a pass that dequantises the weight: a weight in 16 bits is faster for so many rows"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.hardware.arch import lacks_fp8
 from rooftile.launch import triton_is_installed
 from rooftile.matmul.formats import LONGEST_INT8, TILE, WeightFormat, group_of, weight_format
 from rooftile.matmul.packing import OFFSET, pack
@@ -159,6 +160,8 @@ def _check_finite(parts: Sequence[Tensor]) -> None:
 def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
     """Whether one kernel quantises w, which is on a GPU. It holds a row, and the two codes of a byte."""
     if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or replaced(w):
+        return False
+    if kind.codes == torch.float8_e4m3fn and lacks_fp8(w.device):
         return False
     is_row = kind.name not in ("fp8_tile", "nvfp4") and w.shape[1] <= LONGEST_ROW and group % (1 + kind.is_packed) == 0
     return is_row and triton_is_installed()

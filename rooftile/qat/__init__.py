@@ -11,6 +11,7 @@ product           the forward and the gradients of one of them
 codes             the codes of a weight, and what they leave for its gradient
 learned           scales that are learned
 masking           masks of 2:4 weights: SR-STE
+slow              warns where a device has no units for a format
 finite            refuses weights that are not finite
 steps             counts an optimiser's steps
 state             `state_dict` and `load_state_dict`, for a resumed run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from rooftile.qat.codes import Rounding, Taken, taken_from
 from rooftile.qat.finite import Raised, flag_for
 from rooftile.qat.masking import Masking
 from rooftile.qat.sharded import whole
+from rooftile.qat.slow import Told, tell
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class Preparation:
         ignored: how many `rooftile.qat.off` are open.
         kept: codes, with what tells whether they are still those of the weight.
         masking: of a 2:4 weight.
+        told: what the layers of a model share of the warning about a device without units for their format.
         learns: whether an optimiser holds the scales of "lsq".
         raised: the flag of a weight that is not finite.
     """
@@ -44,6 +47,7 @@ class Preparation:
     ignored: int = 0
     kept: tuple[Any, Taken] | None = None
     masking: Masking | None = None
+    told: Told = field(default_factory=Told)
     learns: bool = False
     raised: Raised = field(default_factory=Raised)
     # compiled code is compiled anew where a number that it reads changes, so it reads this
@@ -57,11 +61,12 @@ class Preparation:
         self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return replace(self, kept=None, learns=False, raised=Raised(), masking=self.masking and replace(self.masking, seen=None))
+        masking, told = self.masking and replace(self.masking, seen=None), deepcopy(self.told, memo)
+        return replace(self, kept=None, learns=False, raised=Raised(), masking=masking, told=told)
 
     def __reduce__(self) -> Any:
         masking = self.masking and replace(self.masking, seen=None)
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored, None, masking)
+        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored, None, masking, self.told)
 
 
 class Prepared(nn.Module):
@@ -170,6 +175,8 @@ class PreparedLinear(Prepared, nn.Linear):
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable
                 return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
+            if not torch.compiler.is_compiling():
+                tell(self.qat.rounding.format, x.device, self.qat.told)
             taken = self.known_codes()
             # a copy with zeros in place would live until the backward
             weight, mask = (whole(self.weight), self._buffers.get("mask")) if self._tells(taken) else (self.kept_weight(), None)

@@ -19,6 +19,7 @@ from rooftile.qat.masking import Masking
 from rooftile.qat.patterns import SKIPPED, check_patterns, means, patterns_of, skipped
 from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
 from rooftile.qat.sharded import whole
+from rooftile.qat.slow import Told
 from rooftile.sparsity import Recipe, compress
 from rooftile.words import answers_foreign_words
 
@@ -44,6 +45,8 @@ def prepare(
     The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
     that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
     constants. Parameters stay the same tensors under the same names, so optimisers and state dicts see no difference.
+
+    A GPU without FP8 units computes fp8 and fp8_tile by the definition, and a warning says so.
 
     Args:
         model: any module; changed in place. Only layers whose class is `nn.Linear` itself are rounded, and `nn.Embedding` where
@@ -106,6 +109,7 @@ def prepare(
         _check_sparse(name, layer, sparsity)
     # layers that share a weight share its scales
     scales: dict[int, nn.Parameter] = {}
+    told = Told()
     for name, (layer, rounding) in chosen.items():
         if rounding is not None and estimator == "lsq" and id(layer.weight) not in scales:
             # all numbers of a 2:4 weight count, because what is left out may come back
@@ -113,7 +117,7 @@ def prepare(
             scales[id(layer.weight)] = nn.Parameter(first)
         # rows of an embedding are looked up, so half of their numbers would save nothing
         masking = None if sparsity is None or isinstance(layer, nn.Embedding) else Masking(sparsity)
-        preparation = Preparation(rounding, name, start_step, masking=masking)
+        preparation = Preparation(rounding, name, start_step, masking=masking, told=told)
         prepare_layer(layer, preparation, scales.get(id(layer.weight)))
     return model
 

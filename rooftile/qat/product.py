@@ -31,6 +31,7 @@ from rooftile.qat.codes import Held, Taken, clipped, taken_from
 from rooftile.qat.codes import Rounding as Rounding
 from rooftile.qat.finite import flag_for
 from rooftile.qat.learned import gradients_of
+from rooftile.qat.slow import COMPILED, backend_for, tell
 
 ESTIMATORS = ("straight", "clip", "lsq")
 # formats of activations beside those that a format of weights brings: of hardware to come
@@ -76,6 +77,7 @@ def run(
     activations: str | None, in_training: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
+    tell(format, x.device, COMPILED)
     rounding = Rounding(format, group, estimator, activations)
     return _forward(x, taken_from(w, rounding, scales, flag_for(w, in_training)).codes, bias, activations)
 
@@ -85,7 +87,8 @@ def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activation
     if x.is_cuda and weight_format(weight.format).activations is None:
         # training has many rows: the weight is unpacked once, and PyTorch's product is the fastest
         return functional.linear(x, dequantise(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-    y = multiply(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype=x.dtype, deterministic=False, backend="")
+    backend = backend_for(weight.format, x.device)
+    y = multiply(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype=x.dtype, deterministic=False, backend=backend)
     # no view, as nn.Linear returns none: FSDP puts its hooks on a layer's result, and an operation in place on a view loses them
     made: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
     return made

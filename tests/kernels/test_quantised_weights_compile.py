@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -34,6 +35,25 @@ def test_rows_of_14336(name: str, given: int | None, trained: bool) -> None:
     assert found.metadata.shared <= 99 * 1024
     assert "div.full" not in found.asm["ptx"]
     assert ("div.rn" in found.asm["ptx"]) == (not kind.has_exponents)
+
+
+@pytest.mark.parametrize("name", list(POINTERS))
+def test_a_chip_before_ada_has_no_e4m3(name: str) -> None:
+    """There the kernel is not asked for fp8 and mxfp8 (`_runs_kernel`), and for all others it is."""
+    from triton.compiler import CompilationError
+
+    from rooftile.matmul.kernels import weights
+
+    kind = weight_format(name)
+    codes, scales = POINTERS[name]
+    words = {"codes_ptr": codes, "scales_ptr": scales, "mask_ptr": "*i8", "inside_ptr": "*u8", "flag_ptr": "*i32"}
+    words["stride"] = "i32"
+    constants = weights.constants_of(kind, 1024, group_of(kind, 1024, None))
+    if kind.codes == torch.float8_e4m3fn:
+        with pytest.raises(CompilationError, match="fp8e4nv not supported in this architecture"):
+            compiled(weights._quantise_weight, 80, constants, **words)
+    else:
+        assert stack(compiled(weights._quantise_weight, 80, constants, **words)) == 0
 
 
 @pytest.mark.parametrize("K", [14336, 100])

@@ -28,7 +28,8 @@ def decoder(seed: int = 0) -> TrainableDecoder:
 
 def trained(format, **options) -> TrainableDecoder:
     """A model after a few steps with rounding."""
-    model = rt.qat.prepare(decoder(), format, **{"skip": ("head",)} | options)
+    skip = {} if isinstance(format, dict) else {"skip": ("head",)}
+    model = rt.qat.prepare(decoder(), format, **skip | options)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(VOCAB, (4, 20), generator=torch.Generator().manual_seed(1))
     for _ in range(3):

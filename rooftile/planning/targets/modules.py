@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.matmul.backends import lack_of_fp8
 from rooftile.matmul.formats import parsed
 from rooftile.models.checkpoints.formats import weight_in
 from rooftile.ops.linear import linear
@@ -166,6 +167,9 @@ def _served(layer: nn.Module, name: str, word: str) -> Callable[[Tensor], Tensor
 def _trained(layer: nn.Module, word: str) -> Callable[[Tensor], Tensor]:
     """The layer as `rooftile.qat.prepare` makes it, with gradients for its parameters."""
     rounding = Rounding(*parsed(word), "straight")
+    if reason := lack_of_fp8(rounding.format, cast("Tensor", layer.weight).device):
+        # it would be trained by the definition, which no plan for speed wants
+        raise Unsupported(reason)
 
     def compute(x: Tensor) -> Tensor:
         weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
