@@ -19,7 +19,7 @@ from rooftile.launch import triton_is_installed
 from rooftile.matmul.formats import LONGEST_INT8, TILE, WeightFormat, group_of, weight_format
 from rooftile.matmul.packing import OFFSET, pack
 from rooftile.matmul.weight import QuantisedWeight
-from rooftile.numerics.block_floating import quantise_blocks
+from rooftile.numerics.block_floating import RULES, Rule, quantise_blocks
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
@@ -42,7 +42,9 @@ class _Rows(NamedTuple):
 
 
 @answers_foreign_words
-def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_points: bool = False) -> QuantisedWeight:
+def quantise_weight(
+    w: Tensor, format: str, *, group: int | None = None, rule: Rule = "floor", zero_points: bool = False
+) -> QuantisedWeight:
     """Quantises a weight, for `linear`.
 
     Args:
@@ -57,20 +59,23 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
             - mxfp8, mxfp4: e4m3 or e2m1, 32 numbers of a row share a power of two.
             - nvfp4: e2m1, 16 numbers of a row share an e4m3 scale, and all of them an fp32 one.
         group: int4: 32, 64, 128 (the default) or K numbers share a scale; -1 means K, a whole row.
+        rule: mxfp8, mxfp4: how a power of two follows from the largest of 32 numbers, as in `rooftile.numerics.quantise_blocks`:
+            "floor", the standard's rule, by which the largest may saturate, or "round_up", by which none does.
         zero_points: int4: whether each group has a zero point, which fits groups that lie on one side of zero.
 
     Raises:
-        InvalidInput: the format does not exist, w is not finite or not (N, K), or K is not a multiple of the group.
+        InvalidInput: the format does not exist or has no such option, w is not finite or not (N, K), or K is not a multiple of
+            the group.
 
     Example:
         >>> weight = quantise_weight(torch.randn(256, 512), "int4")
         >>> y = linear(torch.randn(3, 512), weight)
     """
-    return _weight(w, format, group, zero_points, None, None, False)[0]
+    return _weight(w, format, group, zero_points, rule, None, None, False)[0]
 
 
 def quantise_trained(
-    w: Tensor, format: str, group: int | None, *, flag: Tensor | None = None, mask: Tensor | None = None,
+    w: Tensor, format: str, group: int | None, *, rule: Rule = "floor", flag: Tensor | None = None, mask: Tensor | None = None,
     wants_inside: bool = False,
 ) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
     """`quantise_weight` of a weight in training: on a GPU all of it is one pass, where the kernel has the format.
@@ -79,6 +84,7 @@ def quantise_trained(
         w: (N, K).
         format: as there.
         group: as there.
+        rule: as there.
         flag: int32 (1,) on the device of w, set to 1 where w is not finite, in place of an error that waits for the device.
         mask: bool (N, K); what it leaves out counts as 0.
         wants_inside: whether to say which numbers lie inside the format's, or at most half a code beyond.
@@ -86,7 +92,7 @@ def quantise_trained(
     Returns:
         The weight; and the bits of what lies inside (N, K / 8), for `keep_inside`, where the kernel has written them.
     """
-    return _weight(w, format, group, False, flag, mask, wants_inside)
+    return _weight(w, format, group, False, rule, flag, mask, wants_inside)
 
 
 def raise_flag(flag: Tensor, *found: Tensor) -> None:
@@ -98,16 +104,17 @@ def raise_flag(flag: Tensor, *found: Tensor) -> None:
 
 
 def _weight(
-    w: Tensor, format: str, group: int | None, zero_points: bool, flag: Tensor | None, mask: Tensor | None, wants_inside: bool
+    w: Tensor, format: str, group: int | None, zero_points: bool, rule: Rule, flag: Tensor | None, mask: Tensor | None,
+    wants_inside: bool,
 ) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
     """Quantises a weight; without a flag it raises an error where w is not finite."""
     kind = weight_format(format)
-    _check(w, kind, zero_points)
+    _check(w, kind, zero_points, rule)
     w = w.detach()
     N, K = w.shape
     group = group_of(kind, K, group)
     if w.is_cuda and not zero_points and _runs_kernel(w, kind, group):
-        return _in_one_pass(w, kind, group, flag, mask, wants_inside)
+        return _in_one_pass(w, kind, group, rule, flag, mask, wants_inside)
     if mask is not None:
         # no product: infinity times zero is NaN
         w = torch.where(mask, w, 0.0)
@@ -118,13 +125,13 @@ def _weight(
     else:
         raise_flag(flag, w)
     outer = outer_scale(torch.stack([_size(part.float()) for part in parts])).view(1, 1) if format == "nvfp4" else None
-    found = [_quantised(part.float(), kind, group, zero_points, outer) for part in parts]
+    found = [_quantised(part.float(), kind, group, zero_points, rule, outer) for part in parts]
     codes, scales = (torch.cat(parts) for parts in zip(*((x.codes, x.scales) for x in found), strict=True))
     zeros = torch.cat([x.zeros for x in found if x.zeros is not None]) if zero_points else None
     return QuantisedWeight(codes, scales, zeros, None, format, group, (N, K), outer), None
 
 
-def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
+def _check(w: Tensor, kind: WeightFormat, zero_points: bool, rule: str) -> None:
     if not isinstance(w, Tensor) or w.dtype not in _FLOATS or w.ndim != 2 or not w.numel():
         what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
         raise InvalidInput(
@@ -132,6 +139,7 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
         )
     if zero_points and kind.name != "int4":
         raise InvalidInput(f"zero_points is True and format {kind.name!r}; only int4 has zero points")
+    check_rule(rule, kind.has_exponents, f"format {kind.name!r}")
     if kind.name == "int8" and w.shape[1] > LONGEST_INT8:
         raise InvalidInput(
             f"w has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
@@ -141,6 +149,14 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
 def _size(w: Tensor) -> Tensor:
     """The largest absolute value among those that are finite."""
     return torch.where(w.isfinite(), w, 0.0).abs().amax()
+
+
+def check_rule(rule: object, has_exponents: bool, what: str) -> None:
+    """Raises InvalidInput for a rule that does not exist, or is not the default where scales are no powers of two."""
+    if rule not in RULES:
+        raise InvalidInput(f"rule is {rule!r}; must be one of {', '.join(RULES)}")
+    if rule != RULES[0] and not has_exponents:
+        raise InvalidInput(f"rule is {rule!r} and {what}; only mxfp8 and mxfp4 have it: leave it out")
 
 
 def _check_finite(parts: Sequence[Tensor]) -> None:
@@ -168,26 +184,28 @@ def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
 
 
 def _in_one_pass(
-    w: Tensor, kind: WeightFormat, group: int, flag: Tensor | None, mask: Tensor | None, wants_inside: bool
+    w: Tensor, kind: WeightFormat, group: int, rule: Rule, flag: Tensor | None, mask: Tensor | None, wants_inside: bool
 ) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
     from rooftile.matmul.kernels import weights
 
     own = torch.zeros(1, dtype=torch.int32, device=w.device) if flag is None else flag
     # eight numbers of a group share a byte; where the largest number sets the scale, all lie inside
     can_say = group >= 8 and kind.name not in ("fp8", "int8")
-    codes, scales, inside = weights.quantise(w, kind, group, own, mask, wants_inside and can_say)
+    codes, scales, inside = weights.quantise(w, kind, group, own, mask, wants_inside and can_say, rule)
     # a look at a flag of its own waits for the device
     if flag is None and own.item():
         _check_finite([w if mask is None else torch.where(mask, w, 0.0)])
     return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None), inside
 
 
-def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, outer: Tensor | None) -> _Rows:
+def _quantised(
+    w: Tensor, kind: WeightFormat, group: int, zero_points: bool, rule: Rule, outer: Tensor | None
+) -> _Rows:
     """Quantises some rows, fp32."""
     if kind.name == "fp8_tile":
         return _by_tiles(w)
     if kind.has_exponents:
-        found = quantise_blocks(w, "mxfp4" if kind.is_packed else "mxfp8_e4m3")
+        found = quantise_blocks(w, "mxfp4" if kind.is_packed else "mxfp8_e4m3", rule=rule)
         return _Rows(pack(found.values) if kind.is_packed else found.values, found.exponents)
     if outer is not None:
         made = quantise_nvfp4(w, outer=outer)

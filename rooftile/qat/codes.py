@@ -11,6 +11,7 @@ from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.packing import OFFSET
 from rooftile.matmul.quantise import quantise_trained
 from rooftile.matmul.weight import factors
+from rooftile.numerics.block_floating import Rule
 from rooftile.operators import replaced
 from rooftile.qat.learned import with_scales
 
@@ -23,18 +24,19 @@ class Rounding(NamedTuple):
     """How a layer is rounded: a word of `quantise_weight`, its group, the estimator of the gradient, and a format of activations.
 
     activations: one of ACTIVATIONS; None where they are what the format of the weight says.
+    rule: of the powers of two of mxfp8 and mxfp4, of weights and of activations.
     """
 
     format: str
     group: int | None
     estimator: str
     activations: str | None = None
-
+    rule: Rule = "floor"
 
     @property
     def clips(self) -> bool:
         """Whether a weight may lie so far outside that it has no gradient: scales of the others fit the largest number."""
-        return self.estimator == "clip" and self.format not in ("fp8", "fp8_tile", "int8")
+        return self.estimator == "clip" and self.format not in ("fp8", "fp8_tile", "int8") and self.rule == "floor"
 
 
 class Taken(NamedTuple):
@@ -68,7 +70,9 @@ def taken_from(
     """
     if scales is None:
         return Taken(
-            *quantise_trained(w, rounding.format, rounding.group, flag=flag, mask=mask, wants_inside=rounding.clips)
+            *quantise_trained(
+                w, rounding.format, rounding.group, rule=rounding.rule, flag=flag, mask=mask, wants_inside=rounding.clips
+            )
         )
     return Taken(with_scales(w if mask is None else torch.where(mask, w, 0.0), rounding.format, scales, flag))
 

@@ -233,9 +233,11 @@ def restore_layer(layer: Prepared) -> None:
 
 
 def described(preparation: Preparation) -> str:
-    """Returns the format in words, such as "int4:32", "2:4", "int4:32 2:4" or "mxfp4, activations in mxfp4"."""
+    """Returns the format in words, such as "int4:32", "2:4", "int4:32 2:4" or "mxfp4 round_up, activations in mxfp4"."""
     rounding = preparation.rounding
     words = [] if rounding is None else [word_of(rounding)]
+    if rounding is not None and rounding.rule != "floor":
+        words.append(rounding.rule)
     words += ["2:4"] * (preparation.masking is not None)
     activations = "" if rounding is None or rounding.activations is None else f", activations in {rounding.activations}"
     return " ".join(words) + activations

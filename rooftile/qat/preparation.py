@@ -11,7 +11,9 @@ from torch import nn
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, parsed, weight_format
+from rooftile.matmul.quantise import check_rule
 from rooftile.matmul.weight import dequantised
+from rooftile.numerics.block_floating import RULES, Rule
 from rooftile.qat.codes import Rounding, inside
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
@@ -38,7 +40,7 @@ class Planned(Protocol):
 def prepare(
     model: Model, format: str | Mapping[str, str | None] | Planned | None, *, group: int | None = None,
     skip: Sequence[str] = SKIPPED, estimator: str = "straight", start_step: int = 0, activations: str | None = None,
-    sparsity: Recipe | None = None,
+    rule: Rule = "floor", sparsity: Recipe | None = None,
 ) -> Model:  # fmt: skip
     """Makes linear layers multiply with rounded or 2:4 weights, so that training makes up for what that costs.
 
@@ -63,6 +65,7 @@ def prepare(
             from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
         activations: "mxfp4", for layers in mxfp4: their inputs are rounded to it, too, 32 numbers of a row to a power of two. No
             kernel here multiplies them, so it is computed by the definition: slower than without.
+        rule: of mxfp8 and mxfp4, how powers of two follow from numbers, as in `rooftile.quantise_weight`: "floor" or "round_up".
         sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept, or with
             learned ones. A mask is chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before
             it steps.
@@ -94,13 +97,14 @@ def prepare(
     _check_sparsity(format, sparsity)
     if isinstance(format, Planned):
         named = None if patterns_of(skip) in ((), SKIPPED) else skip
-        _check_planned(group=group, activations=activations, sparsity=sparsity, skip=named)
+        ruled = None if rule == RULES[0] else rule
+        _check_planned(group=group, activations=activations, rule=ruled, sparsity=sparsity, skip=named)
         planned: Model = format.prepare(model, estimator=estimator, start_step=start_step)
         return planned
     found = dict(_prepared(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
-    chosen = _chosen(model, format, group, skip, estimator, activations)
+    chosen = _chosen(model, format, group, skip, estimator, activations, rule)
     for name, (layer, rounding) in chosen.items():
         if rounding is None:
             _check_masked_alone(name, layer, estimator, activations)
@@ -236,7 +240,7 @@ def _prepared(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
 
 def _chosen(
     model: nn.Module, format: str | Mapping[str, str | None] | None, group: int | None, skip: Sequence[str], estimator: str,
-    activations: str | None,
+    activations: str | None, rule: Rule,
 ) -> dict[str, tuple[nn.Module, Rounding | None]]:  # fmt: skip
     """The layers to prepare by their names; each layer once, however many names it has."""
     if isinstance(format, Mapping):
@@ -266,9 +270,12 @@ def _chosen(
         kind, its_group = parsed(word)
         # an embedding has no activations
         inputs = None if isinstance(layer, nn.Embedding) else activations
-        chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator, inputs)
+        its_rule = rule if weight_format(kind).has_exponents else RULES[0]
+        chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator, inputs, its_rule)
     if not chosen:
         raise InvalidInput(f"format leaves all {len(layers)} layers as they are; give one of them a format")
+    has_exponents = any(rounding and weight_format(rounding.format).has_exponents for _, rounding in chosen.values())
+    check_rule(rule, has_exponents, "no layer is in such a format")
     return chosen
 
 

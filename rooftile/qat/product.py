@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from rooftile.errors import Unsupported
 from rooftile.matmul import QuantisedWeight, dequantise, multiply, weight_format
-from rooftile.numerics.block_floating import SHARED, quantise_blocks
+from rooftile.numerics.block_floating import SHARED, Rule, quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1
 from rooftile.numerics.rows import rounded_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
@@ -60,30 +60,30 @@ def numbers(w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: T
     return found
 
 
-def rounded_activations(x: Tensor, activations: str | None) -> Tensor:
+def rounded_activations(x: Tensor, activations: str | None, rule: Rule = "floor") -> Tensor:
     """Returns x (..., K) rounded to a format of ACTIVATIONS, in its dtype; x itself for None."""
-    return x if activations is None else quantise_blocks(x, activations).dequantise(x.dtype)
+    return x if activations is None else quantise_blocks(x, activations, rule=rule).dequantise(x.dtype)
 
 
-def _inside_blocks(x: Tensor, activations: str) -> Tensor:
+def _inside_blocks(x: Tensor, activations: str, rule: Rule) -> Tensor:
     """Returns which activations lie among the format's numbers, or at most half a code beyond them."""
-    exponents = quantise_blocks(x, activations).exponents
+    exponents = quantise_blocks(x, activations, rule=rule).exponents
     power = torch.exp2(exponents.float() - 127).repeat_interleave(SHARED, -1)
     return x.float().abs() <= power * (FP4_E2M1.largest + 0.5)
 
 
 def run(
     x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, format: str, group: int | None, estimator: str,
-    activations: str | None, in_training: bool,
+    activations: str | None, rule: Rule, in_training: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
     tell(format, x.device, COMPILED)
-    rounding = Rounding(format, group, estimator, activations)
-    return _forward(x, taken_from(w, rounding, scales, flag_for(w, in_training)).codes, bias, activations)
+    rounding = Rounding(format, group, estimator, activations, rule)
+    return _forward(x, taken_from(w, rounding, scales, flag_for(w, in_training)).codes, bias, rounding)
 
 
-def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activations: str | None) -> Tensor:
-    x = rounded_activations(x, activations)
+def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, rounding: Rounding) -> Tensor:
+    x = rounded_activations(x, rounding.activations, rounding.rule)
     if x.is_cuda and weight_format(weight.format).activations is None:
         # training has many rows: the weight is unpacked once, and PyTorch's product is the fastest
         return functional.linear(x, dequantise(weight, x.dtype), None if bias is None else bias.to(x.dtype))
@@ -96,10 +96,10 @@ def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activation
 
 def run_backward(
     dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, format: str, group: int | None, estimator: str,
-    activations: str | None, needs_x: bool, needs_w: bool,
+    activations: str | None, rule: Rule, needs_x: bool, needs_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes `linear_rounded_backward`: dX, dW and the gradient of learned scales, empty where they are not needed."""
-    rounding = Rounding(format, group, estimator, activations)
+    rounding = Rounding(format, group, estimator, activations, rule)
     return _gradients(dy, x, w, scales, rounding, needs_x, needs_w, None)
 
 
@@ -113,10 +113,10 @@ def _gradients(
     if needs_x:
         dx = (dy @ dequantise(weight, dy.dtype)).to(x.dtype)
         if rounding.estimator == "clip" and rounding.activations is not None:
-            dx = dx * _inside_blocks(x, rounding.activations)
+            dx = dx * _inside_blocks(x, rounding.activations, rounding.rule)
     if needs_w:
         activations = weight_format(rounding.format).activations
-        rows = rounded_activations(x, rounding.activations)
+        rows = rounded_activations(x, rounding.activations, rounding.rule)
         rows = rows if activations is None else rounded_rows(rows, activations)
         dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)
         if scales is not None:
@@ -150,7 +150,7 @@ class _Rounded(torch.autograd.Function):
                 found: Tensor = linear_rounded(x, w if held is None else held.masked(w), bias, scales, *rounding, in_training)
                 return found
             held.taken = held.taken or taken_from(w, rounding, scales)
-            return _forward(x, held.taken.codes, bias, rounding.activations)
+            return _forward(x, held.taken.codes, bias, rounding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -219,9 +219,9 @@ class _Numbers(torch.autograd.Function):
 
 linear_rounded = define(
     "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations, "
-    "bool in_training) -> Tensor", run, _fake, _autograd,
+    "str rule, bool in_training) -> Tensor", run, _fake, _autograd,
 )  # fmt: skip
 linear_rounded_backward = define(
     "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, Tensor? scales, str format, int? group, str estimator, "
-    "str? activations, bool needs_x, bool needs_w) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
+    "str? activations, str rule, bool needs_x, bool needs_w) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
+from rooftile.numerics.block_floating import Rule
 from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
 from rooftile.qat.layers import Prepared, PreparedEmbedding
@@ -30,6 +31,7 @@ class QuantisedLinear(nn.Module):
         weight: (out_features, in_features), from `rooftile.quantise_weight`.
         bias: (out_features,).
         activations: a format that x is rounded to before the product, where `rooftile.qat.prepare` was given one.
+        rule: of the powers of two of such activations, as there.
 
     Its state dict holds the tensors of the weight (codes, scales, ...) and the bias.
 
@@ -41,9 +43,11 @@ class QuantisedLinear(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None) -> None:
+    def __init__(
+        self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None, rule: Rule = "floor"
+    ) -> None:
         super().__init__()
-        self.format, self.group, self.activations = weight.format, weight.group, activations
+        self.format, self.group, self.activations, self.rule = weight.format, weight.group, activations, rule
         self.out_features, self.in_features = weight.shape
         for name in _PARTS:
             self.register_buffer(name, getattr(weight, name))
@@ -66,7 +70,7 @@ class QuantisedLinear(nn.Module):
         kind = x.device.type
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        return rounded_activations(x, self.activations)
+        return rounded_activations(x, self.activations, self.rule)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # .to(dtype), .half() and .bfloat16() mean activations: scales keep the dtype that codes were made with
@@ -123,7 +127,7 @@ def _converted(layer: Prepared) -> nn.Module:
         return SparseLinear(sparse_weight(layer), layer.bias)  # type: ignore[arg-type]
     codes = layer.codes()
     if not isinstance(layer, PreparedEmbedding):
-        return QuantisedLinear(codes, layer.bias, rounding.activations)  # type: ignore[arg-type]
+        return QuantisedLinear(codes, layer.bias, rounding.activations, rounding.rule)  # type: ignore[arg-type]
     numbers = codes.dequantise(layer.weight.dtype)
     rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
     return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from rooftile.errors import InvalidInput
+from rooftile.numerics.block_floating import Rule
 from rooftile.qat.patterns import SKIPPED
 from rooftile.qat.preparation import prepare, restore
 from rooftile.qat.quantised_linear import convert
@@ -26,7 +27,8 @@ class Planned(Protocol):
 
 @answers_foreign_words
 def quantise_model(
-    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, skip: Sequence[str] = SKIPPED
+    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, rule: Rule = "floor",
+    skip: Sequence[str] = SKIPPED,
 ) -> Model:  # fmt: skip
     """Quantises the linear layers of a model in place, by rounding to nearest, and returns it.
 
@@ -39,6 +41,7 @@ def quantise_model(
         format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); {pattern of names: word}, of
             which the first that matches counts; or a plan, whose `weights` is such a dictionary.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
+        rule: of mxfp8 and mxfp4, how powers of two follow from numbers, as in `rooftile.quantise_weight`: "floor" or "round_up".
         skip: patterns of layers that stay, where `format` is one word; all but the default must match one.
 
     Raises:
@@ -54,7 +57,7 @@ def quantise_model(
     words: Any = format.weights if is_plan else format  # type: ignore[union-attr]
     if is_plan and words == "auto":
         return model
-    prepare(model, words, group=group, skip=skip)
+    prepare(model, words, group=group, rule=rule, skip=skip)
     try:
         return convert(model)
     except InvalidInput:

@@ -143,6 +143,17 @@ def test_masked_and_clipped_codes_are_one_launch_with_the_bits_of_a_cpu(format: 
     assert torch.equal(keep_inside(dw.cuda(), bits).cpu(), dw * inside(kept, due))
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_powers_of_two_that_are_rounded_up_have_the_bits_of_a_cpu(format: str) -> None:
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
+    due, seen = rt.quantise_weight(w, format, rule="round_up"), []
+    with launch.observe(seen.append):
+        found = rt.quantise_weight(w.cuda(), format, rule="round_up")
+    assert seen == ["_quantise_weight"]
+    assert torch.equal(found.codes.cpu().view(torch.uint8), due.codes.view(torch.uint8))
+    assert torch.equal(found.scales.cpu(), due.scales)
+
+
 @pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int4:32"])
 def test_a_nan_is_told_a_step_later(format: str) -> None:
     (model, optimiser), x = trained(format), inputs().cuda()

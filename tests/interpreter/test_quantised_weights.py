@@ -48,6 +48,24 @@ def test_bits(name: str, K: int, given: int | None, dtype: torch.dtype) -> None:
     assert not flag.item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_bits_where_powers_of_two_are_rounded_up(name: str, dtype: torch.dtype) -> None:
+    kind, w = weight_format(name), hostile(40, 96, dtype)
+    # the largest number of the format times powers of two, and the next ones above and below
+    largest = 448.0 if name == "mxfp8" else 6.0
+    for n, factor in enumerate((1.0, 1 + 2.0**-7, 1 - 2.0**-8)):
+        w[2 + n] *= 0
+        w[2 + n, 3::32] = torch.tensor([2.0**-6, 1.0, 2.0**3]) * largest * factor
+    due = rt.quantise_weight(w, name, rule="round_up")
+    assert not torch.equal(due.scales, rt.quantise_weight(w, name).scales)
+    flag = torch.zeros(1, dtype=torch.int32)
+    codes, scales, _ = weights.quantise(w, kind, 32, flag, rule="round_up")
+    assert torch.equal(codes.view(torch.uint8), due.codes.view(torch.uint8))
+    assert torch.equal(scales, due.scales)
+    assert defined(w, due).all()
+
+
 def unpacked(bits: torch.Tensor, K: int) -> torch.Tensor:
     return (bits[:, :, None] >> torch.arange(8)[None, None, :] & 1).flatten(1)[:, :K].bool()
 

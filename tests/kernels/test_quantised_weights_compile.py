@@ -37,6 +37,18 @@ def test_rows_of_14336(name: str, given: int | None, trained: bool) -> None:
     assert ("div.rn" in found.asm["ptx"]) == (not kind.has_exponents)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_powers_of_two_that_are_rounded_up(name: str) -> None:
+    from rooftile.matmul.kernels import weights
+
+    kind = weight_format(name)
+    codes, scales = POINTERS[name]
+    words = {"codes_ptr": codes, "scales_ptr": scales, "mask_ptr": "*i8", "inside_ptr": "*u8", "flag_ptr": "*i32"}
+    words["stride"] = "i32"
+    found = compiled(weights._quantise_weight, 90, weights.constants_of(kind, 14336, 32, scales="round_up"), **words)
+    assert stack(found) == 0
+
+
 @pytest.mark.parametrize("name", list(POINTERS))
 def test_a_chip_before_ada_has_no_e4m3(name: str) -> None:
     """There the kernel is not asked for fp8 and mxfp8 (`_runs_kernel`), and for all others it is."""

@@ -32,6 +32,7 @@ class Codes(NamedTuple):
     RULE: str  # "row": rooftile.numerics; "symmetric": compressed-tensors; "exponent": OCP's microscaling formats
     LARGEST: float
     EXPONENT: int  # log2 of the largest power of two of the format
+    FRACTION: int  # bits of the fraction of a block's largest number, above which its power of two is the next one
     IS_INTEGER: bool
     IS_PACKED: bool
     MASKED: bool = False
@@ -63,11 +64,12 @@ def _symmetric(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def _by_exponent(x, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
+def _by_exponent(x, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, FRACTION: tl.constexpr):
     """Numbers over the power of two that they share, at most LARGEST, its exponent, and which lie at most 1/2 beyond."""
     size = tl.max(tl.abs(x), 1)
+    bits = size.to(tl.int32, bitcast=True)
     # a subnormal number has an exponent below the smallest that is stored, and 0 stands for it
-    exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - EXPONENT
+    exponent = ((bits >> 23) & 255) - 127 - EXPONENT + ((bits & 0x7FFFFF) > FRACTION).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -127), 127)
     # neither half of the power leaves the normal numbers; the shift rounds down
     half = exponent >> 1
@@ -112,7 +114,7 @@ def _quantise_weight(w_ptr, mask_ptr, codes_ptr, scales_ptr, inside_ptr, flag_pt
     x = tl.where(is_finite, x, 0.0)
     place = row * CODES.GROUPS + part
     if CODES.RULE == "exponent":
-        scaled, exponent, inside = _by_exponent(x, CODES.LARGEST, CODES.EXPONENT)
+        scaled, exponent, inside = _by_exponent(x, CODES.LARGEST, CODES.EXPONENT, CODES.FRACTION)
         tl.store(scales_ptr + place, (exponent + 127).to(tl.uint8), mask=part < CODES.GROUPS)
         codes = _e2m1(scaled) if CODES.IS_PACKED else scaled
     elif CODES.RULE == "symmetric":
@@ -166,7 +168,8 @@ def _keeping(K: int) -> dict[str, Any]:
 
 
 def quantise(
-    w: Tensor, kind: WeightFormat, group: int, flag: Tensor, mask: Tensor | None = None, wants_inside: bool = False
+    w: Tensor, kind: WeightFormat, group: int, flag: Tensor, mask: Tensor | None = None, wants_inside: bool = False,
+    rule: str = "floor",
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns codes (N, K), or (N, K / 2) of 4 bits, scales (N, K / group), and what lies inside (N, K / 8) or None.
 
@@ -174,6 +177,7 @@ def quantise(
     flag: int32 (1,), set to 1 where a number is not finite, and left as it is otherwise.
     mask: bool (N, K); what it leaves out counts as 0.
     wants_inside: not for fp8 and int8, whose numbers are all inside.
+    rule: of mxfp8 and mxfp4.
     """
     w = w if w.stride(-1) == 1 else w.contiguous()
     N, K = w.shape
@@ -182,7 +186,7 @@ def quantise(
     inside = torch.empty((N, -(-K // 8)), dtype=torch.uint8, device=w.device) if wants_inside else None
     kept = flag if mask is None else mask.contiguous().view(torch.int8)
     arguments = (w, kept, codes, scales, flag if inside is None else inside, flag, w.stride(0))
-    _start((N, 1, 1), arguments, constants_of(kind, K, group, mask is not None, wants_inside))
+    _start((N, 1, 1), arguments, constants_of(kind, K, group, mask is not None, wants_inside, rule))
     return codes, scales, inside
 
 
@@ -193,8 +197,10 @@ def _dtype_of_scales(kind: WeightFormat) -> torch.dtype:
 
 
 @cache
-def constants_of(kind: WeightFormat, K: int, group: int, masked: bool = False, inside: bool = False) -> dict[str, Any]:
-    """The compile-time arguments."""
+def constants_of(
+    kind: WeightFormat, K: int, group: int, masked: bool = False, inside: bool = False, scales: str = "floor"
+) -> dict[str, Any]:
+    """The compile-time arguments; `scales` is the rule of powers of two."""
     parts, width = triton.next_power_of_2(K // group), triton.next_power_of_2(group)
     if kind.has_exponents:
         rule, largest, exponent = ("exponent", 6.0, 2) if kind.is_packed else ("exponent", FP8_E4M3.largest, 8)
@@ -202,6 +208,8 @@ def constants_of(kind: WeightFormat, K: int, group: int, masked: bool = False, i
         rule, largest, exponent = "row", (INT8 if kind.name == "int8" else FP8_E4M3).largest, 0
     else:
         rule, largest, exponent = "symmetric", 2.0 ** (kind.bits - 1), 0
+    # no fraction is above all 23 bits
+    fraction = int((largest / 2**exponent - 1) * 2**23) if scales == "round_up" else 1 << 23
     is_integer = rule != "exponent" and kind.name != "fp8"
-    codes = Codes(K, K // group, group, parts, width, rule, largest, exponent, is_integer, kind.is_packed, masked, inside)
+    codes = Codes(K, K // group, group, parts, width, rule, largest, exponent, fraction, is_integer, kind.is_packed, masked, inside)
     return {"CODES": codes, "num_warps": min(max(parts * width // 512, 1), 16)}

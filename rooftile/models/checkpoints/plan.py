@@ -119,14 +119,14 @@ def check_device(reader: Reader | None, device: torch.device) -> None:
     Raises:
         Unsupported: they are in FP8, and the GPU has no products in it.
     """
-    if reader is None or device.type != "cuda":
+    if reader is None:
         return
-    capability = torch.cuda.get_device_capability(device)
     for format in reader.formats():
-        if lack_of_fp8(format, capability):
+        if lack_of_fp8(format, device):
+            major, minor = torch.cuda.get_device_capability(device)
             raise Unsupported(
-                f"weights in {format} need FP8 products, and {device} has compute capability {capability[0]}.{capability[1]}; "
-                'needs 8.9 (Ada): give the 16-bit checkpoint and weights="w8" or "int4", which multiply in 16 bits on every GPU'
+                f"weights in {format} need FP8 products, and {device} has compute capability {major}.{minor}; needs 8.9 (Ada): "
+                'give the 16-bit checkpoint and weights="w8" or "int4", which multiply in 16 bits on every GPU'
             )
 
 
