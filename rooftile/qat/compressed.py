@@ -38,10 +38,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 def configuration(format: str, group: int | None, activations: str | None = None) -> dict[str, Any]:
-    """Returns the quantization_config of a format; `activations` are in mxfp4 where they are named."""
+    """Returns the quantization_config of a format; `activations` is one of those that a layout does not bring."""
     layout, described, inputs = LAYOUTS[format]
     if activations is not None:
-        inputs = {"num_bits": 4, "dynamic": True} | _BLOCKS
+        inputs = {"num_bits": weight_format(activations).bits, "dynamic": True} | _BLOCKS
     if format == "int4":
         described = described | ({"strategy": "channel"} if group == ROW else {"group_size": group or TILE})
     scheme = {"targets": ["Linear"], "weights": described, "input_activations": inputs, "output_activations": None}

@@ -63,8 +63,8 @@ def prepare(
             each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
             from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
-        activations: "mxfp4", for layers in mxfp4: their inputs are rounded to it, too, 32 numbers of a row to a power of two. No
-            kernel here multiplies them, so it is computed by the definition: slower than without.
+        activations: "mxfp4" or "mxfp8", for layers in that format: their inputs are rounded to it, too, 32 numbers of a row to a
+            power of two. No kernel here multiplies them, so it is computed by the definition: slower than without.
         rule: of mxfp8 and mxfp4, how powers of two follow from numbers, as in `rooftile.quantise_weight`: "floor" or "round_up".
         sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept, or with
             learned ones. A mask is chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before

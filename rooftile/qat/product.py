@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from rooftile.errors import Unsupported
 from rooftile.matmul import QuantisedWeight, dequantise, multiply, weight_format
-from rooftile.numerics.block_floating import SHARED, Rule, quantise_blocks
-from rooftile.numerics.formats import FP4_E2M1
+from rooftile.numerics.block_floating import BLOCK_FORMATS, SHARED, Rule, quantise_blocks
 from rooftile.numerics.rows import rounded_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.qat.codes import Held, Taken, clipped, taken_from
@@ -34,8 +33,10 @@ from rooftile.qat.learned import gradients_of
 from rooftile.qat.slow import COMPILED, backend_for, tell
 
 ESTIMATORS = ("straight", "clip", "lsq")
-# formats of activations beside those that a format of weights brings: of hardware to come
-ACTIVATIONS = ("mxfp4",)
+# formats of activations beside those that a format of weights brings, as `rooftile.numerics` names them: for hardware to come
+ACTIVATIONS = {"mxfp4": "mxfp4", "mxfp8": "mxfp8_e4m3"}
+
+
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, taken: Taken | None = None,
     scales: Tensor | None = None, in_training: bool = False, mask: Tensor | None = None,
@@ -62,14 +63,15 @@ def numbers(w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: T
 
 def rounded_activations(x: Tensor, activations: str | None, rule: Rule = "floor") -> Tensor:
     """Returns x (..., K) rounded to a format of ACTIVATIONS, in its dtype; x itself for None."""
-    return x if activations is None else quantise_blocks(x, activations, rule=rule).dequantise(x.dtype)
+    return x if activations is None else quantise_blocks(x, ACTIVATIONS[activations], rule=rule).dequantise(x.dtype)
 
 
 def _inside_blocks(x: Tensor, activations: str, rule: Rule) -> Tensor:
     """Returns which activations lie among the format's numbers, or at most half a code beyond them."""
-    exponents = quantise_blocks(x, activations, rule=rule).exponents
+    name = ACTIVATIONS[activations]
+    exponents = quantise_blocks(x, name, rule=rule).exponents
     power = torch.exp2(exponents.float() - 127).repeat_interleave(SHARED, -1)
-    return x.float().abs() <= power * (FP4_E2M1.largest + 0.5)
+    return x.float().abs() <= power * (BLOCK_FORMATS[name].largest + 0.5)
 
 
 def run(
