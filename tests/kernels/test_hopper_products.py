@@ -140,6 +140,10 @@ def emulation(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[None
         patched.setattr(launch, "product_of_gates", gated_codes.product_of_gates)
         patched.setattr(launch, "product_of_many_rows", many_rows.product_of_many_rows)
         patched.setattr(launch, "processors_of", lambda device: processors)
+        # tiles are shared wherever they can be, as if that cost nothing
+        chosen = launch._programs_of
+        patched.setattr(launch, "_programs_of", lambda sizes, processors, sharing: chosen(sizes, processors, (0, 0)))
+        patched.setattr(launch, "tile_of", launch.tile_of.__wrapped__)
         patched.setattr(launch, "_DTYPES", {dtype: dtype for dtype in launch._DTYPES})
         # in a graph the ring fills before x is there
         patched.setattr(launch, "may_read_early", lambda: processors == 11)

@@ -83,6 +83,9 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hopper, "product_of_two_four", two_four.product_of_two_four)
     monkeypatch.setattr(hopper, "kernel_of", hopper.kernel_of.__wrapped__)
     monkeypatch.setattr(launch, "processors_of", lambda device: request.param)
+    # tiles are shared wherever they can be, as if that cost nothing
+    chosen = launch._programs_of
+    monkeypatch.setattr(launch, "_programs_of", lambda sizes, processors, sharing: chosen(sizes, processors, (0, 0)))
     monkeypatch.setattr(launch, "_DTYPES", {dtype: dtype for dtype in launch._DTYPES})
     # in a graph the ring fills before x is there
     monkeypatch.setattr(hopper, "may_read_early", lambda: request.param == 11)

@@ -14,6 +14,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
+from rooftile.models.checkpoints import weights
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts
 from tests.models.quantised import KINDS, configure, plain, quantised, words
 
@@ -317,3 +318,25 @@ def test_a_quantised_head_is_dequantised(tmp_path: Path) -> None:
     tensors |= {"lm_head.weight": codes, "lm_head.weight_scale": torch.full((codes.shape[0], 1), 0.5)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(Decoder.from_folder(tmp_path).head, codes.float() * 0.5)
+
+
+@pytest.mark.parametrize("kind", ["gptq", None])
+def test_who_listens_hears_how_much_has_been_read(kind: str | None, tmp_path: Path) -> None:
+    plain(tmp_path) if kind is None else quantised(kind, tmp_path)
+    shares: list[float] = []
+    with weights.reading_told(shares.append):
+        Decoder.from_folder(tmp_path, weights="int4:32" if kind is None else "auto")
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert len(set(shares)) > 4
+
+
+def test_a_format_of_scales_that_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised("fp8, tiles", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Decoder.from_folder(tmp_path)
+    assert [line.getMessage() for line in caplog.records] == [
+        f"{tmp_path}: scale_fmt 'ue8m0' is not used: scales of activations are not rounded to powers of two"
+    ]

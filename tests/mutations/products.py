@@ -12,8 +12,8 @@ MUTATIONS = {
         ("tests/interpreter/test_fused_gradients.py", "-k", "pieces"), interpreted=True,
     ),
     "norm, the mean of a long row": Mutation(
-        "fused/kernels/norm.py", "x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE) - mean, 0.0)",
-        "x = _piece(x_ptr, n, SIZE) - mean",
+        "fused/kernels/norm.py", "x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE, \"evict_last\") - mean, 0.0)",
+        "x = _piece(x_ptr, n, SIZE, \"evict_last\") - mean",
         ("tests/interpreter/test_fused_gradients.py", "-k", "pieces"), interpreted=True,
     ),
     "norm, slopes of a long row": Mutation(
@@ -56,9 +56,17 @@ MUTATIONS = {
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
     "hopper, a gate's partial": Mutation(
-        "matmul/hopper/schedule.py", "acc_2 = _sum_of_parts(start, last, tile_m, block + 1, place, to)",
-        "acc_2 = _sum_of_parts(start, last, tile_m, block, place, to)",
+        "matmul/hopper/schedule.py", "acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block + 1, place, to)",
+        "acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block, place, to)",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated_gates"),
+    ),
+    "hopper, the rows of a tile": Mutation(
+        "matmul/hopper/schedule.py", "across = self.tiles // self.spread", "across = self.tiles",
+        ("tests/kernels/test_hopper_schedule.py", "tests/kernels/test_hopper_products.py", "-k", "share_all_steps or emulated"),
+    ),
+    "hopper, parts side by side": Mutation(
+        "matmul/hopper/schedule.py", ".permute((1, 4, 2, 0, 3, 5))", ".permute((1, 5, 2, 0, 3, 4))",
+        ("tests/kernels/test_hopper_products.py", "-k", "emulated_products"),
     ),
     "hopper, order of x": Mutation(
         "matmul/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",

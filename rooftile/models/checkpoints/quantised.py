@@ -80,6 +80,7 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
             places.pop("lm_head.weight", None)
         for stored_one, place in weights.matched(config, places, found):
             place.copy_(stored_one.get_tensor())
+        weights.tell(1.0)
 
 
 def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
@@ -163,7 +164,8 @@ def _fill(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fills projections; returns the places of weights that stay plain beside quantised ones."""
     apart: dict[str, Tensor] = {}
-    for projection, names in projections:
+    for done, (projection, names) in enumerate(projections):
+        weights.tell(done / len(projections))
         if not taken.keys() & names.keys():
             projection.fill(None)
             continue

@@ -32,12 +32,18 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 @contextmanager
 def reading_told(told: Callable[[float], None]) -> Iterator[None]:
-    """Calls `told` with the share of the bytes that has been read, after each tensor that this thread loads meanwhile."""
+    """Calls `told` with the share of the weights that has been read, at each tensor or layer that this thread loads meanwhile."""
     token = _listener.set(told)
     try:
         yield
     finally:
         _listener.reset(token)
+
+
+def tell(share: float) -> None:
+    """Tells who listens (`reading_told`) which share has been read."""
+    if (told := _listener.get()) is not None:
+        told(share)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -96,15 +102,13 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
-    told = _listener.get()
     with ExitStack() as stack:
         pairs = _matched(config, dict(places), files, stack)
         whole, done = max(1, sum(place.nbytes for _, place in pairs)), 0
         for stored, place in pairs:
             place.copy_(stored.get_tensor())
             done += place.nbytes
-            if told is not None:
-                told(done / whole)
+            tell(done / whole)
 
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:

@@ -6,6 +6,7 @@ reads `weight_scale` and `input_scale`. Codes are multiplied by either.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,10 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Fp8:
         raise refused(folder, f"has weight_block_size {tile}; read are [{TILE}, {TILE}] and none: {FROM_16_BITS}")
     if scheme not in ("dynamic", "static") or (scheme == "static" and tile is not None):
         raise refused(folder, f"has activation_scheme {scheme!r}; read are dynamic, and without tiles static: {FROM_16_BITS}")
+    if (scales := section.get("scale_fmt")) not in (None, "float"):
+        logging.getLogger(__name__).warning(
+            "%s: scale_fmt %r is not used: scales of activations are not rounded to powers of two", folder, scales
+        )
     ignored = section.get("modules_to_not_convert") or section.get("ignored_layers") or ()
     return Fp8(tile is not None, scheme == "static", tuple(ignored))
 
