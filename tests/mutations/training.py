@@ -14,6 +14,23 @@ MUTATIONS = {
     "training for a format, scales rounded late": Mutation(
         "qat/learned.py", '.to(STORED[format])', '.float()', ("tests/qat/test_learned.py",),
     ),
+    "training for a format, another eps": Mutation(
+        "qat/codes.py", "w, rounding.format, rounding.group,", "w * (w.abs() > 1e-12), rounding.format, rounding.group,",
+        ("tests/qat/test_prepare.py", "-k", "server"),
+    ),
+    "training for a format, another eps in the kernel": Mutation(
+        "matmul/kernels/weights.py", "1.1754943508222875e-38", "1e-30", ("tests/interpreter/test_quantised_weights.py",), True,
+    ),
+    "training for a format, scales rounded after codes were taken": Mutation(
+        "matmul/quantise.py",
+        "codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1)",
+        "codes = (groups / divided(groups.abs().amax(-1, keepdim=True), half - 0.5)).round().clamp(-half, half - 1)",
+        ("tests/qat/test_prepare.py", "-k", "server"),
+    ),
+    "training for a format, learned scales rounded after codes were taken": Mutation(
+        "qat/learned.py", "_steps(w, stored, group).round()", "_steps(w, scales.detach().clamp(min=LEAST), group).round()",
+        ("tests/qat/test_learned.py",),
+    ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
         'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',

@@ -75,6 +75,41 @@ def test_prepared_and_converted_layers_have_the_same_bits(format: str, dtype: to
         assert not torch.equal(model(x), y)
 
 
+def hostile(dtype: torch.dtype) -> nn.Linear:
+    """A layer with rows of zeros, of one number, of large numbers, and of numbers so small that scales have a least value."""
+    torch.manual_seed(4)
+    made = nn.Linear(128, 12).to(dtype)
+    with torch.no_grad():
+        made.weight[1], made.weight[2], made.weight[3, :64] = 0.0, 0.25, 0.0
+        made.weight[4], made.weight[5, 9] = made.weight[4] * 1e-6, 9.0
+        for row, size in ((6, 1e-20), (7, 1e-30), (8, 1e-37), (9, 2e-38)):
+            made.weight[row] = (torch.linspace(-1, 1, 128) * size).to(dtype)
+        made.weight[10] = torch.linspace(-1, 1, 128) * 3e4
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_prepared_layer_is_the_product_that_a_server_makes_of_its_weight(format: str, dtype: torch.dtype) -> None:
+    plain, x = hostile(dtype), inputs(dtype=dtype)
+    layer = rt.qat.prepare(nn.Sequential(copy.deepcopy(plain)), format)[0]
+    name, _, group = format.partition(":")
+    served = rt.quantise_weight(plain.weight, name, group={"": None, "row": -1, "32": 32}[group])
+    for part, due in zip(layer.codes().parts, served.parts, strict=True):
+        assert part is due is None or torch.equal(part.view(torch.uint8), due.view(torch.uint8))
+    assert torch.equal(layer(x), rt.linear(x, served, plain.bias))
+    if name not in ("int4", "w8"):
+        return
+    # by its own words: the scale is rounded to bf16 first, and codes are those of the rounded scale
+    half = 8.0 if name == "int4" else 128.0
+    groups = plain.weight.detach().float().unflatten(1, (-1, served.group))
+    scales = (groups.abs().amax(-1) / (half - 0.5)).clamp(min=2.0**-126).bfloat16()
+    scales = torch.where(groups.abs().amax(-1) == 0, 1.0, scales)
+    codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1)
+    due = (codes * scales.float().unsqueeze(-1)).flatten(1)
+    assert torch.equal(layer.codes().dequantise(), due)
+
+
 def test_rounding_is_off_inside_the_block_and_before_its_step() -> None:
     model, plain, x = rt.qat.prepare(mlp(), "int4:32", start_step=2), mlp(), inputs()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
