@@ -54,7 +54,6 @@ class Builder:
 
     def __init__(self, target: Target, device: torch.device, times: Times | None, judge: Judge) -> None:
         self._target, self._device, self._times, self._judge = target, device, times, judge
-        self._on_gpu = device.type == "cuda"
 
     def plan(self, words: Sequence[str], max_loss: float | None, device: str) -> Plan:
         """Returns the plan.
@@ -109,7 +108,7 @@ class Builder:
         if KEPT in words or not options:
             options.insert(0, self._in(item, KEPT, 0.0))
         name = NAMES[item.dtype]
-        kept = [(load, passes_for(item, KEPT, load.rows, on_gpu=self._on_gpu)) for load in item.loads]
+        kept = [(load, passes_for(item, KEPT, load.rows, self._device)) for load in item.loads]
         return Layer(
             name=item.name, parts=item.parts, loads=item.loads,
             flops=sum(load.calls * one.flops for load, passes in kept for one in passes),
@@ -121,7 +120,7 @@ class Builder:
 
     def _in(self, item: Item, word: str, loss: float) -> Option:
         predicted = sum(
-            load.calls * self._machine.us(passes_for(item, word, load.rows, on_gpu=self._on_gpu)) for load in item.loads
+            load.calls * self._machine.us(passes_for(item, word, load.rows, self._device)) for load in item.loads
         )
         measured = None
         if self._times is not None:
@@ -187,7 +186,7 @@ class Builder:
                 one
                 for item in self._target.items
                 for load in item.loads if load.phase == phase
-                for one in passes_for(item, chosen[item.name], load.rows, on_gpu=self._on_gpu) * round(load.calls / share)
+                for one in passes_for(item, chosen[item.name], load.rows, self._device) * round(load.calls / share)
             ]  # fmt: skip
             total += share * self._times.of_step(run, passes)
         return total

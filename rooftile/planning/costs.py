@@ -24,7 +24,6 @@ from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.matmul import weight_format
 from rooftile.matmul.formats import parsed
-from rooftile.matmul.two_four.backends import FEW
 from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning.formats import KEPT, weight_bytes
 
@@ -119,19 +118,19 @@ def share_of_waves(rows: int, columns: int, multiprocessors: int) -> float:
 
 
 def passes_of(
-    M: int, N: int, K: int, word: str, dtype: str, itemsize: int, *, on_gpu: bool, gets_codes: bool = False
+    M: int, N: int, K: int, word: str, dtype: str, itemsize: int, *, on_gpu: bool, gets_codes: bool = False, few: int = 0
 ) -> list[Pass]:  # fmt: skip
     """Returns the kernels of a product of x (M, K) with a weight (N, K) in a format.
 
-    dtype, itemsize: of x and the result. gets_codes: whether x is quantised before, by another kernel.
+    dtype, itemsize: of x and the result. gets_codes: whether x is quantised before, by another kernel. few: rows up to which a
+    2:4 weight has a kernel of ours (`two_four.backends.last_of_ours`).
     """
     flops, x, y, weight = 2 * M * N * K, M * K * itemsize, M * N * itemsize, weight_bytes(N, K, word, itemsize)
     aligned = _alignment(N, K, itemsize)
     if word == KEPT:
         return [Pass(flops, x + y + weight, dtype, (M, N), y, aligned)]
     if word == SPARSE and on_gpu:
-        # our kernel for few rows multiplies densely
-        return [Pass(flops if M <= FEW else round(flops / SPARSE_GAIN), x + y + weight, dtype, (M, N), y)]
+        return [Pass(flops if few >= M else round(flops / SPARSE_GAIN), x + y + weight, dtype, (M, N), y)]
     if word == SPARSE:
         dense = N * K * itemsize
         return [Pass(0, weight + dense, dtype), Pass(flops, x + y + dense, dtype)]

@@ -13,20 +13,23 @@ from rooftile.models.checkpoints.formats import SPARSE, check_word
 
 # a layer as it is, whatever its dtype
 KEPT = "bf16"
-# masks without training lose far more than rounding, so who wants 2:4 names it
 DEFAULT = (KEPT, "fp8", "int8", "int4")
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_formats(formats: Sequence[str] | str | None, *, backward: bool) -> tuple[str, ...]:
+def check_formats(formats: Sequence[str] | str | None, *, backward: bool, counts_losses: bool) -> tuple[str, ...]:
     """Returns the formats, each once; None stands for the default ones.
+
+    counts_losses: whether losses are bounded; where they are not, 2:4 is no default one.
 
     Raises:
         InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
         Unsupported: it is 2:4, in training.
     """
-    words = DEFAULT if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
+    # masks without training lose far more than rounding: a choice by time alone would take them wherever they are fast
+    default = (*DEFAULT, SPARSE) if counts_losses and not backward else DEFAULT
+    words = default if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
     for word in words:

@@ -48,9 +48,10 @@ def plan(
         inputs: of the module's forward; its layers are seen while it runs on them.
         rows: of a checkpoint: {"decode": sequences that decode at once, "prompt": tokens of prompts that are read at once}, or
             one of them.
-        formats: words of `rooftile.quantise_weight` to choose from; "bf16" is a layer as it is, in its own dtype. By default
-            "bf16", "fp8", "int8" and "int4". "2:4", which is for plans without `backward`, keeps two of each four weights
-            without training, as `rooftile.sparsity.two_four` chooses them.
+        formats: words of `rooftile.quantise_weight` to choose from; "bf16" is a layer as it is, in its own dtype. "2:4", which is
+            for plans without `backward`, keeps two of each four weights without training, as `rooftile.sparsity.two_four` chooses
+            them. By default "bf16", "fp8", "int8", "int4", and "2:4" where `max_loss` is given: without training it loses so much
+            that a choice by time alone must not take it.
         data: for the losses. Of a module: a function of the model that returns a loss; token ids (B, T); or batches, each of them
             a dictionary of arguments (the model returns a loss, as Transformers' do), a pair (input, target) or token ids. Of a
             checkpoint: token ids (B, T) or a list of texts' token ids (T,). None: the relative error of a layer's output
@@ -81,7 +82,8 @@ def plan(
 
     Williams, Waterman and Patterson, Roofline, 2009; Yao et al., HAWQ-V3, arXiv:2011.10680, for choosing by sensitivity.
     """
-    words, allowed = check_formats(formats, backward=backward), _checked_loss(max_loss)
+    allowed = _checked_loss(max_loss)
+    words = check_formats(formats, backward=backward, counts_losses=allowed is not None)
     if isinstance(model, nn.Module) and not isinstance(model, Decoder):
         for name, value in (("rows", rows), ("shares", shares), ("context", context)):
             if value is not None:

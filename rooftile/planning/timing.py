@@ -13,6 +13,7 @@ from torch.nn import functional
 from rooftile.hardware import ceilings
 from rooftile.hardware.clock import clock_for
 from rooftile.matmul.formats import parsed
+from rooftile.matmul.two_four.backends import last_of_ours
 from rooftile.models.checkpoints.formats import SPARSE, weight_in
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.ops.linear import linear
@@ -65,9 +66,9 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
     return DeviceStopwatch(device)
 
 
-def passes_for(item: Item, word: str, rows: int, *, on_gpu: bool) -> list[Pass]:
-    """Returns the kernels of one call of an item in a format."""
-    name, size = NAMES[item.dtype], item.dtype.itemsize
+def passes_for(item: Item, word: str, rows: int, device: torch.device) -> list[Pass]:
+    """Returns the kernels of one call of an item in a format on a device."""
+    name, size, on_gpu = NAMES[item.dtype], item.dtype.itemsize, device.type == "cuda"
     if item.trains:
         return [
             one
@@ -76,10 +77,12 @@ def passes_for(item: Item, word: str, rows: int, *, on_gpu: bool) -> list[Pass]:
                 rows, N, K, word, name, size, on_gpu=on_gpu, needs_dx=item.needs_dx, has_bias=bias is not None
             )
         ]  # fmt: skip
-    codes = gets_codes(item, word)
+    codes, few = gets_codes(item, word), last_of_ours(device) if on_gpu else 0
     return [
-        one for N, K in item.products for one in passes_of(rows, N, K, word, name, size, on_gpu=on_gpu, gets_codes=codes)
-    ]
+        one
+        for N, K in item.products
+        for one in passes_of(rows, N, K, word, name, size, on_gpu=on_gpu, gets_codes=codes, few=few)
+    ]  # fmt: skip
 
 
 def with_doubled(rows: Sequence[int]) -> list[int]:
@@ -166,7 +169,7 @@ class Times:
     def _work(self, item: Item, word: str, rows: int, compute: Callable[[Any], Any]) -> Timed:
         plain = torch.randn(rows, item.products[0][1], device=self._device).to(item.dtype)
         x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
-        return Timed(lambda: compute(x), passes_for(item, word, rows, on_gpu=self._device.type == "cuda"))
+        return Timed(lambda: compute(x), passes_for(item, word, rows, self._device))
 
 
 def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> Machine:
@@ -181,8 +184,7 @@ def machine_for(device: torch.device, items: Sequence[Item], times: Times | None
 def _is_above(item: Item, machine: Machine, times: Times) -> bool:
     """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
     rows = [load.rows for load in item.loads]
-    on_gpu = machine.device.type == "cuda"
-    predicted = [machine.us(passes_for(item, KEPT, one, on_gpu=on_gpu)) for one in rows]
+    predicted = [machine.us(passes_for(item, KEPT, one, machine.device)) for one in rows]
     return any(
         us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, rows), predicted, strict=True)
     )

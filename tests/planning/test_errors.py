@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import rooftile as rt
 from rooftile.cli.app import app
-from rooftile.planning import Plan, formats
+from rooftile.planning import Plan
 from tests.planning.machine import Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
 
@@ -98,8 +98,14 @@ def test_times_far_above_the_ceilings_have_a_note(stopwatch: Pretended) -> None:
     assert "the layers as they are take 40 times what the ceilings allow: if other programs run" in str(plan.notes)
 
 
-def test_2_4_is_no_default_and_is_refused_where_it_does_not_fit() -> None:
-    assert "2:4" not in formats.DEFAULT
+def test_2_4_is_a_default_where_losses_are_bounded_and_is_refused_where_it_does_not_fit() -> None:
+    def offered(**options: Any) -> list[str]:
+        return [option.format for option in rt.plan(mlp(), X, measure=False, **options).layers[0].options]
+
+    assert offered() == ["fp32", "fp8", "int8", "int4"]
+    assert offered(max_loss=0.1) == ["fp32", "fp8", "int8", "int4", "2:4"]
+    # losses of a format without training say nothing about a training step
+    assert offered(max_loss=0.1, backward=True) == ["fp32", "fp8", "int8", "int4"]
     with pytest.raises(rt.Unsupported, match="formats has '2:4', and plans of training round alone; leave it out"):
         rt.plan(mlp(), X, formats=["2:4"], backward=True)
     with pytest.raises(rt.InvalidInput, match=r"2.weight cannot be 2:4: w is NaN"):

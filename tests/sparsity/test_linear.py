@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
 from rooftile.numerics import quantise_rows
 from rooftile.ops.linear import explain_linear
+from rooftile.planning.timing import passes_for
 from rooftile.sparsity import TwoFour, compress, two_four
 from tests.sparsity.test_masks import some
 
@@ -229,6 +232,26 @@ def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str, without_
     assert next(name for name in backends.order(asked) if name != "hopper") == without_hopper
     assert sorted(backends.order(asked)) == sorted(backends.NAMES)
     assert backends.order(asked._replace(product=product._replace(deterministic=True)))[:2] == ("hopper", "triton")
+
+
+@pytest.mark.parametrize(("capability", "few"), [((8, 0), 64), ((9, 0), 128), ((10, 0), 64)])
+def test_a_plan_and_a_launch_have_the_same_few_rows(
+    capability: tuple[int, int], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert backends.last_of_ours(device) == few
+    weight = weight_of(torch.bfloat16)
+    product = backends.Product(N, K, torch.bfloat16, False)
+    for rows in (1, 64, 65, 128, 129, 500):
+        asked = backends.Call(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
+        runs = [name for name in backends.order(asked) if name != "hopper" or capability == (9, 0)]
+        assert (runs[0] in backends.OURS) == (rows <= few)
+    # kernels of ours multiply densely, and the library at a higher rate
+    item = SimpleNamespace(trains=False, takes_codes=False, products=((N, K),), dtype=torch.bfloat16)
+    for rows in (few, few + 1):
+        (one,) = passes_for(item, "2:4", rows, device)
+        assert (one.flops == 2 * rows * N * K) == (rows <= few)
 
 
 def test_hoppers_kernel_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,11 @@ def order(asked: Call) -> tuple[str, ...]:
     return ("library", "dense", "hopper", "triton", "definition")
 
 
+def last_of_ours(device: torch.device) -> int:
+    """Returns the rows up to which one of our kernels is first on a GPU."""
+    return FEW_ON_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else FEW
+
+
 def refusals(name: str, asked: Call) -> Iterator[str]:
     """Yields why a backend does not take a call: what came; what it has."""
     if name == "definition":
