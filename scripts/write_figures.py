@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import speed_figures
+from speed_figures import RESULTS
 
+from rooftile.bench.results import latest, read
 from rooftile.drawing.svg import svg, text
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
@@ -141,10 +143,36 @@ def _low(n: int) -> str:
     return str(n).translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
 
 
+def trained_formats() -> str:
+    """The loss that a format costs a small Llama: rounded after training, and trained with the rounding."""
+    names = {
+        "int4-32": "INT4, 32 weights share a scale", "int4-row": "INT4, a row shares a scale", "mxfp4": "MXFP4 weights",
+        "mxfp4-mxfp4": "MXFP4 weights and activations",
+    }  # fmt: skip
+    rows = {row.case: row.measures for row in latest(read(RESULTS / "cpu-qat.jsonl"))}
+    left, row, full = 238.0, 62.0, 430.0
+    above = {
+        name: [rows[name][f"{kind}_nats"] - rows[name]["continued_nats"] for kind in ("rounded", "trained")] for name in names
+    }  # fmt: skip
+    unit = full / max(max(values) for values in above.values())
+    parts = [text(16, 26, "Loss above full precision, nats a byte: less is better", "strong", "start")]
+    for n, (kind, words) in enumerate((("b", "rounded after training"), ("both", "trained with the rounding"))):
+        parts += [box(left + 200 * n, 40, 12, 12, kind), text(left + 200 * n + 18, 51, words, "small", "start")]
+    for n, (name, words) in enumerate(names.items()):
+        top = 66 + n * row
+        parts.append(text(left - 12, top + 27, words, "small", "end"))
+        for m, (kind, value) in enumerate(zip(("b", "both"), above[name], strict=True)):
+            parts.append(box(left, top + 23 * m, value * unit, 20, kind))
+            parts.append(text(left + value * unit + 6, top + 23 * m + 15, f"{value:.4f}", "small", "start"))
+    what = "Bars of four formats: training with the rounding wins back most of what rounding costs."
+    return figure("What training for a format wins back", what, parts, left + full + 64, 66 + len(names) * row)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "concepts/asynchrony.svg": schedule,
     "concepts/paging.svg": paged_cache,
     "concepts/what-bounds-a-program.svg": three_regimes,
+    "figures/formats.svg": trained_formats,
     # the README chooses by GitHub's setting, which may differ from the system's
     "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
     "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),
