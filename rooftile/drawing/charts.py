@@ -38,16 +38,17 @@ class Series:
 
 def log_chart(
     series: Sequence[Series], *, title: str, y_name: str, write: Write, x_name: str = "tokens", ticks: Sequence[float] = (),
-    mark: float | None = None,
+    mark: float | None = None, rings: Sequence[tuple[str, Point, str]] = (),
 ) -> str:  # fmt: skip
     """Draws lines over sequence length or another count, both axes logarithmic.
 
     ticks: on the horizontal axis; without them one at each point.
     mark: a place on the horizontal axis, between the first point and the last, for a dotted line with its number.
+    rings: around points, each with its kind and words for the reader who points at it.
     """
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
-    values = [y for line in series for _, y in line.points if y > 0]
+    values = [y for line in series for _, y in line.points if y > 0] + [y for _, (_, y), _ in rings]
     x_axis = Axis(
         low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
     )
@@ -58,6 +59,7 @@ def log_chart(
     for line in series:
         points = [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points]
         parts.append(_line(line, points, write, x_name))
+    parts += _rings(rings, x_axis, y_axis)
     parts.append(legend([(line.name, line.kind) for line in series]))
     return svg(title, f"{y_name} over {x_name}", parts)
 
@@ -89,9 +91,7 @@ def line_chart(
             continue
         broad = " broad" if n == 0 and len(series) > 1 else ""
         parts.append(f'<polyline class="line thin {line.kind}{broad}" points="{path(points)}"/>')
-    for kind, (x, y), words in rings:
-        place = f'cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}"'
-        parts.append(f'<circle class="ring {kind}" {place} r="8"><title>{words}</title></circle>')
+    parts += _rings(rings, x_axis, y_axis)
     if len(series) > 1:
         parts.append(legend([(line.name, line.kind) for line in series], marks=marks))
     return svg(title, f"{y_name} over {x_name}", parts)
@@ -108,6 +108,13 @@ def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
         parts.append(f'<rect class="bar {kind}" x="0" y="{y + 14}" width="{width:.1f}" height="18" rx="3"/>')
         parts.append(text(width + 8, y + 28, words, f"label {kind}", "start"))
     return svg(title, "bars", parts, height=46 * len(rows) + 4)
+
+
+def _rings(rings: Sequence[tuple[str, Point, str]], x_axis: Axis, y_axis: Axis) -> list[str]:
+    return [
+        f'<circle class="ring {kind}" cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" r="8"><title>{words}</title></circle>'
+        for kind, (x, y), words in rings
+    ]
 
 
 def _x_ticks(axis: Axis, lengths: Sequence[float], name: str) -> str:

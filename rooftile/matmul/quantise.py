@@ -28,7 +28,7 @@ from rooftile.operators import replaced, transforms_active
 from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory. The temporary tensors of fewer
-# numbers stay in a CPU's caches, so there it takes half to a fifth of the time, too
+# numbers stay in a CPU's caches, so there it takes less time, too
 AT_ONCE, AT_ONCE_ON_A_CPU = 1 << 24, 1 << 18
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -6,15 +6,20 @@ request with `rooftile.LLM`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rooftile.bench.learning.english import English
 from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, tokens_per_second
 from rooftile.hardware import ceilings
+from rooftile.hardware.clock import clock_for, medians
+from rooftile.matmul import QuantisedWeight, quantise_weight
+from rooftile.ops.linear import linear
 from rooftile.report.plan import Plan
 from rooftile.report.training import quiet
 from rooftile.spec import DTYPES
@@ -22,6 +27,8 @@ from rooftile.spec import DTYPES
 PIECES = 8
 # rows of activations in the roofline: a decode step of one answer, to a prompt
 ROWS = tuple(2**n for n in range(13))
+# ... and those of the products that are timed
+TIMED = (1, 16, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,16 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """The FLOP/s that a product reached here."""
+
+    name: str  # of its roofline
+    format: str  # of its weight
+    rows: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """The model in its own dtype, then in each format."""
 
@@ -40,6 +57,7 @@ class Weights:
     tokens_s: dict[str, float]  # for one request, on a GPU
     size: tuple[int, int]  # N and K of the product in the rooflines
     rooflines: tuple[Roofline, ...]
+    reached: tuple[Reached, ...]
 
 
 def measure(plan: Plan, folder: Path, device: str, step: Callable[[float, str], None]) -> Weights:
@@ -63,7 +81,11 @@ def measure(plan: Plan, folder: Path, device: str, step: Callable[[float, str], 
         for word in ("auto", *words):
             step(0.9, f"an answer with weights in {word}")
             speeds[plan.dtype if word == "auto" else word] = tokens_per_second(folder, word, device)
-    return Weights(weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, device, size))
+    step(0.95, "products with its weights")
+    return Weights(
+        weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, device, size),
+        reached=tuple(reached(plan, device, size)),
+    )  # fmt: skip
 
 
 def rooflines(plan: Plan, device: str, size: tuple[int, int], rows: Sequence[int] = ROWS) -> tuple[Roofline, ...]:
@@ -80,6 +102,25 @@ def rooflines(plan: Plan, device: str, size: tuple[int, int], rows: Sequence[int
             points.append((M, flops / max(flops / (speed * rates.flops_per_s), moved / rates.bytes_per_s)))
         found.append(Roofline(name=name, points=tuple(points)))
     return tuple(found)
+
+
+@torch.inference_mode()
+def reached(plan: Plan, device: str, size: tuple[int, int]) -> Iterator[Reached]:
+    """Times the product of each roofline with few rows and with many."""
+    (N, K), dtype, clock = size, DTYPES[plan.dtype], clock_for(torch.device(device), 5.0)
+    w = torch.randn(N, K, device=device, dtype=dtype) * K**-0.5
+    group = next((group for group in (128, 64, 32) if K % group == 0), -1)
+    weights: dict[tuple[str, str], Tensor | QuantisedWeight] = {
+        (plan.dtype, plan.dtype): w, ("8 bits", "int8"): quantise_weight(w, "int8"),
+        ("4 bits", "int4"): quantise_weight(w, "int4", group=group),
+    }  # fmt: skip
+    for rows in TIMED:
+        x = torch.randn(rows, K, device=device, dtype=dtype)
+        works = {names: partial(linear, x, weight) for names, weight in weights.items()}
+        for work in works.values():
+            work()
+        for (name, format), us in medians(works, clock, rounds=2).items():
+            yield Reached(name=name, format=format, rows=rows, flops_per_s=2e6 * rows * N * K / us)
 
 
 def _fits(word: str, size: tuple[int, int]) -> bool:

@@ -30,6 +30,8 @@ def section(found: Weights) -> dict[str, Any]:
         "charts": [*charts, _rooflines(found)],
         "table": _speeds(found),
         "note": (
+            "A ring is a product that was timed here, in int8 for 8 bits and in int4 for 4: above its line if the weight came from a cache, and far "
+            "below it where no kernel multiplies the format. "
             f"The text is one that the model has learnt, so only the distance to {plain.format} says something; below zero is chance. Groups of so small "
             "a model are small, so their scales weigh more than those of a large one. rooftile bench quality trains three models and tests them on "
             "held-out text."
@@ -55,8 +57,14 @@ def _rooflines(found: Weights) -> Chart:
         for line, kind in zip(found.rooflines, kinds, strict=True)
     ]
     title = f"Where bytes bind, and where arithmetic: a product with {N} × {K} weights, by their format"
+    of_line = {line.name: kind for line, kind in zip(found.rooflines, kinds, strict=True)}
+    rings = [
+        (of_line[one.name], (float(one.rows), one.flops_per_s), f"{one.format}, {one.rows} rows: {one.flops_per_s / 1e9:,.3g} G reached")
+        for one in found.reached
+    ]  # fmt: skip
     drawn = log_chart(
-        series, title=title, y_name="most FLOP/s", x_name="rows", write=lambda rate: f"{rate / 1e9:,.3g} G", ticks=(1, 8, 64, 512, 4096)
+        series, title=title, y_name="FLOP/s", x_name="rows", write=lambda rate: f"{rate / 1e9:,.3g} G", ticks=(1, 8, 64, 512, 4096),
+        rings=rings,
     )  # fmt: skip
     return Chart(title, safe(drawn))
 

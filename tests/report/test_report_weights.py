@@ -22,6 +22,7 @@ ROOFS = tuple(weights.Roofline(name=name, points=((1, 1e9), (4096, 1e12))) for n
 FOUND = weights.Weights(
     weighed=(Weighed("fp32", 8000, 2.0), Weighed("int8", 2000, 2.001), Weighed("int4:32", 1100, 2.02)), tokens_s={},
     size=(64, 32), rooflines=ROOFS,
+    reached=(weights.Reached(name="8 bits", format="int8", rows=16, flops_per_s=2.5e9),),
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def test_charts_and_a_table_where_there_is_a_gpu() -> None:
         "Bytes of the projections", "Nats per byte above fp32", "Where bytes bind, and where arithmetic"
     ]  # fmt: skip
     assert "+0.0200" in str(shown["charts"][1].picture)
+    assert "int8, 16 rows: 2.5 G reached" in str(shown["charts"][2].picture)
     assert shown["table"] is None
     table = weights_section.section(replace(FOUND, tokens_s={"fp32": 1234.5}))["table"]
     assert table.rows == [["fp32", "1,234"]]
@@ -57,6 +59,12 @@ def test_a_checkpoint_is_weighed_and_answers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, pad_token_id=None)).save_pretrained(tmp_path)
     found = weights.measure(PLAN, tmp_path, "cpu", lambda share, words: None)
+    assert [(one.name, one.format, one.rows) for one in found.reached] == [
+        (name, format, rows)
+        for rows in (1, 16, 256)
+        for name, format in (("fp32", "fp32"), ("8 bits", "int8"), ("4 bits", "int4"))
+    ]
+    assert all(one.flops_per_s > 0 for one in found.reached)
     names = [one.format for one in found.weighed]
     # groups of 64 do not divide rows of 32
     assert names == ["fp32", "fp8", "int8", "w8", "int4:32", "mxfp8", "mxfp4", "nvfp4"]
