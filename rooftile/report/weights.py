@@ -43,8 +43,8 @@ class Roofline:
 class Reached:
     """The FLOP/s that a product reached here."""
 
-    name: str  # of its roofline
-    format: str  # of its weight
+    name: str  # that of its roofline
+    format: str  # the format of its weight
     rows: int
     flops_per_s: float
 
