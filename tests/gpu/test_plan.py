@@ -30,7 +30,7 @@ def test_a_plan_is_applied(backward: bool) -> None:
     ids = torch.randint(256, (4, 512), device="cuda")
     plan = rt.plan(model(), ids, data=ids, max_loss=0.05, skip=["head"], backward=backward)
     for layer in plan.layers[:-1]:
-        assert [option.format for option in layer.options] == ["bf16", "fp8", "int8", "int4"]
+        assert [option.format for option in layer.options] == ["bf16", "fp8", "int8", "int4", *["2:4"] * (not backward)]
         assert all(option.measured_us and option.predicted_us > 0 for option in layer.options)
     assert plan.total.loss <= 0.05
     base = model()

@@ -120,7 +120,7 @@ def linears(model: transformers.PreTrainedModel, folder: Path, *, tiles: bool) -
         mine = {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
         codes = mine.get("weight", mine.get("_weight_qdata"))
         scales = next(mine[key] for key in ("weight_scale", "weight_scale_inv", "_weight_scale") if key in mine)
-        found.append(Codes(codes, scales, mine.get("input_scale"), tiles=tiles))
+        found.append(Codes(codes, scales, mine.get("input_scale", mine.get("activation_scale")), tiles=tiles))
         model.set_submodule(name, found[-1])
     return found
 
