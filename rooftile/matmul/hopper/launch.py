@@ -128,7 +128,7 @@ def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: i
 
 
 def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
-    """Returns how many programs share a product, at most one for each multiprocessor; `deterministic` ones are those of one row."""
+    """Returns how many programs share a product, at most one for each multiprocessor."""
     return _programs_of(sizes, processors, sharing_of(rows, is_codes))[0]
 
 
