@@ -9,6 +9,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.two_four.definition import CODES
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.plan import quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
@@ -101,7 +102,7 @@ def _parts(projection: Projection) -> tuple[Part, ...]:
 
 def _word(part: Part) -> str:
     if isinstance(part, TwoFour):
-        return f"2:4 {DTYPE_NAMES.get(part.dtype, 'fp8')}"
+        return f"2:4 {CODES.get(part.dtype) or DTYPE_NAMES[part.dtype]}"
     if not isinstance(part, QuantisedWeight):
         return DTYPE_NAMES[part.dtype]
     return f"{part.format}:{part.group}" if part.format == "int4" else part.format

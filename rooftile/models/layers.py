@@ -123,7 +123,7 @@ def numbers_of(part: Part, dtype: torch.dtype) -> Tensor:
 def _in_dtype(dtype: torch.dtype, part: Part) -> Part:
     """A part with 2:4 values in the model's dtype, and scales, too, where that changes none: as kernels ask."""
     if isinstance(part, TwoFour):
-        return part if part.dtype == torch.float8_e4m3fn else replace(part, values=part.values.to(dtype))
+        return part if part.dtype.itemsize == 1 else replace(part, values=part.values.to(dtype))
     if isinstance(part, Tensor) or part.format not in ("int4", "w8") or dtype.itemsize != 2:
         return part
     scales = part.scales.to(dtype)

@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import QuantisedWeight, backends
 from rooftile.matmul.two_four import backends as sparse_backends
 from rooftile.matmul.two_four import multiply_two_four
-from rooftile.matmul.two_four.definition import Product, Sparse
+from rooftile.matmul.two_four.definition import CODES, Product, Sparse
 from rooftile.numerics import QuantisedRows
 from rooftile.operators import autocast_on
 from rooftile.sparsity import TwoFour
@@ -35,7 +35,7 @@ def linear(
     A plain weight is multiplied by PyTorch in the dtype of x, and `out_dtype` converts that result.
 
     x and bias have gradients, through the dense numbers of the weight; a quantised or 2:4 weight is a constant. Formats fp8,
-    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row.
+    fp8_tile and int8, and 2:4 weights in FP8 and INT8, quantise x, row by row.
 
     What is not finite changes no other row. A row of x that holds NaN gives NaN alone. So does one that holds infinity where x is
     quantised; in w8, int4, mxfp8, mxfp4 and nvfp4 it gives what the product with the dequantised weight has in IEEE arithmetic:
@@ -134,8 +134,8 @@ def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour | Tensor
             raise InvalidInput(
                 f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
             )
-    if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour) and (x.format, weight.dtype) != ("fp8", torch.float8_e4m3fn):
-        raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; only FP8 multiplies codes, in fp8")
+    if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour) and x.format != CODES.get(weight.dtype):
+        raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; FP8 multiplies codes in fp8, INT8 in int8")
     if bias is not None and not isinstance(bias, Tensor):
         raise InvalidInput(f"bias is {type(bias).__name__}; must be a float tensor ({N},), or None")
     if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):

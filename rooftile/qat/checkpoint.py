@@ -45,7 +45,7 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
         folder: one that is not there yet, or empty.
         layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
-            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8.
+            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
 
     Raises:
         InvalidInput: the model is not prepared or cannot be stored so, or the folder is in use.
@@ -82,10 +82,10 @@ def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
         raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
     for name, layer in layers:
         rounding = layer.qat.rounding
-        fits = layer.qat.masking is not None and (rounding is None or rounding.format == "fp8")
+        fits = layer.qat.masking is not None and (rounding is None or rounding.format in ("fp8", "int8"))
         if layout == LAYOUT and not fits and not isinstance(layer, PreparedEmbedding):
             words = described(layer.qat)
-            raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8: leave layout out")
+            raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8 or int8: leave layout out")
 
 
 def _stored(

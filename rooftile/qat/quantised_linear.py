@@ -134,7 +134,7 @@ def _converted(layer: Prepared) -> nn.Module:
 
 
 def sparse_weight(layer: Prepared) -> TwoFour:
-    """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8."""
+    """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8 or INT8."""
     # either chooses the mask anew where that is due
     if layer.qat.rounding is None:
         kept = layer.kept_weight()

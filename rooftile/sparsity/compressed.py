@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.operators import call, define
 from rooftile.sparsity import definition
-from rooftile.sparsity.where import DTYPES, check_weight, is_raised, kernels_run_on
+from rooftile.sparsity.where import HELD, check_weight, is_raised, kernels_run_on
 from rooftile.words import answers_foreign_words
 
 
@@ -20,11 +20,11 @@ class TwoFour:
     """A weight (N, K) with two of each four neighbours along K, as `compress` makes it, for `linear`. It has no gradient.
 
     Args:
-        values: (N, K / 2), bf16, fp16, fp32, fp64 or FP8 (e4m3): the first and the second value of each four.
+        values: (N, K / 2), bf16, fp16, fp32, fp64, FP8 (e4m3) or INT8: the first and the second value of each four.
         places: uint8 (N, K / 8), rounded up: the index of a group's first value in two bits, and that of its second, which is
             larger, in the next two; the lower half of a byte is the first of two groups.
         shape: (N, K).
-        scales: FP8: fp32 (N, 1), what a row's values are multiplied by.
+        scales: FP8, INT8: fp32 (N, 1), what a row's values are multiplied by.
 
     Raises:
         InvalidInput: a tensor has another shape or dtype than it must have.
@@ -39,14 +39,14 @@ class TwoFour:
         N, K = self.shape
         if K % 4:
             raise InvalidInput(f"shape is {self.shape}; K must be a multiple of 4")
-        due = {"values": ((N, K // 2), DTYPES), "places": ((N, -(-K // 8)), (torch.uint8,)), "scales": ((N, 1), (torch.float32,))}
+        due = {"values": ((N, K // 2), HELD), "places": ((N, -(-K // 8)), (torch.uint8,)), "scales": ((N, 1), (torch.float32,))}
         for name, (shape, dtypes) in due.items():
             x = getattr(self, name)
             if x is not None and (tuple(x.shape) != shape or x.dtype not in dtypes):
                 words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise InvalidInput(f"{name} of a 2:4 weight {self.shape} are {x.dtype} {tuple(x.shape)}; must be {words} {shape}")
-        if self.scales is not None and self.values.dtype != torch.float8_e4m3fn:
-            raise InvalidInput(f"scales are given and values are {self.values.dtype}; only FP8 has scales")
+        if self.scales is not None and self.values.element_size() > 1:
+            raise InvalidInput(f"scales are given and values are {self.values.dtype}; only FP8 and INT8 have scales")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ class TwoFour:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: 9/16 of the dense weight in 16 bits, 5/8 in FP8."""
+        """Bytes of all tensors: 9/16 of the dense weight in 16 bits, 5/8 in FP8 and INT8."""
         return sum(x.nbytes for x in (self.values, self.places, self.scales) if x is not None)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -93,9 +93,9 @@ def compress(w: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
     """Keeps the weights under a mask, and drops the others.
 
     Args:
-        w: (N, K), bf16, fp16, fp32, fp64 or FP8 (e4m3), any strides.
+        w: (N, K), bf16, fp16, fp32, fp64, FP8 (e4m3) or INT8, any strides.
         mask: bool (N, K), True for exactly two of each four neighbours along K: from `two_four`.
-        scales: fp32 (N, 1), of the rows of an FP8 weight.
+        scales: fp32 (N, 1), of the rows of an FP8 or INT8 weight.
 
     Raises:
         InvalidInput: dtypes, shapes or devices do not fit, or a group keeps another number of weights than two.
@@ -106,7 +106,7 @@ def compress(w: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
         >>> weight.nbytes / w.nbytes
         0.5625
     """
-    check_weight(w)
+    check_weight(w, HELD)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != w.shape:
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidInput(f"mask is {what}; must be bool {tuple(w.shape)}, as two_four returns it")

@@ -8,7 +8,10 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.launch import INTERPRETED, is_capturing, triton_is_installed
 
+# what masks are chosen from
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+# what is compressed: codes of INT8 come with the mask of the weight that they are of
+HELD = (*DTYPES, torch.int8)
 
 
 def kernels_run_on(w: Tensor) -> bool:
@@ -18,11 +21,12 @@ def kernels_run_on(w: Tensor) -> bool:
     return triton_is_installed() if w.is_cuda else INTERPRETED and w.device.type == "cpu"
 
 
-def check_weight(w: object) -> None:
+def check_weight(w: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raises InvalidInput if w is no weight (N, K) with whole groups of four."""
-    if not isinstance(w, Tensor) or w.dtype not in DTYPES or w.ndim != 2:
+    if not isinstance(w, Tensor) or w.dtype not in dtypes or w.ndim != 2:
         what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-        raise InvalidInput(f"w is {what}; must be a tensor (N, K) of bfloat16, float16, float32, float64 or float8_e4m3fn")
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InvalidInput(f"w is {what}; must be a tensor (N, K) of {', '.join(names)} or {last}")
     if w.shape[1] % 4:
         raise InvalidInput(f"w is {tuple(w.shape)}; K must be a multiple of 4, since two of each four neighbours are kept")
 

@@ -57,6 +57,23 @@ def test_masks_values_and_places_are_those_of_a_cpu(N: int, K: int, dtype: torch
         assert torch.equal(definition.bits_of(mine.dense()).cpu(), definition.bits_of(due.dense()))
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("way", ["library", "dense", None])
+def test_products_of_int8_are_those_of_a_cpu(way: str | None, rows: int) -> None:
+    w = some(768, 4096)
+    mask = two_four(w)
+    codes = rt.quantise_weight(w * mask, "int8")
+    weight = compress(codes.codes, mask, codes.scales)
+    there = weight.to("cuda")
+    assert torch.equal(there.dense().cpu(), weight.dense())
+    if way == "library" and (reason := cusparselt.lack_of_library(there.device, is_int8=True)):
+        pytest.skip(reason)
+    x = torch.randn(rows, 4096).bfloat16()
+    found = rt.linear(x.cuda(), there, out_dtype=torch.float32, backend=way)
+    # sums are exact, and scales are multiplied in one order
+    torch.testing.assert_close(found.cpu(), rt.linear(x, weight, out_dtype=torch.float32), rtol=1e-6, atol=0)
+
+
 def test_hostile_blocks() -> None:
     inf = float("inf")
     rows = [[inf, -inf, inf, 0.0], [-0.0, 0.0, 0.0, -0.0], [1e-45, 0.0, 2e-45, -1e-45], [3e38, -3e38, 3.2e38, 3.1e38]]

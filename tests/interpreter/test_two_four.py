@@ -34,6 +34,22 @@ def test_masks_values_and_places(N: int, K: int, dtype: torch.dtype) -> None:
     assert torch.equal(definition.bits_of(dense), definition.bits_of(definition.dense(values, places, K)))
 
 
+@pytest.mark.parametrize("K", [36, 516])
+def test_codes_of_int8_are_moved_bit_for_bit(K: int) -> None:
+    w, mask = torch.randint(-128, 128, (12, K), dtype=torch.int8), two_four(some(12, K))
+    seen: list[str] = []
+    with launch.observe(seen.append):
+        weight = compress(w, mask)
+        dense = weight.dense()
+    assert seen == ["_compress", "_dense"]
+    values, places = definition.compressed(w, mask)
+    assert torch.equal(weight.values, values)
+    assert torch.equal(weight.places, places)
+    assert torch.equal(dense, torch.where(mask, w, 0))
+    with pytest.raises(rt.Unsupported, match="values in int8; has bfloat16, float16, FP8"):
+        rt.linear(torch.randn(3, K), weight, backend="triton")
+
+
 # sums of the largest numbers are infinite, as on a GPU
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_hostile_blocks() -> None:
@@ -117,8 +133,10 @@ def test_results_are_transposed(M: int, N: int, is_scaled: bool) -> None:
         assert torch.equal(transposed(y, M, None, None, None, torch.bfloat16), y[:, :M].T)
         return
     x_scales, w_scales, bias = torch.rand(M, 1), torch.rand(N, 1), torch.randn(N)
-    due = y[:, :M].T * x_scales * w_scales.T + bias
-    assert torch.equal(transposed(y, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())
+    # sums of fp32, and of int8 in int32
+    for sums in (y, (y * 1000).int()):
+        due = sums[:, :M].T * x_scales * w_scales.T + bias
+        assert torch.equal(transposed(sums, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())
 
 
 @pytest.mark.parametrize(

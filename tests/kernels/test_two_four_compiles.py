@@ -94,11 +94,11 @@ def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> Non
         assert not re.search(r"arith\.muli .*tensor<\d+xi32>", built.asm["ttir"])
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_results_are_transposed_in_whole_words(is_scaled: bool) -> None:
+@pytest.mark.parametrize("word", ["*bf16", "*fp32", "*i32"])
+def test_results_are_transposed_in_whole_words(word: str) -> None:
     from rooftile.matmul.two_four import transposed
 
-    word = "*fp32" if is_scaled else "*bf16"
+    is_scaled = word != "*bf16"
     for sm in (80, 90):
         built = compiled(
             transposed._transpose, sm, transposed.constants_of(4096, is_scaled, is_scaled), y_ptr=word, o_ptr="*bf16"

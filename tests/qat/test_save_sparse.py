@@ -26,15 +26,19 @@ def trained(format: Any = None, **recipe: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("layout", ["dense", "two_four"])
-@pytest.mark.parametrize("format", [None, "fp8", "int4:32"])
+@pytest.mark.parametrize("format", [None, "fp8", "int8", "int4:32"])
 @pytest.mark.parametrize("transposable", [False, True])
 def test_the_engine_serves_it(tmp_path: Path, format: str | None, layout: str, transposable: bool) -> None:
     model = trained(format, transposable=transposable)
     if layout == "two_four" and format == "int4:32":
-        with pytest.raises(InvalidInput, match=r"is int4:32 2:4; the layout 'two_four' has 2:4 alone or with fp8"):
+        with pytest.raises(InvalidInput, match=r"is int4:32 2:4; the layout 'two_four' has 2:4 alone or with fp8 or int8"):
             rt.qat.save(model, tmp_path / "saved", layout=layout)
         return
     rt.qat.save(model, tmp_path / "saved", layout=layout)
+    if layout == "two_four":
+        (part,) = Decoder.from_folder(tmp_path / "saved", device="cpu", dtype=torch.bfloat16).layers[0].down.parts
+        assert isinstance(part, TwoFour)
+        assert part.dtype == {None: torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[format]
     prompt = [3, 1, 4, 1, 5]
     asked = rt.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     (output,) = rt.LLM(tmp_path / "saved", **ROOM).generate([prompt], asked)

@@ -36,6 +36,19 @@ def test_expanded_bits(dtype: torch.dtype, K: int) -> None:
         assert_same_bits(weight.dense(), masked(w, mask))
 
 
+@pytest.mark.parametrize("K", [4, 12, 64, 516])
+def test_codes_of_int8(K: int) -> None:
+    w = torch.randint(-128, 128, (8, K), dtype=torch.int8, generator=torch.Generator().manual_seed(K))
+    w[0, :4] = -128
+    mask = two_four(some(8, K))
+    weight = compress(w, mask)
+    assert weight.dtype == torch.int8
+    assert_same_bits(weight.dense(), masked(w, mask))
+    # -128 has no size in its own dtype, so a mask comes from the weight before
+    with pytest.raises(InvalidInput, match=r"w is torch.int8 \(8, .*\); must be a tensor \(N, K\) of .* or float8_e4m3fn"):
+        two_four(w)
+
+
 def test_all_pairs_of_places_and_hostile_values() -> None:
     masks = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1]]).bool()
     w = torch.tensor([[-0.0, math.inf, -math.inf, math.nan]]).expand(6, 4)
@@ -52,10 +65,11 @@ def test_bytes() -> None:
         assert compress(w, two_four(w)).nbytes == share * w.nbytes
 
 
-def test_scales_of_fp8() -> None:
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_scales_of_codes(format: str) -> None:
     w = torch.randn(16, 64)
     mask = two_four(w)
-    codes = rt.quantise_weight(w * mask, "fp8")
+    codes = rt.quantise_weight(w * mask, format)
     weight = compress(codes.codes, mask, codes.scales)
     assert torch.equal(weight.dense(), codes.dequantise())
     assert weight.dense(torch.bfloat16).dtype == torch.bfloat16
@@ -116,5 +130,5 @@ def test_bad_input() -> None:
         TwoFour(weight.values, weight.places, (8, 64))
     with pytest.raises(InvalidInput, match=r"shape is \(8, 30\); K must be a multiple of 4"):
         TwoFour(weight.values, weight.places, (8, 30))
-    with pytest.raises(InvalidInput, match=r"scales are given and values are torch.float32; only FP8 has scales"):
+    with pytest.raises(InvalidInput, match=r"scales are given and values are torch.float32; only FP8 and INT8 have scales"):
         compress(w, mask, torch.ones(8, 1))

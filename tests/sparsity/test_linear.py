@@ -28,11 +28,11 @@ def weight_of(dtype: torch.dtype = torch.float32, transposable: bool = False) ->
     return compress(w, two_four(w, transposable))
 
 
-def fp8() -> tuple[TwoFour, rt.QuantisedWeight]:
-    """A weight in FP8 as 2:4, and as a dense one with zeros."""
+def coded(format: str) -> tuple[TwoFour, rt.QuantisedWeight]:
+    """A weight in FP8 or INT8 as 2:4, and as a dense one with zeros."""
     w = some(N, K)
     mask = two_four(w)
-    dense = rt.quantise_weight(w * mask, "fp8")
+    dense = rt.quantise_weight(w * mask, format)
     return compress(dense.codes, mask, dense.scales), dense
 
 
@@ -68,15 +68,36 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
         assert torch.equal(rt.linear(x[n : n + 1], weight, deterministic=True)[0], found[n])
 
 
-def test_fp8_is_the_dense_fp8_product_bit_for_bit() -> None:
-    sparse, dense = fp8()
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_codes_are_the_dense_product_of_codes_bit_for_bit(format: str) -> None:
+    sparse, dense = coded(format)
     x, bias = torch.randn(7, K).bfloat16(), torch.randn(N)
     assert torch.equal(rt.linear(x, sparse, bias), rt.linear(x, dense, bias))
-    rows = quantise_rows(x, "fp8")
+    rows = quantise_rows(x, format)
     assert torch.equal(rt.linear(rows, sparse), rt.linear(rows, dense))
-    plain = compress(dense.codes, two_four(dense.codes))
-    ones = rt.QuantisedWeight(dense.codes, torch.ones(N, 1), None, None, "fp8", K, (N, K))
+    for fixed in (False, True):
+        y = rt.linear(x.double(), sparse, bias, deterministic=fixed)
+        # by its own words, in fp64
+        due = rows.dequantise(torch.float64) @ dense.dequantise(torch.float64).T + bias.double()
+        torch.testing.assert_close(y, due, rtol=1e-6, atol=1e-6)
+    plain = compress(dense.codes, two_four(dense.codes.float()))
+    ones = rt.QuantisedWeight(dense.codes, torch.ones(N, 1), None, None, format, K, (N, K))
     assert torch.equal(rt.linear(x, plain), rt.linear(x, ones))
+    x[3, 5] = torch.nan
+    lost = rt.linear(x, sparse, bias)
+    assert lost[3].isnan().all()
+    assert torch.equal(lost[:3], rt.linear(x[:3], dense, bias))
+
+
+def test_sums_of_int8_are_exact() -> None:
+    """Sums of 2^16 products have more bits than fp32, to which they are rounded once."""
+    columns, generator = 1 << 17, torch.Generator().manual_seed(3)
+    w = torch.randint(1, 128, (3, columns), dtype=torch.int8, generator=generator)
+    weight = compress(w, two_four(torch.rand(3, columns, generator=generator)), torch.ones(3, 1))
+    rows = quantise_rows(torch.randint(1, 128, (2, columns), generator=generator).float(), "int8")
+    found = rt.linear(rows, weight, out_dtype=torch.float32)
+    due = (rows.codes.long() @ weight.dense().long().T).float() * rows.scales
+    assert torch.equal(found, due)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -90,8 +111,9 @@ def test_gradients(bias: bool) -> None:
     assert torch.equal(jacobian, weight.dense())
 
 
-def test_gradients_of_fp8_go_through_its_numbers() -> None:
-    sparse, dense = fp8()
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_gradients_of_codes_go_through_their_numbers(format: str) -> None:
+    sparse, dense = coded(format)
     x = torch.randn(5, K, requires_grad=True)
     (found,) = torch.autograd.grad(rt.linear(x, sparse).square().sum(), x)
     (due,) = torch.autograd.grad(rt.linear(x, dense).square().sum(), x)
@@ -125,14 +147,34 @@ def test_refusals() -> None:
         rt.linear(x, weight, backend="cuda")
     with pytest.raises(InvalidInput, match=r"x is \(2, 32\) and the weight \(48, 64\)"):
         rt.linear(x[:, :32], weight)
-    with pytest.raises(InvalidInput, match=r"x is in int8 and the 2:4 weight in torch.float32; only FP8 multiplies codes"):
-        rt.linear(quantise_rows(x, "int8"), weight)
+    fp8, int8 = coded("fp8")[0], coded("int8")[0]
+    for one, format in ((weight, "int8"), (fp8, "int8"), (int8, "fp8"), (fp8, "fp8_tile")):
+        with pytest.raises(InvalidInput, match=rf"x is in {format} and the 2:4 weight in {one.dtype}; FP8 multiplies codes"):
+            rt.linear(quantise_rows(x, format), one)
     assert "definition  runs" in explain_linear(x, weight)
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_the_library_is_tried_in_each_kind_of_number(library: Library, monkeypatch: pytest.MonkeyPatch, is_int8: bool) -> None:
+    monkeypatch.setattr(cusparselt, "_TRIED", {})
+    assert cusparselt.lack_of_library(torch.device("cpu"), is_int8=is_int8) == ""
+    assert library.packed == 1
+    assert list(cusparselt._TRIED) == [(torch.device("cpu"), is_int8)]
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", lambda a, b, **options: torch.zeros(64, 64))
+    monkeypatch.setattr(cusparselt, "_TRIED", {})
+    assert cusparselt.lack_of_library(torch.device("cpu"), is_int8=is_int8).startswith("cuSPARSELt with wrong results; needs")
+
+
+def test_kernels_of_ours_have_no_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    asked = backends.Call(torch.empty(3, K), None, backends.Sparse(*weight_tensors(coded("int8")[0])), None,
+                          backends.Product(N, K, torch.bfloat16, False))  # fmt: skip
+    assert "values in int8; has bfloat16, float16, FP8" in list(backends._refusals_of_ours(asked, "triton"))
 
 
 def test_shapes_that_cusparselt_refuses() -> None:
     assert not list(cusparselt.refusals_of_shape(torch.bfloat16, 4096, 14336))
-    assert list(cusparselt.refusals_of_shape(torch.float32, 64, 64)) == ["values in float32; has bfloat16, float16, FP8"]
+    assert list(cusparselt.refusals_of_shape(torch.float32, 64, 64)) == ["values in float32; has bfloat16, float16, FP8, int8"]
     assert list(cusparselt.refusals_of_shape(torch.float8_e4m3fn, 48, 64)) == ["a weight 48 x 64; has multiples of 32"]
     # one probe, and one sentence where the library does not run
     reason = cusparselt.lack_of_library(torch.device("cpu"))
@@ -154,13 +196,13 @@ class Library:
         return w.clone()
 
     def multiply(
-        self, a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype | None
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         assert a.dtype == b.dtype
         assert b.T.is_contiguous()
         assert b.shape[1] % 16 == 0
         assert bias is None or bias.dtype == a.dtype
-        assert (out_dtype is not None) == (a.dtype == torch.float8_e4m3fn)
+        assert out_dtype == {torch.float8_e4m3fn: torch.float32, torch.int8: torch.int32}.get(a.dtype)
         y = a.float() @ b.float() + (0 if bias is None else bias.float()[:, None])
         return y.to(out_dtype or a.dtype)
 
@@ -173,14 +215,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_the_librarys_product_by_its_documentation(library: Library, dtype: torch.dtype) -> None:
-    weight = fp8()[0] if dtype == torch.float8_e4m3fn else weight_of(dtype)
+@pytest.mark.parametrize("format", [None, "fp8", "int8"])
+def test_the_librarys_product_by_its_documentation(library: Library, format: str | None) -> None:
+    weight = weight_of(torch.bfloat16) if format is None else coded(format)[0]
     parts, bias = backends.Sparse(*weight_tensors(weight)), torch.randn(N).bfloat16()
     product = backends.Product(N, K, torch.bfloat16, False)
     for rows in (65, 100, 128):
         x = torch.randn(rows, 2 * K).bfloat16()[:, ::2]
-        given = quantise_rows(x, "fp8") if dtype == torch.float8_e4m3fn else None
+        given = None if format is None else quantise_rows(x, format)
         arguments = (x, None) if given is None else (given.codes, given.scales)
         found = cusparselt.multiply(*arguments, parts, bias, product)
         due = rt.linear(x, weight, bias, backend="definition")
@@ -211,7 +253,9 @@ def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytes
     monkeypatch.setattr(cusparselt, "is_capturing", lambda: True)
     monkeypatch.setattr(cusparselt, "_TRIED", {})
     device = torch.device("cuda", 0)
-    assert cusparselt.lack_of_library(device).startswith("cuSPARSELt that was not tried before this CUDA graph; needs")
+    for is_int8 in (False, True):
+        reason = cusparselt.lack_of_library(device, is_int8=is_int8)
+        assert reason.startswith("cuSPARSELt that was not tried before this CUDA graph; needs")
     assert not cusparselt._TRIED
     values = OnCuda()
     weight = backends.Sparse(values, None, None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul.backends import explained, gluon_is_installed
 from rooftile.matmul.two_four import cusparselt, definition
-from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
+from rooftile.matmul.two_four.definition import CODES, Product, Sparse, scales_of
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 from rooftile.sparsity.compressed import two_four_dense
 
@@ -50,8 +50,8 @@ def run(asked: Call, name: str) -> Tensor:
             raise Unsupported(f"backend {name!r} cannot multiply this 2:4 weight: {'; '.join(reasons)}")
     else:
         name = next(each for each in order(asked) if next(refusals(each, asked), None) is None)
-    if asked.weight.values.dtype == FP8 and asked.x_scales is None:
-        codes, scales = _quantised(asked.x, name)
+    if asked.weight.values.dtype in CODES and asked.x_scales is None:
+        codes, scales = _quantised(asked.x, CODES[asked.weight.values.dtype], name)
         asked = asked._replace(x=codes, x_scales=scales)
     return _multiply_of(name)(*asked)
 
@@ -102,6 +102,8 @@ def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
         yield from _hopper_refusals(asked, capability)
     elif capability < least:
         yield f"compute capability {capability[0]}.{capability[1]}; needs {least[0]}.{least[1]}"
+    if values.dtype == torch.int8:
+        yield "values in int8; has bfloat16, float16, FP8"
     yield from _refusals_of_dtypes(asked, (torch.bfloat16, torch.float16))
     if values.dtype == FP8 and asked.x_scales is None and asked.product.K > LONGEST_ROW:
         yield f"rows of {asked.product.K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
@@ -121,27 +123,28 @@ def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
 def _library_refusals(asked: Call) -> Iterator[str]:
     yield from _refusals_of_dtypes(asked, (torch.bfloat16, torch.float16))
     yield from cusparselt.refusals_of_shape(asked.weight.values.dtype, asked.product.N, asked.product.K)
-    if asked.weight.values.dtype != FP8 and asked.product.out_dtype != asked.x.dtype:
+    if asked.weight.values.dtype not in CODES and asked.product.out_dtype != asked.x.dtype:
         yield f"x in {asked.x.dtype} and results in {asked.product.out_dtype}; has one dtype for both"
-    if reason := cusparselt.lack_of_library(asked.x.device) or cusparselt.lack_of_packed(asked.weight):
+    lack = cusparselt.lack_of_library(asked.x.device, is_int8=asked.weight.values.dtype == torch.int8)
+    if reason := lack or cusparselt.lack_of_packed(asked.weight):
         yield reason
 
 
 def _refusals_of_dtypes(asked: Call, known: tuple[torch.dtype, ...]) -> Iterator[str]:
     x, values = asked.x.dtype, asked.weight.values.dtype
-    if values == FP8:
+    if values in CODES:
         return
     if values not in known or x != values:
         words = [str(dtype).removeprefix("torch.") for dtype in (x, values)]
         yield f"x in {words[0]} and values in {words[1]}; has both in bfloat16 or both in float16, and FP8"
 
 
-def _quantised(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _quantised(x: Tensor, format: str, name: str) -> tuple[Tensor, Tensor]:
     if name == "definition" or x.shape[1] > LONGEST_ROW or not triton_is_installed():
-        return rows_as_codes(x, "fp8", None)
+        return rows_as_codes(x, format, None)
     from rooftile.numerics import kernels
 
-    return kernels.quantise(x, "fp8", None)
+    return kernels.quantise(x, format, None)
 
 
 def _multiply_of(name: str) -> Multiply:
@@ -159,7 +162,7 @@ def _multiply_of(name: str) -> Multiply:
 def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
     w = two_four_dense(weight.values, weight.places, product.K)
     if x_scales is not None:
-        words = ("fp8", product.K, product.N, product.K, product.out_dtype, product.deterministic, "")
+        words = (CODES[w.dtype], product.K, product.N, product.K, product.out_dtype, product.deterministic, "")
         return matmul.product.run(x, x_scales, w, scales_of(weight), None, None, None, None, bias, *words)
     y = functional.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return y.to(product.out_dtype)

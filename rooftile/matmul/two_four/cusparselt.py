@@ -19,28 +19,29 @@ from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.sparsity.compressed import two_four_dense
 
 # by dtype: N and K of the weight are multiples of it
-MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32}
+MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32, torch.int8: 32}
 # rows are padded to a multiple, for every dtype
 ROWS = 16
 _PACKED: Any = WeakIdKeyDictionary()
-# why it does not run, by device
-_TRIED: dict[torch.device, str] = {}
+# why it does not run, by device, and whether values are int8
+_TRIED: dict[tuple[torch.device, bool], str] = {}
 
 
-def lack_of_library(device: torch.device) -> str:
+def lack_of_library(device: torch.device, *, is_int8: bool = False) -> str:
     """Says why cuSPARSELt does not run on a device, after one small product there; nothing if it runs."""
-    if device not in _TRIED:
+    if (device, is_int8) not in _TRIED:
         if device.type == "cuda" and is_capturing():
             # what runs while a graph is captured has no result to look at
             return "cuSPARSELt that was not tried before this CUDA graph; needs one product outside of it"
-        _TRIED[device] = _tried(device)
-    return _TRIED[device]
+        _TRIED[device, is_int8] = _tried(device, is_int8)
+    return _TRIED[device, is_int8]
 
 
-def _tried(device: torch.device) -> str:
+def _tried(device: torch.device, is_int8: bool) -> str:
     try:
-        w = torch.eye(64, dtype=torch.bfloat16, device=device)
-        y = torch._cslt_sparse_mm(torch._cslt_compress(w), w)
+        w = torch.eye(64, dtype=torch.int8 if is_int8 else torch.bfloat16, device=device)
+        # transposed as in a product; int8 has no other order
+        y = torch._cslt_sparse_mm(torch._cslt_compress(w), w.T, out_dtype=torch.int32 if is_int8 else None).to(w.dtype)
         if not torch.equal(y, w):
             return "cuSPARSELt with wrong results; needs a PyTorch whose cuSPARSELt fits its CUDA"
     # whatever stops the library is the reason: it may be missing, of another CUDA, or without this chip
@@ -52,17 +53,19 @@ def _tried(device: torch.device) -> str:
 def refusals_of_shape(dtype: torch.dtype, N: int, K: int) -> Iterator[str]:
     """Yields why cuSPARSELt does not take a weight."""
     if dtype not in MULTIPLES:
-        yield f"values in {str(dtype).removeprefix('torch.')}; has bfloat16, float16, FP8"
+        yield f"values in {str(dtype).removeprefix('torch.')}; has bfloat16, float16, FP8, int8"
     elif N % MULTIPLES[dtype] or K % MULTIPLES[dtype]:
         yield f"a weight {N} x {K}; has multiples of {MULTIPLES[dtype]}"
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
-    """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
+    """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
     packed = packed_of(weight, product.K)
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
-    return _transposed(_sums(x, packed, None, torch.float32), x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
+    # products of int8 are exact
+    y = _sums(x, packed, None, torch.int32 if x.dtype == torch.int8 else torch.float32)
+    return _transposed(y, x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
 
 
 def lack_of_packed(weight: Sparse) -> str:

@@ -18,7 +18,11 @@ class Sparse(NamedTuple):
 
     values: Tensor  # (N, K / 2)
     places: Tensor  # (N, K / 8)
-    scales: Tensor | None  # FP8: (N, 1)
+    scales: Tensor | None  # FP8, INT8: (N, 1)
+
+
+# the format that x is quantised to, by the dtype of values: those that are codes
+CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
 class Product(NamedTuple):
@@ -31,17 +35,17 @@ class Product(NamedTuple):
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
-    """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
+    """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
     w = two_four_dense(weight.values, weight.places, product.K)
     if x_scales is None:
         return multiply_dense(x, w.to(x.dtype), bias, product.out_dtype, deterministic=product.deterministic)
     parts = Parts(w, scales_of(weight), None, None, None)
-    named = definition.Product("fp8", product.K, product.N, product.K, product.out_dtype, product.deterministic)
+    named = definition.Product(CODES[w.dtype], product.K, product.N, product.K, product.out_dtype, product.deterministic)
     return definition.multiply(x, x_scales, parts, bias, named)
 
 
 def scales_of(weight: Sparse) -> Tensor:
-    """The scales (N, 1) of an FP8 weight; ones where it has none."""
+    """The scales (N, 1) of a weight in codes; ones where it has none."""
     if weight.scales is not None:
         return weight.scales
     return torch.ones(weight.values.shape[0], 1, device=weight.values.device)

@@ -1,4 +1,4 @@
-"""2:4 weights as `rooftile.qat.save(layout="two_four")` stores them: values and places, and scales of FP8."""
+"""2:4 weights as `rooftile.qat.save(layout="two_four")` stores them: values and places, and scales of FP8 and INT8."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TwoFourReader:
         return module in self.modules or f"model.{module}" in self.modules
 
     def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """FP8 has scales."""
+        """FP8 and INT8 have scales."""
         return (VALUES, PLACES), (SCALES,)
 
     def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> TwoFour:
