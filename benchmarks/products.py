@@ -73,7 +73,7 @@ def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
 def programs_for(tile: Tile, M: int, N: int, K: int, processors: int) -> list[int]:
     """Returns numbers of programs: those that are chosen, all multiprocessors, and whole tiles or shares of one."""
     sizes = launch.sizes_of(tile, M, N, K, False)
-    found = {launch.programs_of(sizes, processors, is_codes=is_codes) for is_codes in (False, True)}
+    found = {launch.programs_of(sizes, processors, M, is_codes=is_codes) for is_codes in (False, True)}
     found |= {min(processors, sizes.tiles * sizes.steps // 2), min(processors, sizes.tiles), min(processors, 2 * sizes.tiles)}
     return sorted(found - {0})
 

@@ -168,7 +168,7 @@ def by_gptqmodel() -> Made:
         tensors |= {f"{name}.{key}": x.clone() for key, x in {**made.state_dict(), **found}.items()}
         section = config.to_dict()
         # paths of the machine that wrote it
-        # as a saved model names its writer, which says what zero points of 0 became; the rest are settings of the run
+        # a saved model names its writer so, which says what zero points of 0 became; the rest are settings of the run
         section["meta"] = {"quantizer": [f"gptqmodel:{VERSIONS['gptqmodel']}"]}
         sections[name] = json.loads(json.dumps(section))
     return Made(tensors, sections, {})

@@ -8,9 +8,9 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.launch import INTERPRETED, is_capturing, triton_is_installed
 
-# what masks are chosen from
+# a mask is chosen from a weight of these
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
-# what is compressed: codes of INT8 come with the mask of the weight that they are of
+# ... and a weight of these is compressed: codes of INT8 come with the mask of the weight that was quantised to them
 HELD = (*DTYPES, torch.int8)
 
 

@@ -64,7 +64,7 @@ def test_programs_share_all_steps(
     tiles, steps = sizes.tiles, sizes.steps
     rows = -(-M // tile.block_m)
     assert sizes.spread == (1 if fixed else rows)
-    programs = launch.programs_of(sizes, processors)
+    programs = launch.programs_of(sizes, processors, 1 if fixed else M)
     assert 1 <= programs <= processors
     line = Line(monkeypatch, sizes, programs, tile)
     parts: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(tiles)}
@@ -113,7 +113,7 @@ def test_the_order_of_sums_does_not_follow_from_rows(N: int, K: int, name: str) 
     for M in (1, 2, 16, 63, 64, 65, 128, 256, 512):
         tile = launch.tile_of(M, N, K, name, True)
         sizes = launch.sizes_of(tile, M, N, K, True)
-        found.add((tile.block_n, launch.programs_of(sizes, 132)))
+        found.add((tile.block_n, launch.programs_of(sizes, 132, 1)))
     assert len(found) == 1
 
 

@@ -26,6 +26,15 @@ def plain(folder: Path, **settings: Any) -> transformers.PreTrainedModel:
     return model
 
 
+def merged_modules(layer: Any) -> dict[str, list[torch.nn.Linear]]:
+    """Returns the modules of a layer of Transformers that each projection of ours has side by side."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return {
+        "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "o": [attention.o_proj],
+        "up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
+    }  # fmt: skip
+
+
 def words(codes: Tensor, bits: int = 4) -> Tensor:
     """Words of int32 along the last axis, the first code in the lowest bits."""
     codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % (32 // bits))).unflatten(-1, (-1, 32 // bits))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rooftile.models import Decoder
-from tests.models.quantised import plain
+from tests.models.quantised import merged_modules, plain
 
 pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
 
@@ -84,12 +84,7 @@ def test_weights_are_those_that_it_decompresses(preset: str, tmp_path: Path) -> 
     model = compressed(preset, tmp_path)
     decoder = Decoder.from_folder(tmp_path)
     for ours, layer in zip(decoder.layers, model.model.layers, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        due = {
-            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "o": [attention.o_proj],
-            "up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
-        }  # fmt: skip
-        for name, modules in due.items():
+        for name, modules in merged_modules(layer).items():
             projection = getattr(ours, name)
             assert {part.format for part in projection.parts} == {PRESETS[preset]}
             weight = torch.cat([module.weight for module in modules])

@@ -16,7 +16,7 @@ from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
 from rooftile.models.checkpoints import weights
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts
-from tests.models.quantised import KINDS, configure, plain, quantised, words
+from tests.models.quantised import KINDS, configure, merged_modules, plain, quantised, words
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,12 +24,7 @@ def test_weights_are_those_of_the_layout(kind: str, tmp_path: Path) -> None:
     model = quantised(kind, tmp_path)
     decoder = Decoder.from_folder(tmp_path)
     for ours, theirs in zip(decoder.layers, model.model.layers, strict=True):
-        attention, mlp = theirs.self_attn, theirs.mlp
-        due = {
-            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "o": [attention.o_proj],
-            "up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
-        }  # fmt: skip
-        for name, parts in due.items():
+        for name, parts in merged_modules(theirs).items():
             projection = getattr(ours, name)
             assert projection.weight is None
             assert all(isinstance(part, QuantisedWeight) for part in projection.parts)

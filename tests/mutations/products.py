@@ -56,8 +56,8 @@ MUTATIONS = {
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
     "hopper, a gate's partial": Mutation(
-        "matmul/hopper/schedule.py", "acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block + 1, place, to)",
-        "acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block, place, to)",
+        "matmul/hopper/schedule.py", "acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block + 1, place, to)",
+        "acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block, place, to)",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated_gates"),
     ),
     "hopper, the rows of a tile": Mutation(

@@ -103,7 +103,7 @@ def with_larger_scales(w: Tensor) -> Tensor:
     return (decode(codes, FP4_E2M1) * (outer * inner)).flatten(1)
 
 
-# what torchao rounds by a rule of its own, that rule, and the word of ours
+# torchao rounds these by a rule of its own: that rule, and our word for the format
 RULES = {
     "int8": (lambda w: by_half_codes(w, w.shape[1], 8), "int8"),
     "int4:32": (lambda w: by_half_codes(w, 32, 4), "int4:32"),

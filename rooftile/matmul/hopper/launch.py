@@ -44,12 +44,12 @@ MOST_STAGES = 12
 BYTES = 64
 # ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself
 ORDERS = 32
-# what it costs that programs share tiles, in steps of a program: if each tile has as many programs, and if not. Steps of codes
-# take half as long as those of 16-bit numbers.
-SHARING, SHARING_CODES = (9, 16), (16, 28)
-# steps of a tile twice as large, in steps: it reads less from the L2 cache
+# a program that shares tiles takes so many steps more: where each tile has as many programs, and where not. Parts of up to
+# ORDERS rows of x are small. Steps of codes take half as long as those of 16-bit numbers.
+SHARING_FEW, SHARING, SHARING_CODES = (3, 12), (9, 16), (16, 28)
+# a step of a tile twice as large takes as long as so many steps: it reads less from the L2 cache
 TWICE = 1.86
-# steps in the line, at most: times a number of programs they are a number of 32 bits
+# the line has at most so many steps: times a number of programs, they are a number of 32 bits
 MOST_STEPS = 1 << 23
 # steps over K per program, at least
 LEAST_STEPS = 2
@@ -82,7 +82,7 @@ def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors
         tile, larger, twice = Tile(1, 128, 1, 0), Tile(1, 256, 1, 0), True
     rows = 1 if deterministic else M
     costs = [
-        each * _programs_of(sizes_of(one, rows, N, K, deterministic), processors, sharing_of(is_codes))[1]
+        each * _programs_of(sizes_of(one, rows, N, K, deterministic), processors, sharing_of(rows, is_codes))[1]
         for each, one in ((1.0, tile), (TWICE, larger))
     ]  # fmt: skip
     # how many rows of x a tile has does not change the order of sums
@@ -91,9 +91,11 @@ def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors
     return tile._replace(STAGES=_stages(tile, M, format))
 
 
-def sharing_of(is_codes: bool) -> tuple[int, int]:
-    """Returns what it costs that programs share tiles, in steps."""
-    return SHARING_CODES if is_codes else SHARING
+def sharing_of(rows: int, is_codes: bool) -> tuple[int, int]:
+    """Returns the steps that it costs to share tiles of so many rows of x: evenly, and unevenly."""
+    if is_codes:
+        return SHARING_CODES
+    return SHARING_FEW if rows <= ORDERS else SHARING
 
 
 def _stages(tile: Tile, M: int, format: str) -> int:
@@ -125,9 +127,12 @@ def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: i
     return Sizes(M, N, tiles * spread, steps, spread)
 
 
-def programs_of(sizes: Sizes, processors: int, *, is_codes: bool = False) -> int:
-    """Returns how many programs share a product, at most one for each multiprocessor."""
-    return _programs_of(sizes, processors, sharing_of(is_codes))[0]
+def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
+    """Returns how many programs share a product of so many rows of x, at most one for each multiprocessor.
+
+    Under `deterministic` they are those of one row.
+    """
+    return _programs_of(sizes, processors, sharing_of(rows, is_codes))[0]
 
 
 @cache
@@ -256,7 +261,7 @@ def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, prod
     tile = gated_tile_of(x.shape[0], product.format)
     half = product._replace(N=product.N // 2)
     sizes = _sizes_of_halves(tile, x.shape[0], half)
-    programs = programs_of(sizes, processors_of(x.device))
+    programs = programs_of(sizes, processors_of(x.device), x.shape[0])
     _start_widened(tile, programs, sizes, x, ordered, parts, bias, half, o, kind)
     return o
 
@@ -270,7 +275,7 @@ def multiply_gated_codes(
     scales = torch.empty((M, 1), dtype=torch.float32, device=x.device)
     tile = gated_tile_of(M, product.format)
     sizes = _sizes_of_halves(tile, M, half)
-    programs = programs_of(sizes, processors_of(x.device), is_codes=True)
+    programs = programs_of(sizes, processors_of(x.device), M, is_codes=True)
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
     kernel, constants = _kernel_of_gates(product.out_dtype, kind, bias is not None, tile)
     w_scales = parts.scales.contiguous()
@@ -339,7 +344,7 @@ def _tile(x: Tensor, product: Product) -> Tile:
 def _programs(tile: Tile, x: Tensor, product: Product) -> int:
     # under `deterministic` as if there were one row
     rows = 1 if product.deterministic else x.shape[0]
-    return programs_of(_sizes(tile, rows, product), processors_of(x.device), is_codes=product.activations is not None)
+    return programs_of(_sizes(tile, rows, product), processors_of(x.device), rows, is_codes=product.activations is not None)
 
 
 def shared_sums(

@@ -202,16 +202,16 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, mo
 
 
 @gluon.jit
-def _in_line(acc, to: Product):
-    """A block's numbers (64, COLUMNS), each four of a thread side by side, those of a warp's threads beside them."""
+def _flattened(acc, to: Product):
+    """A block's numbers (64, COLUMNS) so that a thread has four side by side, and its neighbours those beside them."""
     parts = acc.reshape([4, 2, 8, to.COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return parts.reshape([to.COLUMNS // 8, ROWS * 8])
 
 
 @gluon.jit
-def _in_block(line, layout: gl.constexpr, to: Product):
-    """Undoes `_in_line`; no number changes its thread."""
-    parts = line.reshape([to.COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+def _in_rows(flat, layout: gl.constexpr, to: Product):
+    """Undoes `_flattened`; no number changes its thread."""
+    parts = flat.reshape([to.COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     return gl.convert_layout(parts.reshape([ROWS, to.COLUMNS]), layout)
 
 
@@ -225,7 +225,7 @@ def _part(to: Product, program, last, tile_m, block, place):
 def _sum_of_parts(start, last, tile_m, block, place, to: Product):
     """The parts of all programs that share a tile, added in the order of K."""
     acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
-    # as many at a time as registers hold: a program waits once for all of them
+    # a program loads as many at a time as its registers hold, and waits once for all of them
     AT_ONCE: gl.constexpr = 4 if to.COLUMNS <= 64 else 2 if to.COLUMNS == 128 else 1
     for program in range(start + 1, last + 1, AT_ONCE):
         first = _part(to, program, last, tile_m, block, place)
@@ -244,18 +244,18 @@ def _sum_of_parts(start, last, tile_m, block, place, to: Product):
 
 
 @gluon.jit
-def _places(line, to: Product):
+def _places(flat, to: Product):
     """Places of a block's numbers in its partial."""
-    layout: gl.constexpr = line.type.layout
+    layout: gl.constexpr = flat.type.layout
     row = gl.arange(0, to.COLUMNS // 8, gl.SliceLayout(1, layout))
     column = gl.arange(0, ROWS * 8, gl.SliceLayout(0, layout))
     return gl.expand_dims(row * (ROWS * 8), 1) + gl.expand_dims(column, 0)
 
 
 @gluon.jit
-def _put_part(line, run: Run, tile_m, block, place, to: Product):
+def _put_part(flat, run: Run, tile_m, block, place, to: Product):
     """Writes this program's part of a block."""
-    gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, line)
+    gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, flat)
 
 
 @gluon.jit
@@ -280,12 +280,12 @@ def whole_sum(acc, run: Run, tile_m, block, to: Product):
     layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        line = _in_line(acc, to)
-        place = _places(line, to)
-        _put_part(line, run, tile_m, block, place, to)
+        flat = _flattened(acc, to)
+        place = _places(flat, to)
+        _put_part(flat, run, tile_m, block, place, to)
         start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            acc = _in_block(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
+            acc = _in_rows(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
     return acc, has_it
 
 
@@ -295,14 +295,14 @@ def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
     layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        line = _in_line(acc, to)
-        place = _places(line, to)
-        _put_part(line, run, tile_m, block, place, to)
-        _put_part(_in_line(acc_2, to), run, tile_m, block + 1, place, to)
+        flat = _flattened(acc, to)
+        place = _places(flat, to)
+        _put_part(flat, run, tile_m, block, place, to)
+        _put_part(_flattened(acc_2, to), run, tile_m, block + 1, place, to)
         start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            acc = _in_block(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
-            acc_2 = _in_block(_sum_of_parts(start, last, tile_m, block + 1, place, to), layout, to)
+            acc = _in_rows(_sum_of_parts(start, last, tile_m, block, place, to), layout, to)
+            acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block + 1, place, to), layout, to)
     return acc, acc_2, has_it
 
 

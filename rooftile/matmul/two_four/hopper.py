@@ -77,8 +77,9 @@ def _start(
         x = x.clone(memory_format=torch.contiguous_format)
     tile = tile_of(x.shape[0], is_fp8)
     sizes = launch.sizes_of(tile, x.shape[0], product.N, product.K, product.deterministic)
-    # under `deterministic` the tiles are those of N alone
-    programs = launch.programs_of(sizes, launch.processors_of(x.device))
+    # under `deterministic` as if there were one row
+    rows = 1 if product.deterministic else x.shape[0]
+    programs = launch.programs_of(sizes, launch.processors_of(x.device), rows)
     shared = launch.shared_sums(tile, programs, sizes, torch.float32, x.device)
     kernel, constants = kernel_of(is_fp8, ordered, bias is not None, tile)
     # a pointer that is not read points anywhere

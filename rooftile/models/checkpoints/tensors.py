@@ -97,7 +97,7 @@ def packed_codes(words: Tensor, K: int) -> Tensor:
     """Returns the codes of 4 bits in words (N, K / 8) as bytes (N, K / 2)."""
     found = words_to_bytes(words)[:, : -(-K // 2)]
     if K % 2:
-        # what fills up the last word is no code
+        # the last word may be filled up with bits that are no code
         found = torch.cat((found[:, :-1], found[:, -1:] & 15), dim=1)
     return found
 

@@ -20,7 +20,7 @@ from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, int4_weight, refused, w8_weight
 
 READ = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
-# what a weight is; others are scales of activations that were found before
+# a weight consists of these; other tensors are scales of activations that were found before
 _PARTS = ("qdata", "scale", "zero_point")
 _CONVERT = f"save the model with one of these, or {FROM_16_BITS}"
 
