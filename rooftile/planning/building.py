@@ -17,7 +17,7 @@ from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total
 from rooftile.planning.targets.target import Item, Target
-from rooftile.planning.timing import Times, machine_for, passes_for, with_doubled
+from rooftile.planning.timing import REPLAYED, Times, machine_for, passes_for, sizes_of, with_doubled
 
 # reasons of formats that do not fit are many where shapes are
 MOST_NOTES = 8
@@ -98,8 +98,8 @@ class Builder:
             if reason:
                 reasons[word] = reason
         if self._times is not None:
-            rows = [load.rows for load in item.loads]
-            self._times.take(item, {KEPT: with_doubled(rows)} | dict.fromkeys(losses, rows))
+            sizes = sizes_of(item)
+            self._times.take(item, {KEPT: with_doubled(sizes)} | dict.fromkeys(losses, sizes))
         return Seen(item, losses, reasons)
 
     def _layer(self, seen: Seen, words: Sequence[str]) -> Layer:
@@ -124,7 +124,7 @@ class Builder:
         )
         measured = None
         if self._times is not None:
-            each = self._times.of(item, word, [load.rows for load in item.loads])
+            each = self._times.of(item, word, sizes_of(item))
             measured = sum(load.calls * us for load, us in zip(item.loads, each, strict=True))
         nbytes = sum(weight_bytes(N, K, word, item.dtype.itemsize) for N, K in item.products)
         own = NAMES[item.dtype] if word == KEPT else word
@@ -133,9 +133,9 @@ class Builder:
     def _doubled(self, item: Item) -> tuple[float | None, ...]:
         if self._times is None:
             return (None,) * len(item.loads)
-        rows = [load.rows for load in item.loads]
-        times = self._times.of(item, KEPT, with_doubled(rows))
-        return tuple(twice / once for once, twice in zip(times[: len(rows)], times[len(rows) :], strict=True))
+        sizes = sizes_of(item)
+        times = self._times.of(item, KEPT, with_doubled(sizes))
+        return tuple(twice / once for once, twice in zip(times[: len(sizes)], times[len(sizes) :], strict=True))
 
     def _total(
         self, layers: Sequence[Layer], others: Sequence[Other], words: Sequence[str], max_loss: float | None
@@ -188,7 +188,7 @@ class Builder:
                 for load in item.loads if load.phase == phase
                 for one in passes_for(item, chosen[item.name], load.rows, self._device) * round(load.calls / share)
             ]  # fmt: skip
-            total += share * self._times.of_step(run, passes)
+            total += share * self._times.of_step(run, passes, replayed=phase == REPLAYED)
         return total
 
     def _notes(self, layers: Sequence[Layer]) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -11,14 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.hardware import ceilings
-from rooftile.hardware.clock import clock_for
+from rooftile.hardware.clock import ReplayClock, clock_for
 from rooftile.matmul.formats import parsed
+from rooftile.matmul.hopper.early import weights_stay
 from rooftile.matmul.two_four.backends import last_of_ours
 from rooftile.models.checkpoints.formats import SPARSE, weight_in
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
-from rooftile.planning.formats import KEPT, NAMES
+from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
 from rooftile.qat.codes import taken_from
 from rooftile.qat.product import Rounding
@@ -29,15 +32,30 @@ BUDGET_MS = 8.0
 ROUNDS = 3
 # a call that takes so long, and is so many times as fast as its roofs, shows that they were measured too low
 LONG_US, ABOVE = 1e3, 1.2
+# the phase that a server replays as CUDA graphs
+REPLAYED = "decode"
+# copies of a layer's weights that a graph walks through are so many times as large as the L2 cache, so that none is found there
+CACHES = 4
 # devices whose ceilings this process has measured a second time
 _measured_again: set[torch.device] = set()
 
 
-class Timed(NamedTuple):
-    """A call, and its kernels, for a clock that only pretends."""
+class Size(NamedTuple):
+    """The rows of a call, and whether it is part of a CUDA graph."""
 
-    run: Callable[[], Any]
+    rows: int
+    replayed: bool = False
+
+
+class Timed(NamedTuple):
+    """Calls that take the same time, one for each copy of the weights, and the kernels of one, for a clock that only pretends.
+
+    replayed: whether the time is that in a CUDA graph. There is one call if not.
+    """
+
+    runs: Sequence[Callable[[], Any]]
     passes: Sequence[Pass]
+    replayed: bool = False
 
 
 class Stopwatch(Protocol):
@@ -48,22 +66,40 @@ class Stopwatch(Protocol):
 
 
 class DeviceStopwatch:
-    """Times calls on a device: the least of the medians of a few rounds, as others on the machine only ever lengthen one."""
+    """Times calls on a device: the least of the medians of a few rounds, as others on the machine only ever lengthen one.
+
+    A single call is timed with a cold L2 cache. In a graph, calls follow each other as those of a server's step do, and products
+    begin while the one in front of them ends. A short product then takes far less time than a single call.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_for(device, BUDGET_MS)
 
     def us(self, works: Sequence[Timed]) -> list[float]:
-        """Returns the time of each call in µs. They take turns, so that their ratios are of the same minute."""
-        for work in works:
-            work.run()
-        rounds = [[median(self._clock.samples(work.run)) for work in works] for _ in range(ROUNDS)]
-        return [min(taken) for taken in zip(*rounds, strict=True)]
+        """Returns the time of one call of each in µs. They take turns, so that their ratios are of the same minute."""
+        clocks = [ReplayClock() if work.replayed else self._clock for work in works]
+        calls = [partial(_one_after_the_other, work.runs) for work in works]
+        for call in calls:
+            call()
+        # an engine's graphs let weights be copied early, too
+        with weights_stay():
+            rounds = [[median(clock.samples(call)) for clock, call in zip(clocks, calls, strict=True)] for _ in range(ROUNDS)]
+        return [min(taken) / len(work.runs) for work, *taken in zip(works, *rounds, strict=True)]
+
+
+def _one_after_the_other(runs: Sequence[Callable[[], Any]]) -> None:
+    for run in runs:
+        run()
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """Returns the stopwatch of a device."""
     return DeviceStopwatch(device)
+
+
+def cache_bytes_of(device: torch.device) -> int:
+    """Returns the size of a GPU's L2 cache; 0 where it is unknown, and for a CPU, which has no graphs."""
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
 
 
 def passes_for(item: Item, word: str, rows: int, device: torch.device) -> list[Pass]:
@@ -85,9 +121,14 @@ def passes_for(item: Item, word: str, rows: int, device: torch.device) -> list[P
     ]  # fmt: skip
 
 
-def with_doubled(rows: Sequence[int]) -> list[int]:
-    """Returns numbers of rows, and then twice as many of each."""
-    return [*rows, *(2 * one for one in rows)]
+def sizes_of(item: Item) -> list[Size]:
+    """Returns the sizes of an item's calls."""
+    return [Size(load.rows, load.phase == REPLAYED) for load in item.loads]
+
+
+def with_doubled(sizes: Sequence[Size]) -> list[Size]:
+    """Returns sizes, and then those with twice the rows."""
+    return [*sizes, *(size._replace(rows=2 * size.rows) for size in sizes)]
 
 
 def gets_codes(item: Item, word: str) -> bool:
@@ -95,9 +136,12 @@ def gets_codes(item: Item, word: str) -> bool:
     return item.takes_codes and word not in (KEPT, SPARSE) and parsed(word)[0] in ("fp8", "int8")
 
 
-def products_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
-    """Returns what computes an item's products in a format, of its input (rows, K), or of that in codes."""
-    weights = [w.to(item.dtype) for w in item.weights()]
+def products_of(item: Item, word: str, *, copied: bool = False) -> Callable[[Any], list[Tensor]]:
+    """Returns what computes an item's products in a format, of its input (rows, K), or of that in codes.
+
+    copied: whether its weights are copies, where they would be the item's own.
+    """
+    weights = [w.to(item.dtype, copy=copied) for w in item.weights()]
     biases = [None if b is None else b.detach().to(item.dtype) for b in item.biases]
     if word == KEPT:
         return lambda x: [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -138,38 +182,51 @@ class Times:
     def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
         self._stopwatch, self._device = stopwatch, device
         self._known: dict[tuple[Any, ...], float] = {}
+        self._cache_bytes = cache_bytes_of(device)
 
-    def take(self, item: Item, rows: Mapping[str, Sequence[int]]) -> None:
-        """Times an item in several formats, each with some numbers of rows, so that all of them take turns."""
+    def take(self, item: Item, sizes: Mapping[str, Sequence[Size]]) -> None:
+        """Times an item in several formats, each in some sizes, so that all of them take turns."""
         works: dict[tuple[Any, ...], Timed] = {}
-        for word, counts in rows.items():
-            missing = [one for one in dict.fromkeys(counts) if self._key(item, word, one) not in self._known]
-            if missing:
-                compute = (training_of if item.trains else products_of)(item, word)
-                works |= {self._key(item, word, one): self._work(item, word, one, compute) for one in missing}
+        for word, asked in sizes.items():
+            missing = [size for size in dict.fromkeys(asked) if self._key(item, word, size) not in self._known]
+            for replayed in dict.fromkeys(size.replayed for size in missing):
+                computes = self._computes(item, word, replayed)
+                works |= {
+                    self._key(item, word, size): self._work(item, word, size, computes)
+                    for size in missing if size.replayed == replayed
+                }  # fmt: skip
         if works:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 times = self._stopwatch.us(list(works.values()))
             self._known |= dict(zip(works, times, strict=True))
 
-    def of(self, item: Item, word: str, rows: Sequence[int]) -> list[float]:
-        """Returns the time of one call for each number of rows, in µs."""
-        self.take(item, {word: rows})
-        return [self._known[self._key(item, word, one)] for one in rows]
+    def of(self, item: Item, word: str, sizes: Sequence[Size]) -> list[float]:
+        """Returns the time of one call of each size, in µs."""
+        self.take(item, {word: sizes})
+        return [self._known[self._key(item, word, size)] for size in sizes]
 
-    def of_step(self, run: Callable[[], Any], passes: Sequence[Pass]) -> float:
+    def of_step(self, run: Callable[[], Any], passes: Sequence[Pass], *, replayed: bool) -> float:
         """Returns the time of a whole step, in µs."""
-        (found,) = self._stopwatch.us([Timed(run, passes)])
+        (found,) = self._stopwatch.us([Timed([run], passes, self._device.type == "cuda" and replayed)])
         return found
 
-    def _key(self, item: Item, word: str, rows: int) -> tuple[Any, ...]:
+    def _key(self, item: Item, word: str, size: Size) -> tuple[Any, ...]:
         biases = tuple(b is None for b in item.biases)
-        return item.products, item.trains, item.needs_dx, gets_codes(item, word), biases, item.dtype, word, rows
+        return item.products, item.trains, item.needs_dx, gets_codes(item, word), biases, item.dtype, word, size
 
-    def _work(self, item: Item, word: str, rows: int, compute: Callable[[Any], Any]) -> Timed:
-        plain = torch.randn(rows, item.products[0][1], device=self._device).to(item.dtype)
+    def _computes(self, item: Item, word: str, replayed: bool) -> list[Callable[[Any], Any]]:
+        """Returns what computes an item, for each copy of its weights."""
+        if item.trains:
+            return [training_of(item, word)]
+        nbytes = sum(weight_bytes(N, K, word, item.dtype.itemsize) for N, K in item.products)
+        copies = max(ceil(CACHES * self._cache_bytes / nbytes), 1) if replayed else 1
+        return [products_of(item, word, copied=copies > 1) for _ in range(copies)]
+
+    def _work(self, item: Item, word: str, size: Size, computes: Sequence[Callable[[Any], Any]]) -> Timed:
+        plain = torch.randn(size.rows, item.products[0][1], device=self._device).to(item.dtype)
         x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
-        return Timed(lambda: compute(x), passes_for(item, word, rows, self._device))
+        runs = [partial(compute, x) for compute in computes]
+        return Timed(runs, passes_for(item, word, size.rows, self._device), self._device.type == "cuda" and size.replayed)
 
 
 def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> Machine:
@@ -183,8 +240,8 @@ def machine_for(device: torch.device, items: Sequence[Item], times: Times | None
 
 def _is_above(item: Item, machine: Machine, times: Times) -> bool:
     """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
-    rows = [load.rows for load in item.loads]
-    predicted = [machine.us(passes_for(item, KEPT, one, machine.device)) for one in rows]
+    sizes = sizes_of(item)
+    predicted = [machine.us(passes_for(item, KEPT, size.rows, machine.device)) for size in sizes]
     return any(
-        us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, rows), predicted, strict=True)
+        us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, sizes), predicted, strict=True)
     )

@@ -39,8 +39,10 @@ def test_a_plan_is_applied(backward: bool) -> None:
     assert 0 < (y - due).norm() < 0.5 * due.norm() or plan.weights == "auto"
 
 
-def test_a_decoder_at_batch_1_reads_fewer_bytes() -> None:
+def test_a_decoder_at_batch_1_reads_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory bounds its layers, and INT4 has a quarter of the bytes."""
+    # the fixture that fills fresh memory gives each product of ours a second kernel, which would be timed with it
+    monkeypatch.undo()
     plan = rt.plan(decoder_named("0.6b", torch.device("cuda")), rows={"decode": 1}, context=640, formats=["bf16", "int4"])
     assert plan.total.predicted_us < plan.total.kept_us
     assert {layer.bounds for layer in plan.layers} <= {("memory",), ("overhead",)}

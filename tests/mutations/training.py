@@ -55,6 +55,10 @@ MUTATIONS = {
         "planning/costs.py", "return self.roofs(one.dtype).fixed_us + fill_us", "return fill_us",
         ("tests/planning/test_known_answers.py",),
     ),
+    "plan, weights that the cache holds": Mutation(
+        "planning/timing.py", "max(ceil(CACHES * self._cache_bytes / nbytes), 1) if replayed else 1", "1",
+        ("tests/planning/test_decoder.py", "-k", "cache_holds"),
+    ),
     "plan, projections of one input": Mutation(
         "planning/targets/recording.py", "same_parent and a.number == b.number and", "same_parent and",
         ("tests/planning/test_modules.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from torch.nn.functional import cross_entropy
 
 import rooftile as rt
 from rooftile.models import Decoder, TrainableDecoder
+from rooftile.planning import timing
 from rooftile.planning.costs import Machine, passes_of
-from tests.planning.machine import CEILINGS, CPU
+from rooftile.planning.targets.decoders import DecoderTarget, Phase
+from rooftile.planning.timing import Size, Timed, Times, products_of
+from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import llama, tokens
 
 ROWS = {"decode": 4, "prompt": 32}
@@ -148,3 +152,33 @@ def test_quantised_and_other_decoders_are_refused(folder: Path, tmp_path: Path) 
     plan = rt.plan(folder, rows=ROWS, context=16, formats=["int8"], measure=False, device="cpu")
     with pytest.raises(rt.InvalidInput, match="model is a Decoder, which has no gradients"):
         plan.prepare(Decoder.from_folder(folder))
+
+
+def test_a_decode_step_is_timed_over_more_weights_than_the_cache_holds(
+    folder: Path, stopwatch: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's step finds no weight in the L2 cache, so a graph walks through copies."""
+    monkeypatch.setattr(timing, "cache_bytes_of", lambda device: 1 << 20)
+    walked: list[tuple[int, int]] = []
+    pretended = stopwatch.us
+
+    def us(works: Sequence[Timed]) -> list[float]:
+        walked.extend((len(work.runs), work.passes[0].bytes) for work in works)
+        return pretended(works)
+
+    monkeypatch.setattr(stopwatch, "us", us)
+    item = next(iter(DecoderTarget(Decoder.from_folder(folder), "it", [Phase("decode", 4, 1.0)], 16).items))
+    Times(stopwatch, CPU).take(item, {"bf16": [Size(4, replayed=True), Size(4)], "int4:32": [Size(4, replayed=True)]})
+    kept, codes = 4 * 192 * 64, 192 * 64 // 2 + 2 * 192 * 2
+    assert [count for count, _ in walked] == [-(-(4 << 20) // kept), 1, -(-(4 << 20) // codes)]
+
+
+def test_copies_of_weights_are_no_views(folder: Path) -> None:
+    item = next(iter(DecoderTarget(Decoder.from_folder(folder), "it", [Phase("decode", 4, 1.0)], 16).items))
+    (weight,), x = item.weights(), torch.randn(4, 64)
+    own, copy = products_of(item, "bf16"), products_of(item, "bf16", copied=True)
+    (due,) = copy(x)
+    assert torch.equal(own(x)[0], due)
+    weight.zero_()
+    assert not own(x)[0].any()
+    assert torch.equal(copy(x)[0], due)
