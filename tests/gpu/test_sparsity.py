@@ -19,8 +19,9 @@ from tests.sparsity.test_masks import DTYPES, some
 
 pytestmark = pytest.mark.gpu
 
-# N x K of an 8B model with an eighth of the rows, sizes of a tile's edge, and sizes that no tile divides
-SIZES = [(768, 4096), (3584, 4096), (512, 14336), (32, 32), (77, 384), (130, 516)]
+# N x K of an 8B model with an eighth of the rows, sizes of a tile's edge, and sizes that no tile divides; cuSPARSELt's are multiples
+# of 16 or 32
+SIZES = [(768, 4096), (3584, 4096), (512, 14336), (32, 32), (48, 80), (4128, 1056), (77, 384), (130, 516)]
 ROWS = (1, 2, 16, 17, 63, 64, 65, 256, 1000)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -59,8 +60,9 @@ def test_masks_values_and_places_are_those_of_a_cpu(N: int, K: int, dtype: torch
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("way", ["library", "dense", None])
-def test_products_of_int8_are_those_of_a_cpu(way: str | None, rows: int) -> None:
-    w = some(768, 4096)
+@pytest.mark.parametrize(("N", "K"), [(768, 4096), (96, 160)])
+def test_products_of_int8_are_those_of_a_cpu(N: int, K: int, way: str | None, rows: int) -> None:
+    w = some(N, K)
     mask = two_four(w)
     codes = rt.quantise_weight(w * mask, "int8")
     weight = compress(codes.codes, mask, codes.scales)
@@ -68,7 +70,7 @@ def test_products_of_int8_are_those_of_a_cpu(way: str | None, rows: int) -> None
     assert torch.equal(there.dense().cpu(), weight.dense())
     if way == "library" and (reason := cusparselt.lack_of_library(there.device, is_int8=True)):
         pytest.skip(reason)
-    x = torch.randn(rows, 4096).bfloat16()
+    x = torch.randn(rows, K).bfloat16()
     found = rt.linear(x.cuda(), there, out_dtype=torch.float32, backend=way)
     # sums are exact, and scales are multiplied in one order
     torch.testing.assert_close(found.cpu(), rt.linear(x, weight, out_dtype=torch.float32), rtol=1e-6, atol=0)

@@ -188,6 +188,7 @@ class Library:
 
     def __init__(self) -> None:
         self.packed = 0
+        self.algorithms: list[int] = []
 
     def compress(self, w: Tensor) -> Tensor:
         assert w.is_contiguous()
@@ -196,15 +197,36 @@ class Library:
         return w.clone()
 
     def multiply(
-        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+        transpose_result: bool = False, alg_id: int = 0,
+    ) -> Tensor:  # fmt: skip
         assert a.dtype == b.dtype
         assert b.T.is_contiguous()
         assert b.shape[1] % 16 == 0
         assert bias is None or bias.dtype == a.dtype
         assert out_dtype == {torch.float8_e4m3fn: torch.float32, torch.int8: torch.int32}.get(a.dtype)
         y = a.float() @ b.float() + (0 if bias is None else bias.float()[:, None])
-        return y.to(out_dtype or a.dtype)
+        self.algorithms.append(alg_id)
+        y = y.to(out_dtype or a.dtype)
+        return y.T.contiguous() if transpose_result else y
+
+
+FORMATS = {torch.bfloat16: None, torch.float16: None, torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "number"), [(800, (9, 0), 17), (700, (9, 0), 0), (800, (8, 0), 0), (None, (9, 0), 0)]
+)
+def test_algorithms_are_those_of_the_version_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, capability: tuple[int, int], number: int
+) -> None:
+    """Numbers of another version are other algorithms."""
+    cusparselt.algorithm_for.cache_clear()
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cusparselt.algorithm_for(torch.device("cuda", 0), torch.bfloat16).number == number
+    assert cusparselt.algorithm_for(torch.device("cpu"), torch.bfloat16) == cusparselt.GUESS
+    cusparselt.algorithm_for.cache_clear()
 
 
 @pytest.fixture
@@ -215,8 +237,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return found
 
 
-@pytest.mark.parametrize("format", [None, "fp8", "int8"])
-def test_the_librarys_product_by_its_documentation(library: Library, format: str | None) -> None:
+@pytest.mark.parametrize(
+    ("format", "algorithm"),
+    [
+        *((format, cusparselt.GUESS) for format in (None, "fp8", "int8")),
+        *((FORMATS[dtype], algorithm) for (_, _, dtype), algorithm in cusparselt.FASTEST.items()),
+    ],
+)
+def test_the_librarys_product_by_its_documentation(
+    library: Library, monkeypatch: pytest.MonkeyPatch, format: str | None, algorithm: cusparselt.Algorithm
+) -> None:
+    monkeypatch.setattr(cusparselt, "algorithm_for", lambda device, dtype: algorithm)
     weight = weight_of(torch.bfloat16) if format is None else coded(format)[0]
     parts, bias = backends.Sparse(*weight_tensors(weight)), torch.randn(N).bfloat16()
     product = backends.Product(N, K, torch.bfloat16, False)
@@ -227,6 +258,8 @@ def test_the_librarys_product_by_its_documentation(library: Library, format: str
         found = cusparselt.multiply(*arguments, parts, bias, product)
         due = rt.linear(x, weight, bias, backend="definition")
         torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+        assert found.is_contiguous()
+    assert set(library.algorithms) == {algorithm.number}
     # made once, and kept as long as the values live
     assert library.packed == 1
 

@@ -2,12 +2,17 @@
 
 The library has a layout of its own, which it makes from the dense weight. It is made once for a `TwoFour` and kept as long as its
 values live: as many bytes again.
+
+It has some twenty algorithms, and its first guess takes up to 1.6 times as long as the fastest. Its own search tries them with
+their K in parts, too, and ended in an illegal instruction for one shape. So the fastest ones stand here, for the version and the
+chip on which they were measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +27,22 @@ from rooftile.sparsity.compressed import two_four_dense
 MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32, torch.int8: 32}
 # rows are padded to a multiple, for every dtype
 ROWS = 16
+
+
+class Algorithm(NamedTuple):
+    """The library's number of an algorithm, and whether it writes its result (N, M) transposed, as rows of x."""
+
+    number: int
+    transposes: bool
+
+
+# what the library takes by itself. It writes a transposed result slowly, so a kernel of ours transposes
+GUESS = Algorithm(0, False)
+# by the library's version, compute capability and dtype (benchmarks/cusparselt.py)
+FASTEST: dict[tuple[int | None, tuple[int, int], torch.dtype], Algorithm] = {
+    (800, (9, 0), torch.bfloat16): Algorithm(17, True), (800, (9, 0), torch.float16): Algorithm(6, True),
+    (800, (9, 0), torch.float8_e4m3fn): Algorithm(21, False), (800, (9, 0), torch.int8): Algorithm(25, False),
+}  # fmt: skip
 _PACKED: Any = WeakIdKeyDictionary()
 # why it does not run, by device, and whether values are int8
 _TRIED: dict[tuple[torch.device, bool], str] = {}
@@ -63,8 +84,8 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     packed = packed_of(weight, product.K)
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
-    # products of int8 are exact
-    y = _sums(x, packed, None, torch.int32 if x.dtype == torch.int8 else torch.float32)
+    # products of int8 are exact; scales are applied by the kernel that transposes, so these algorithms do not
+    y = _sums(x, packed, None, torch.int32 if x.dtype == torch.int8 else torch.float32, algorithm_for(x.device, x.dtype))
     return _transposed(y, x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
 
 
@@ -89,15 +110,27 @@ def packed_of(weight: Sparse, K: int) -> Tensor:
 
 def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (M, K) times a packed weight (N, K) transposed, plus a bias in the dtype of x, to (M, N) in that dtype."""
-    return _transposed(_sums(x, packed, bias, None), x.shape[0], None, None, None, x.dtype)
+    algorithm = algorithm_for(x.device, x.dtype)
+    y = _sums(x, packed, bias, None, algorithm)
+    return y[: x.shape[0]] if algorithm.transposes else _transposed(y, x.shape[0], None, None, None, x.dtype)
 
 
-def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """The product (N, M), with M padded. The library's first matrix is the sparse one: W x^T."""
+@cache
+def algorithm_for(device: torch.device, dtype: torch.dtype) -> Algorithm:
+    """Returns the library's fastest algorithm for a dtype where it is known, else what the library takes by itself."""
+    if device.type != "cuda":
+        return GUESS
+    return FASTEST.get((torch.backends.cusparselt.version(), torch.cuda.get_device_capability(device), dtype), GUESS)
+
+
+def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, algorithm: Algorithm) -> Tensor:
+    """The product (N, M), or transposed, with M padded. The library's first matrix is the sparse one: W x^T."""
     M, x = x.shape[0], x.contiguous()
     # bytes: FP8 has no padding
     x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % ROWS)).view(x.dtype) if M % ROWS else x
-    return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype)
+    return torch._cslt_sparse_mm(
+        packed, x.T, bias=bias, out_dtype=out_dtype, transpose_result=algorithm.transposes, alg_id=algorithm.number
+    )
 
 
 def _transposed(

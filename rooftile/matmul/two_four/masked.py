@@ -23,9 +23,9 @@ from rooftile.matmul.two_four.definition import multiply_dense
 from rooftile.operators import below_autograd, define, wants_grad, watched
 
 # Rows of x from which a sparse product pays. Its weight is compressed anew in each step, which takes cuSPARSELt 33 ps per number
-# on an H100 (h100-sparsity.jsonl, pack). A dense product takes 2.6 fs per number and row of x, of which a sparse one saves 14 to
-# 25 %: 33 ps are saved from 50,000 to 90,000 rows. Both grow with the size of the weight, so rows decide.
-PAYS = 65536
+# on an H100 (h100-sparsity.jsonl, pack). A dense product takes 2.6 fs per number and row of x, of which a sparse one saves 26 to
+# 32 %: 33 ps are saved from 40,000 to 49,000 rows. Both grow with the size of the weight, so rows decide.
+PAYS = 49152
 
 
 def multiply_masked(x: Tensor, w: Tensor, bias: Tensor | None, *, transposable: bool) -> Tensor:

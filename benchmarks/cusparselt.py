@@ -1,0 +1,124 @@
+"""Measures all algorithms of cuSPARSELt, for the table in `matmul/two_four/cusparselt`.
+
+    python -m benchmarks.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--out algorithms.jsonl]
+
+The products are the four of an 8B model's layer, as CUDA graphs. A line has the times of all four by one algorithm, with its
+result (N, M) as it comes or transposed, over those of the dense products of the library that PyTorch calls. An algorithm whose
+results are not those of the dense product is left out, and says so. Its search is not used: one ended in an illegal instruction.
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.hardware.clock import ReplayClock, medians
+from rooftile.matmul.two_four.cusparselt import Algorithm
+from rooftile.sparsity import two_four
+
+PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# the dtype of sums that our products with codes take
+SUMS = {"fp8": torch.float32, "int8": torch.int32}
+# numbers of algorithms that are tried
+MOST = 40
+# of the mean of what is due
+MOST_ERROR = 0.02
+
+
+class Case(NamedTuple):
+    """A product: x (M, K), the weight in the library's layout, and the dense product of the same numbers."""
+
+    x: Tensor
+    packed: Tensor
+    dense: Callable[[], Tensor]
+
+
+def case_of(name: str, M: int, N: int, K: int) -> Case:
+    """Makes random numbers, of which two of each four weights are zero."""
+    x, w = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(N, K, device="cuda").bfloat16()
+    w = torch.where(two_four(w), w, 0)
+    if name == "int8":
+        x, w = (x * 20).to(torch.int8), (w * 20).to(torch.int8)
+        return Case(x, torch._cslt_compress(w), lambda: torch._int_mm(x, w.T))
+    x, w = x.to(DTYPES[name]), w.to(DTYPES[name])
+    one = torch.ones((), device="cuda")
+    dense = {"fp8": lambda: torch._scaled_mm(x, w.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)}
+    return Case(x, torch._cslt_compress(w), dense.get(name, lambda: x @ w.T))
+
+
+def multiply(case: Case, name: str, algorithm: Algorithm) -> Tensor:
+    """Multiplies by an algorithm."""
+    return torch._cslt_sparse_mm(
+        case.packed, case.x.T, out_dtype=SUMS.get(name), transpose_result=algorithm.transposes, alg_id=algorithm.number
+    )
+
+
+def is_right(case: Case, name: str, algorithm: Algorithm) -> bool:
+    """Whether results are those of the dense product."""
+    due, y = case.dense().float(), multiply(case, name, algorithm).float()
+    return bool(((y if algorithm.transposes else y.T) - due).abs().mean() <= MOST_ERROR * due.abs().mean())
+
+
+def algorithms_of(name: str) -> list[Algorithm]:
+    """Returns the algorithms that the library knows."""
+    case, found = case_of(name, 256, 256, 256), []
+    for number in range(MOST):
+        try:
+            multiply(case, name, Algorithm(number, False))
+        # the library refuses a number that it does not know
+        except RuntimeError:
+            break
+        found += [Algorithm(number, False), Algorithm(number, True)]
+    return found
+
+
+def measure(name: str, M: int) -> Iterator[dict[str, Any]]:
+    """Yields a line for each algorithm, the fastest first."""
+    cases = [case_of(name, M, N, K) for N, K in PRODUCTS]
+    works: dict[Algorithm | None, Callable[[], Any]] = {None: lambda: [case.dense() for case in cases]}
+    about = {"dtype": name, "rows": M, "device": torch.cuda.get_device_name(), "cusparselt": torch.backends.cusparselt.version()}
+    for algorithm in algorithms_of(name):
+        if all(is_right(case, name, algorithm) for case in cases):
+            works[algorithm] = partial(_all, cases, name, algorithm)
+        else:
+            yield about | algorithm._asdict() | {"reason": "its results are wrong"}
+    us = medians(works, ReplayClock(times=3), rounds=3)
+    for algorithm in sorted((one for one in us if one is not None), key=lambda one: us[one]):
+        yield about | algorithm._asdict() | {"us": round(us[algorithm], 2), "of_dense_ratio": round(us[algorithm] / us[None], 4)}
+
+
+def _all(cases: list[Case], name: str, algorithm: Algorithm) -> None:
+    for case in cases:
+        multiply(case, name, algorithm)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Runs the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--rows", default="256,1024,8192")
+    parser.add_argument("--out")
+    asked = parser.parse_args()
+    lines = []
+    for name in asked.dtypes.split(","):
+        for rows in map(int, asked.rows.split(",")):
+            found = list(measure(name, rows))
+            lines += found
+            for line in found[:8]:
+                print(json.dumps(line), flush=True)
+    if asked.out:
+        with open(asked.out, "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
