@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ def algorithms_of(name: str) -> list[Algorithm]:
     for number in range(MOST):
         try:
             multiply(case, name, Algorithm(number, False))
-        # the library refuses a number that it does not know
+            # the library refuses a number that it does not know
         except RuntimeError:
             break
         found += [Algorithm(number, False), Algorithm(number, True)]
@@ -81,18 +82,18 @@ def algorithms_of(name: str) -> list[Algorithm]:
 
 
 def measure(name: str, M: int) -> Iterator[dict[str, Any]]:
-    """Yields a line for each algorithm, the fastest first."""
+    """Yields a line for each algorithm."""
     cases = [case_of(name, M, N, K) for N, K in PRODUCTS]
-    works: dict[Algorithm | None, Callable[[], Any]] = {None: lambda: [case.dense() for case in cases]}
     about = {"dtype": name, "rows": M, "device": torch.cuda.get_device_name(), "cusparselt": torch.backends.cusparselt.version()}
     for algorithm in algorithms_of(name):
-        if all(is_right(case, name, algorithm) for case in cases):
-            works[algorithm] = partial(_all, cases, name, algorithm)
-        else:
-            yield about | algorithm._asdict() | {"reason": "its results are wrong"}
-    us = medians(works, ReplayClock(times=3), rounds=3)
-    for algorithm in sorted((one for one in us if one is not None), key=lambda one: us[one]):
-        yield about | algorithm._asdict() | {"us": round(us[algorithm], 2), "of_dense_ratio": round(us[algorithm] / us[None], 4)}
+        line = about | algorithm._asdict()
+        if not all(is_right(case, name, algorithm) for case in cases):
+            yield line | {"reason": "its results are wrong"}
+            continue
+        works = {"dense": lambda: [case.dense() for case in cases], "sparse": partial(_all, cases, name, algorithm)}
+        # a clock keeps its graphs, and with them their results, so each algorithm has its own
+        us = medians(works, ReplayClock(times=3), rounds=3)
+        yield line | {"us": round(us["sparse"], 2), "of_dense_ratio": round(us["sparse"] / us["dense"], 4)}
 
 
 def _all(cases: list[Case], name: str, algorithm: Algorithm) -> None:
@@ -106,18 +107,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--rows", default="256,1024,8192")
-    parser.add_argument("--out")
+    parser.add_argument("--out", help="lines are appended to this file")
     asked = parser.parse_args()
-    lines = []
     for name in asked.dtypes.split(","):
         for rows in map(int, asked.rows.split(",")):
-            found = list(measure(name, rows))
-            lines += found
-            for line in found[:8]:
-                print(json.dumps(line), flush=True)
-    if asked.out:
-        with open(asked.out, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            found = sorted(measure(name, rows), key=lambda line: line.get("us", math.inf))
+            lines = [json.dumps(line) + "\n" for line in found]
+            print("".join(lines[:8]), end="", flush=True)
+            if asked.out:
+                with open(asked.out, "a") as file:
+                    file.writelines(lines)
 
 
 if __name__ == "__main__":

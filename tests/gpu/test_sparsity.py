@@ -19,8 +19,8 @@ from tests.sparsity.test_masks import DTYPES, some
 
 pytestmark = pytest.mark.gpu
 
-# N x K of an 8B model with an eighth of the rows, sizes of a tile's edge, and sizes that no tile divides; cuSPARSELt's are multiples
-# of 16 or 32
+# N x K of an 8B model with an eighth of the rows, sizes of a tile's edge, multiples of cuSPARSELt's 16 and 32, and sizes that no
+# tile divides
 SIZES = [(768, 4096), (3584, 4096), (512, 14336), (32, 32), (48, 80), (4128, 1056), (77, 384), (130, 516)]
 ROWS = (1, 2, 16, 17, 63, 64, 65, 256, 1000)
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

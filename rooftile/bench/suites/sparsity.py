@@ -8,11 +8,11 @@
 
 Contestants of products are `rooftile`, each of its backends, the dense product of the same weight with its zeros (`bf16`,
 `fp32` on a CPU; for FP8 also PyTorch's `_scaled_mm` with row scales, `torch-scaled-mm-rows`), PyTorch's semi-structured
-tensors, and torchao's FP8 2:4 layer, where they run. x is in 16 bits: our FP8 products quantise it, and so does torchao's. A
-peer is timed only after its result was compared with the dense product; a row that is not timed says why. `of_bf16_ratio` is a
-time over that of the dense product in 16 bits, and `of_fp8_ratio` over that of dense FP8. What moves memory has
-`of_copy_percent`: the rate of its bytes over that of a copy of as many. On a GPU all are replays of CUDA graphs, in which
-nothing waits for a check.
+tensors, and torchao's FP8 2:4 layer, where they run. x is in 16 bits: our FP8 products quantise it, and so does torchao's;
+`rooftile-of-codes` is our product of an x that was quantised before, as that of `torch-scaled-mm-rows` was. A peer is timed only
+after its result was compared with the dense product; a row that is not timed says why. `of_bf16_ratio` is a time over that of
+the dense product in 16 bits, and `of_fp8_ratio` over that of dense FP8. What moves memory has `of_copy_percent`: the rate of its
+bytes over that of a copy of as many. On a GPU all are replays of CUDA graphs, in which nothing waits for a check.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def contestants(case: Case, dtype: str) -> tuple[dict[str, Work], dict[str, str]
         "rooftile": lambda: [rt.linear(x, w) for x, w in pairs],
         dtype: lambda: [functional.linear(x, w) for x, w in zip(case.inputs, case.dense, strict=True)],
     }
+    if case.format == "fp8":
+        made = [(quantise_rows(x, "fp8"), w) for x, w in pairs]
+        works["rooftile-of-codes"] = lambda: [rt.linear(x, w) for x, w in made]
     why: dict[str, str] = {}
     for name in (one for one in NAMES if one != "definition"):
         try:
