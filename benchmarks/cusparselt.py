@@ -1,26 +1,30 @@
 """Measures all algorithms of cuSPARSELt, for the table in `matmul/two_four/cusparselt`.
 
-    python -m benchmarks.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--out algorithms.jsonl]
+    python -m benchmarks.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--json algorithms.jsonl]
 
 The products are the four of an 8B model's layer, as CUDA graphs. A line has the times of all four by one algorithm, with its
-result (N, M) as it comes or transposed, over those of the dense products of the library that PyTorch calls. An algorithm whose
-results are not those of the dense product is left out, and says so. Its search is not used: one ended in an illegal instruction.
+result (N, M) as it comes or transposed, and their ratio to those of the dense products that PyTorch makes of the same numbers. An
+algorithm whose results are not those of the dense product says so instead. The library's search is not used: one ended in an
+illegal instruction.
 """
 
 # ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftile.hardware.clock import ReplayClock, medians
+from rooftile.bench.results import Row
+from rooftile.bench.rows import timed_row, with_measures
+from rooftile.bench.session import Session, open_session
+from rooftile.hardware.clock import ReplayClock, take_turns
 from rooftile.matmul.two_four.cusparselt import Algorithm
 from rooftile.sparsity import two_four
 
@@ -30,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m
 SUMS = {"fp8": torch.float32, "int8": torch.int32}
 # numbers of algorithms that are tried
 MOST = 40
-# of the mean of what is due
+# the mean error of a product, as a share of the mean of what is due
 MOST_ERROR = 0.02
 
 
@@ -69,31 +73,36 @@ def is_right(case: Case, name: str, algorithm: Algorithm) -> bool:
 
 
 def algorithms_of(name: str) -> list[Algorithm]:
-    """Returns the algorithms that the library knows."""
+    """Returns the algorithms that the library knows: it has others for a transposed result."""
     case, found = case_of(name, 256, 256, 256), []
-    for number in range(MOST):
-        try:
-            multiply(case, name, Algorithm(number, False))
+    for transposes in (False, True):
+        for number in range(MOST):
+            try:
+                multiply(case, name, Algorithm(number, transposes))
             # the library refuses a number that it does not know
-        except RuntimeError:
-            break
-        found += [Algorithm(number, False), Algorithm(number, True)]
+            except RuntimeError:
+                break
+            found.append(Algorithm(number, transposes))
     return found
 
 
-def measure(name: str, M: int) -> Iterator[dict[str, Any]]:
-    """Yields a line for each algorithm."""
+def measure(session: Session, name: str, M: int) -> Iterator[Row]:
+    """Yields a row for each algorithm."""
     cases = [case_of(name, M, N, K) for N, K in PRODUCTS]
-    about = {"dtype": name, "rows": M, "device": torch.cuda.get_device_name(), "cusparselt": torch.backends.cusparselt.version()}
     for algorithm in algorithms_of(name):
-        line = about | algorithm._asdict()
+        named: dict[str, Any] = {
+            "suite": "cusparselt", "case": f"8b-{name}-r{M}", "phase": "fwd",
+            "backend": f"algorithm-{algorithm.number}" + "-transposed" * algorithm.transposes,
+            "settings": {"cusparselt": torch.backends.cusparselt.version()},
+        }  # fmt: skip
         if not all(is_right(case, name, algorithm) for case in cases):
-            yield line | {"reason": "its results are wrong"}
+            yield timed_row(session, [], reason="its results are wrong", **named)
             continue
         works = {"dense": lambda: [case.dense() for case in cases], "sparse": partial(_all, cases, name, algorithm)}
         # a clock keeps its graphs, and with them their results, so each algorithm has its own
-        us = medians(works, ReplayClock(times=3), rounds=3)
-        yield line | {"us": round(us["sparse"], 2), "of_dense_ratio": round(us["sparse"] / us["dense"], 4)}
+        taken = take_turns(works, ReplayClock(times=3), rounds=3)
+        ratio = median(taken["sparse"]) / median(taken["dense"])
+        yield with_measures(timed_row(session, taken["sparse"], **named), of_dense_ratio=ratio)
 
 
 def _all(cases: list[Case], name: str, algorithm: Algorithm) -> None:
@@ -107,15 +116,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--rows", default="256,1024,8192")
-    parser.add_argument("--out", help="lines are appended to this file")
+    parser.add_argument("--json", help="rows are appended to this file")
     asked = parser.parse_args()
+    session = open_session(torch.device("cuda"))
     for name in asked.dtypes.split(","):
         for rows in map(int, asked.rows.split(",")):
-            found = sorted(measure(name, rows), key=lambda line: line.get("us", math.inf))
-            lines = [json.dumps(line) + "\n" for line in found]
+            found = sorted(measure(session, name, rows), key=lambda row: row.median_us or math.inf)
+            lines = [row.json() + "\n" for row in found]
             print("".join(lines[:8]), end="", flush=True)
-            if asked.out:
-                with open(asked.out, "a") as file:
+            if asked.json:
+                with open(asked.json, "a") as file:
                     file.writelines(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile import launch
 from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
+from rooftile.matmul.two_four.cusparselt import MULTIPLES
 from rooftile.ops.linear import explain_linear
 from rooftile.sparsity import Recipe, TwoFour, compress, definition, two_four
 from tests.qat.test_sparse import data, small, step
@@ -108,6 +110,26 @@ def test_products(N: int, K: int, dtype: torch.dtype, way: str) -> None:
             known = max(known, (functional.linear(x, weight.dense().to(kind), bias).double() - due).norm())
         error, allowed = (found.double() - due).norm(), 2 * known + 1e-5 * due.norm()
         assert error <= allowed, (rows, float(error), float(allowed))
+
+
+@pytest.mark.parametrize("dtype", MULTIPLES, ids=str)
+def test_an_algorithm_is_one_for_all_shapes(dtype: torch.dtype) -> None:
+    """The library numbers its algorithms anew for each kind of product, and refuses a number that it does not have."""
+    if reason := cusparselt.lack_of_library(torch.device("cuda", 0), is_int8=dtype == torch.int8):
+        pytest.skip(reason)
+    draw, unit = random.Random(0), MULTIPLES[dtype]
+    format = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(dtype)
+    for _ in range(40):
+        rows, N, K = draw.randint(65, 5000), unit * draw.randint(1, 200), unit * draw.randint(1, 200)
+        w = torch.randn(N, K, device="cuda").to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
+        x, bias, mask = torch.randn(rows, K, device="cuda").to(w.dtype), torch.randn(N, device="cuda").to(w.dtype), two_four(w)
+        weight = compress(w, mask)
+        if format is not None:
+            codes = rt.quantise_weight(w * mask, format)
+            weight = compress(codes.codes, mask, codes.scales)
+        found = rt.linear(x, weight, bias, backend="library")
+        due = rt.linear(x, weight, bias, backend="definition")
+        assert (found.double() - due.double()).norm() <= 0.005 * due.double().norm(), (rows, N, K)
 
 
 def tensors_of(weight: TwoFour) -> backends.Sparse:
