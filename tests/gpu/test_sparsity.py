@@ -119,7 +119,7 @@ def test_an_algorithm_is_one_for_all_shapes(dtype: torch.dtype) -> None:
         pytest.skip(reason)
     draw, unit = random.Random(0), MULTIPLES[dtype]
     format = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(dtype)
-    for _ in range(40):
+    for _ in range(12):
         rows, N, K = draw.randint(65, 5000), unit * draw.randint(1, 200), unit * draw.randint(1, 200)
         w = torch.randn(N, K, device="cuda").to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
         x, bias, mask = torch.randn(rows, K, device="cuda").to(w.dtype), torch.randn(N, device="cuda").to(w.dtype), two_four(w)
