@@ -4,8 +4,8 @@
 
 The products are the four of an 8B model's layer, as CUDA graphs. A line has the times of all four by one algorithm, with its
 result (N, M) as it comes or transposed, and their ratio to those of the dense products that PyTorch makes of the same numbers. An
-algorithm whose results are not those of the dense product says so instead. fp16 is absent: one of its algorithms ends in an illegal
-instruction, after which the GPU takes no more work from the process.
+algorithm whose results are not those of the dense product says so instead. fp16 is absent: one of its algorithms ends in an
+illegal instruction, after which the GPU takes no more work from the process.
 """
 
 # ruff: noqa: T201 - what it prints is what it is for
