@@ -138,7 +138,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     with weights_stay():
         us = medians(works, ReplayClock())
     own = launch.tile_of(M, N, K, format, False, processors)
-    table = (own, launch._programs(own, layers.x, layers.product), M > launch.ORDERS)
+    table = (own, launch._programs(own, layers.x, layers.product), not launch.orders_itself(M, N, K, processors))
     for key in sorted(us, key=lambda key: us[key]):
         if key is not None:
             tile, programs, ordered = key

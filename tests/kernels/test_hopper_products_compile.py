@@ -113,6 +113,14 @@ def loop_of(ptx: str) -> str:
     return ptx[start : ptx.index("bra", ptx.index("mbarrier.arrive", start))]
 
 
+WEIGHT = (28672, 4096)
+
+
+def weight_for(M: int) -> tuple[int, int]:
+    """A weight (N, K) for which 32 rows of x are ordered by warpgroups, and 24 before the product."""
+    return (4096, 1024) if M == 32 else WEIGHT
+
+
 WIDENED = [
     ("int4", torch.bfloat16, 128, False),
     ("int4", torch.float16, 32, True),
@@ -136,20 +144,20 @@ GATED = [
 
 @pytest.mark.parametrize(
     ("M", "name", "dtype", "group", "zeros"),
-    swept(((M, *case) for M in (1, 16, 32, 64, 256) for case in WIDENED), lambda case: _traits(case[0], case[1], case[2:])),
+    swept(((M, *case) for M in (1, 16, 24, 32, 64, 256) for case in WIDENED), lambda case: _traits(case[0], case[1], case[2:])),
     ids=str,
 )
 def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool) -> None:
-    assert_widens(launch.tile_of(M, 28672, 4096, name, False), M, name, dtype, group, zeros, "")
+    assert_widens(launch.tile_of(M, *weight_for(M), name, False), M, name, dtype, group, zeros, "")
 
 
 @pytest.mark.parametrize(
     ("M", "name", "dtype", "group", "zeros", "gate"),
-    swept(((M, *case) for M in (1, 32, 64, 256) for case in GATED), lambda case: _traits(case[0], case[1], case[2:])),
+    swept(((M, *case) for M in (1, 24, 32, 64, 256) for case in GATED), lambda case: _traits(case[0], case[1], case[2:])),
     ids=str,
 )
 def test_gates_in_a_product(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str) -> None:
-    ptx = assert_widens(launch.gated_tile_of(M, name), M, name, dtype, group, zeros, gate)
+    ptx = assert_widens(launch.gated_tile_of(M, *weight_for(M), name), M, name, dtype, group, zeros, gate)
     # the weight comes in two halves, before and after the kernel before has ended, and x in two of 128 bytes
     assert ptx.count("cp.async.bulk.tensor.2d") == 6
     assert ("ex2.approx" in ptx) == (gate != "relu")
@@ -171,7 +179,8 @@ def assert_widens(
         "w_desc": described((tile.block_n // 2 if gate else tile.block_n, 128 if wide else 64), torch.uint8),
         "x_desc": described((tile.block_m, 128), dtype),
     }
-    _, constants = launch._kernel_of_widened(name, group, zeros, M > launch.ORDERS, gate, True, tile)
+    ordered = not launch.orders_itself(M, *weight_for(M), 132)
+    _, constants = launch._kernel_of_widened(name, group, zeros, ordered, gate, True, tile)
     found, ptx = read(widened.product_of_widened, constants, kinds)
     # a few more words where two sums of 128 columns are added and gated
     assert_fits(found, 96 if gate else 64)
@@ -189,7 +198,7 @@ def assert_widens(
 @pytest.mark.parametrize(("M", "gate"), [(1, "silu"), (16, "tanh"), (32, "silu"), (64, "silu"), (64, "erf"), (256, "silu")])
 def test_gates_of_codes(M: int, gate: str) -> None:
     """FP8 products of both halves whose gated result leaves in FP8: two bytes at a time become codes, and no loop spills."""
-    tile = launch.gated_tile_of(M, "fp8")
+    tile = launch.gated_tile_of(M, *WEIGHT, "fp8")
     e4m3 = torch.float8_e4m3fn
     kinds = {"counters_ptr": "*i32", "bias_ptr": "*bf16", "o_ptr": "*fp8e4nv"}
     kinds |= {"w_desc": described((tile.block_n // 2, 128), e4m3), "x_desc": described((tile.block_m, 128), e4m3)}

@@ -129,11 +129,13 @@ def test_bits_of_a_row_do_not_depend_on_the_others(processors: int) -> None:
     assert torch.equal(hopper.multiply(x, None, weight, None, product)[:3], hopper.multiply(x[:3], None, weight, None, product))
 
 
-@pytest.mark.parametrize("M", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("M", "is_ordered"), [(1, False), (16, False), (32, False), (16, True), (32, True), (64, True), (128, True)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
-def test_machine_code(dtype: torch.dtype, M: int) -> None:
-    is_fp8, is_ordered = dtype == FP8, M > launch.ORDERS
-    tile = hopper.tile_of(M, is_fp8)
+def test_machine_code(dtype: torch.dtype, M: int, is_ordered: bool) -> None:
+    is_fp8 = dtype == FP8
+    tile = hopper.tile_of(M, is_fp8, not is_ordered)
     _, constants = hopper.kernel_of(is_fp8, is_ordered, True, tile)
     kinds = {"counters_ptr": "*i32", "bias_ptr": "*bf16", "o_ptr": "*bf16"}
     of_x = torch.float16 if is_fp8 and is_ordered else dtype

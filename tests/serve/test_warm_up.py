@@ -151,8 +151,9 @@ def test_rows_stand_for_all_tiles() -> None:
             for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (16384, 2048)):
                 all_tiles = {launch.tile_of(M, N, K, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
                 assert all_tiles == {launch.tile_of(M, N, K, format, deterministic) for M in warm_up.PRODUCT_ROWS}
-        gated = {launch.gated_tile_of(M, format) for M in range(1, launch.MOST_ROWS + 1)}
-        assert gated == {launch.gated_tile_of(M, format) for M in warm_up.PRODUCT_ROWS}
+        for N, K in ((28672, 4096), (6144, 1024)):
+            gated = {launch.gated_tile_of(M, N, K, format) for M in range(1, launch.MOST_ROWS + 1)}
+            assert gated == {launch.gated_tile_of(M, N, K, format) for M in warm_up.PRODUCT_ROWS}
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

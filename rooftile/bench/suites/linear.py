@@ -37,7 +37,7 @@ from rooftile.numerics import QuantisedRows, quantise_rows
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 # layers, so that weights come from memory
 LAYERS = 3
-ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
 GPU = tuple(f"8b-{format}-r{rows}" for format in FORMATS for rows in ROWS)
 CPU = tuple(f"small-{format}-r{rows}" for format in FORMATS for rows in (1, 16))

@@ -42,8 +42,9 @@ SHARED = 196 * 1024
 MOST_STAGES = 12
 # rows of x up to which a product is bound by bytes
 BYTES = 64
-# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself
-ORDERS = 32
+# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has so many
+# steps that a kernel which orders them once is faster
+ORDERS, ORDERS_IN_MANY_STEPS, MANY_STEPS = 32, 16, 16
 # a program that shares tiles takes so many steps more: where each tile has as many programs, and where not. Parts of up to
 # ORDERS rows of x are small. Steps of codes take half as long as those of 16-bit numbers.
 SHARING_FEW, SHARING, SHARING_CODES = (3, 12), (9, 16), (16, 28)
@@ -88,7 +89,21 @@ def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors
     # how many rows of x a tile has does not change the order of sums
     if twice and (costs[1] <= costs[0] or (is_codes and deterministic)):
         tile = larger
-    return tile._replace(STAGES=_stages(tile, M, format))
+    return tile._replace(STAGES=_stages(tile, M, format, orders_itself(M, N, K, processors)))
+
+
+def orders_itself(M: int, N: int, K: int, processors: int, in_many_steps: int = ORDERS_IN_MANY_STEPS) -> bool:
+    """Whether a warpgroup orders M rows of x for itself: else a kernel does it before the product.
+
+    Each warpgroup does it again in each step; the kernel takes about as long as twelve steps of 32 rows.
+
+    Args:
+        N, K: of the weight, all of its rows.
+        in_many_steps: the rows up to which it does so in however many steps.
+    """
+    steps = triton.cdiv(N, WARPGROUPS * ROWS.value) * triton.cdiv(K, STEP.value)
+    most = in_many_steps if steps >= MANY_STEPS * processors else ORDERS
+    return most >= M
 
 
 def sharing_of(rows: int, is_codes: bool) -> tuple[int, int]:
@@ -98,12 +113,11 @@ def sharing_of(rows: int, is_codes: bool) -> tuple[int, int]:
     return SHARING_FEW if rows <= ORDERS else SHARING
 
 
-def _stages(tile: Tile, M: int, format: str) -> int:
-    """How many steps of a tile are in flight."""
+def _stages(tile: Tile, M: int, format: str, orders: bool) -> int:
+    """How many steps of a tile are in flight; `orders`: a warpgroup orders rows of x for itself."""
     kind = weight_format(format)
     x_bytes = tile.block_m * STEP.value * (1 if kind.activations else 2)
-    # a warpgroup orders rows of x for itself
-    held = WARPGROUPS * x_bytes if kind.activations is None and M <= ORDERS else 0
+    held = WARPGROUPS * x_bytes if kind.activations is None and orders else 0
     most = min((SHARED - held) // (tile.block_n * STEP.value * kind.bits // 8 + x_bytes), MOST_STAGES)
     # half of the memory leaves room for a program of the next kernel, whose copies begin while this one ends
     few = BYTES if kind.activations is None else 32
@@ -245,10 +259,10 @@ def start_codes(
     kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early())), constants)
 
 
-def gated_tile_of(M: int, format: str) -> Tile:
-    """Returns the tile of a product whose halves are multiplied with each other: a warpgroup has rows of both."""
+def gated_tile_of(M: int, N: int, K: int, format: str, processors: int = 132) -> Tile:
+    """Returns the tile of a product whose halves of N are multiplied with each other: a warpgroup has rows of both."""
     tile = Tile(2, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
-    return tile._replace(STAGES=_stages(tile, M, format))
+    return tile._replace(STAGES=_stages(tile, M, format, orders_itself(M, N, K, processors)))
 
 
 def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, product: Product) -> Tensor:
@@ -258,7 +272,7 @@ def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, prod
     if parts.order is not None:
         x = x.index_select(1, parts.order)
     x, ordered = _copied(x, product)
-    tile = gated_tile_of(x.shape[0], product.format)
+    tile = gated_tile_of(x.shape[0], product.N, product.K, product.format, processors_of(x.device))
     half = product._replace(N=product.N // 2)
     sizes = _sizes_of_halves(tile, x.shape[0], half)
     programs = programs_of(sizes, processors_of(x.device), x.shape[0])
@@ -273,7 +287,7 @@ def multiply_gated_codes(
     M, half = x.shape[0], product._replace(N=product.N // 2)
     o = torch.empty((M, half.N), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((M, 1), dtype=torch.float32, device=x.device)
-    tile = gated_tile_of(M, product.format)
+    tile = gated_tile_of(M, product.N, product.K, product.format, processors_of(x.device))
     sizes = _sizes_of_halves(tile, M, half)
     programs = programs_of(sizes, processors_of(x.device), M, is_codes=True)
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
@@ -298,7 +312,7 @@ def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, 
 
 def _copied(x: Tensor, product: Product) -> tuple[Tensor, bool]:
     """Returns rows that the copy engine can read, and whether they are in order."""
-    ordered = x.shape[0] > ORDERS
+    ordered = not orders_itself(x.shape[0], product.N, product.K, processors_of(x.device))
     if ordered:
         x = in_order(x, "bytes" if weight_format(product.format).bits == 8 else "nibbles")
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:

@@ -23,6 +23,8 @@ FP8 = torch.float8_e4m3fn
 UNIT = 128
 # steps in flight, at least; twice as many rows of the weight in a tile, with fewer steps, took as long or longer on an H100
 LEAST_STAGES = 4
+# rows of x up to which a warpgroup orders them for itself in however many steps, where they are in FP8
+ORDERS_FP8_IN_MANY_STEPS = 8
 
 
 def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
@@ -37,11 +39,15 @@ def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
         yield "values or places at an address that is no multiple of 16; has aligned ones"
 
 
+def orders_itself(M: int, N: int, K: int, is_fp8: bool, processors: int) -> bool:
+    """`launch.orders_itself`; rows in FP8 become fp16 on the way, which takes a warpgroup longer."""
+    return launch.orders_itself(M, N, K, processors, ORDERS_FP8_IN_MANY_STEPS if is_fp8 else launch.ORDERS_IN_MANY_STEPS)
+
+
 @cache
-def tile_of(M: int, is_fp8: bool) -> Tile:
-    """Returns the tile of a product of M rows of x."""
+def tile_of(M: int, is_fp8: bool, orders: bool) -> Tile:
+    """Returns the tile of a product of M rows of x; `orders`: a warpgroup orders them for itself."""
     tile = Tile(1, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
-    orders = M <= launch.ORDERS
     x_bytes = tile.block_m * STEP.value * (1 if is_fp8 and orders else 2)
     # a warpgroup has rows of two steps in order
     held = WARPGROUPS * 2 * tile.block_m * STEP.value * 2 if orders else 0
@@ -69,19 +75,20 @@ def _start(
     x: Tensor, x_scales: Tensor | None, values: Tensor, words: Tensor, w_scales: Tensor | None, bias: Tensor | None,
     product: Product, o: Tensor,
 ) -> None:  # fmt: skip
-    is_fp8, ordered = values.dtype == FP8, x.shape[0] > launch.ORDERS
-    if ordered:
+    is_fp8, processors = values.dtype == FP8, launch.processors_of(x.device)
+    orders = orders_itself(x.shape[0], product.N, product.K, is_fp8, processors)
+    if not orders:
         x = in_order(x, "pairs", torch.float16 if is_fp8 else None)
     elif x.stride(-1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    tile = tile_of(x.shape[0], is_fp8)
+    tile = tile_of(x.shape[0], is_fp8, orders)
     sizes = launch.sizes_of(tile, x.shape[0], product.N, product.K, product.deterministic)
     # under `deterministic` as if there were one row
     rows = 1 if product.deterministic else x.shape[0]
-    programs = launch.programs_of(sizes, launch.processors_of(x.device), rows)
+    programs = launch.programs_of(sizes, processors, rows)
     shared = launch.shared_sums(tile, programs, sizes, torch.float32, x.device)
-    kernel, constants = kernel_of(is_fp8, ordered, bias is not None, tile)
+    kernel, constants = kernel_of(is_fp8, not orders, bias is not None, tile)
     # a pointer that is not read points anywhere
     given = [values if one is None else one for one in (x_scales, w_scales, bias)]
     kernel(
