@@ -22,9 +22,13 @@ def plan(
         str, typer.Argument(help="The checkpoint's folder (config.json, *.safetensors), or its name on the Hub.")
     ],
     batch: Annotated[int, typer.Option("--batch", min=1, help="Answers that decode at once.")] = 1,
-    context: Annotated[int, typer.Option("--context", min=2, help="Tokens of each answer with its prompt.")] = 1024,
+    context: Annotated[
+        int | None, typer.Option("--context", min=2, help="Tokens of each answer with its prompt; 1024, or all that MODEL has.")
+    ] = None,
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Tokens of prompts that a step reads; 0: decoding alone.")] = 0,
-    prompt_share: Annotated[float, typer.Option("--prompt-share", help="Share of the steps that read prompts.")] = 0.5,
+    prompt_share: Annotated[
+        float | None, typer.Option("--prompt-share", help="Share of the steps that read prompts; half if not given.")
+    ] = None,
     formats: Annotated[str, typer.Option("--formats", help="Formats to choose from, as bf16,fp8,int4:32.")] = "",
     data: Annotated[
         Path | None, typer.Option("--data", help="A text for the losses; without it the errors of layers stand for them.")
@@ -50,15 +54,18 @@ def plan(
         from rooftile.drawing.page import check_ready
 
         check_ready()
-    if not 0 <= prompt_share <= 1:
-        raise InvalidInput(f"--prompt-share is {prompt_share}; must be from 0 to 1")
+    share = 0.5 if prompt_share is None else prompt_share
+    if not 0 <= share <= 1:
+        raise InvalidInput(f"--prompt-share is {share}; must be from 0 to 1")
+    if prompt_share is not None and not prompt:
+        raise InvalidInput(f"--prompt-share is {share} and no step reads prompts; give --prompt, or leave it out")
     from rooftile.planning.run import plan as make
     from rooftile.serve.checkpoint import find_folder
 
     folder = find_folder(model, download=download)
     rows = {"decode": batch} | ({"prompt": prompt} if prompt else {})
     found = make(
-        folder, rows=rows, shares={"decode": 1 - prompt_share, "prompt": prompt_share} if prompt else None, context=context,
+        folder, rows=rows, shares={"decode": 1 - share, "prompt": share} if prompt else None, context=context,
         formats=tuple(word.strip() for word in formats.split(",")) if formats else None, max_loss=max_loss, measure=measure,
         data=None if data is None else _tokens(data, folder, context), device=device,
     )  # fmt: skip
@@ -67,11 +74,12 @@ def plan(
     print(found.to_json() if json else found)
 
 
-def _tokens(file: Path, folder: Path, context: int) -> list[torch.Tensor]:
+def _tokens(file: Path, folder: Path, context: int | None) -> list[torch.Tensor]:
     """The text's tokens, in pieces of the context; its bytes where a checkpoint of bytes has no tokenizer."""
     import torch
 
     from rooftile.models.config import ModelConfig
+    from rooftile.planning.run import CONTEXT
     from rooftile.serve.text.tokenizer import Tokenizer
 
     try:
@@ -82,7 +90,8 @@ def _tokens(file: Path, folder: Path, context: int) -> list[torch.Tensor]:
         ids = Tokenizer.from_folder(folder).encode(text)
     else:
         ids = list(text.encode())
-    pieces = torch.tensor(ids[:MOST_TOKENS]).split(context)
+    length = min(CONTEXT, ModelConfig.from_folder(folder).max_len) if context is None else context
+    pieces = torch.tensor(ids[:MOST_TOKENS]).split(length)
     found = [piece for piece in pieces if len(piece) > 1]
     if not found:
         raise InvalidInput(f"--data {file} has {len(ids)} tokens; must have at least two")

@@ -108,8 +108,11 @@ def matches(pattern: str, module: str) -> bool:
     """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
     for name in (module, f"model.{module}", f"transformer.{module}"):
         if pattern.startswith("re:"):
-            if re.match(pattern[3:], name):
-                return True
+            try:
+                if re.match(pattern[3:], name):
+                    return True
+            except re.error as error:
+                raise InvalidInput(f"the pattern {pattern!r} is no regular expression: {error}") from None
         elif fnmatchcase(name, pattern):
             return True
     return False
@@ -123,7 +126,7 @@ def parsed(word: object) -> tuple[str, int | None]:
     """
     format, _, group = word.partition(":") if isinstance(word, str) else (word, "", "")
     # the sentence has the whole word, not what is before its colon
-    format = weight_format(format if format in WEIGHT_FORMATS else word).name
+    format = weight_format(format if isinstance(word, str) and format in WEIGHT_FORMATS else word).name
     if not group:
         return format, None
     if group == "row":

@@ -48,6 +48,8 @@ def _apply(arguments: tuple[Any, ...]) -> Tensor:
                 "transforms of torch.func over rooftile.linear inside torch.compile; compile without them"
             )
         return linear_quantised(*arguments)
+    if x.is_meta and not transforms_active():
+        return linear_quantised(*arguments)
     if wants_grad(x, bias) or watched(*arguments) or torch.autograd.forward_ad._current_level >= 0:
         return _Linear.apply(*arguments)
     return run(*arguments)

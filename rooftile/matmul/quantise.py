@@ -120,10 +120,10 @@ def _weight(
         w = torch.where(mask, w, 0.0)
     # whole tiles
     parts = w.split(max((AT_ONCE if w.is_cuda else AT_ONCE_ON_A_CPU) // K // TILE, 1) * TILE)
-    if flag is None:
-        _check_finite(parts)
-    else:
+    if flag is not None:
         raise_flag(flag, w)
+    elif not w.is_meta:
+        _check_finite(parts)
     outer = outer_scale(torch.stack([_size(part.float()) for part in parts])).view(1, 1) if format == "nvfp4" else None
     found = [_quantised(part.float(), kind, group, zero_points, rule, outer) for part in parts]
     codes, scales = (torch.cat(parts) for parts in zip(*((x.codes, x.scales) for x in found), strict=True))

@@ -24,6 +24,8 @@ def check_readable(path: Path) -> None:
     """Raises InvalidInput if a file that is there cannot be opened; packages report that as if it were missing or broken."""
     try:
         path.open("rb").close()
+    except FileNotFoundError:
+        raise InvalidInput(f"{path} does not exist; give the folder of a checkpoint, which has it") from None
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}; let this user read it") from None
 

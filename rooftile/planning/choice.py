@@ -60,4 +60,4 @@ def _steps(loss: float, max_loss: float) -> int:
     if max_loss == 0:
         return STEPS + 1
     # a loss of a whole number of steps is one, whatever the division rounds to
-    return min(math.ceil(loss / max_loss * STEPS - 1e-6), STEPS + 1)
+    return min(math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6), STEPS + 1)

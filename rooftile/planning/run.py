@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from rooftile.qat.patterns import SKIPPED, patterns_of
 from rooftile.words import answers_foreign_words
 
 PHASES = ("decode", "prompt")
+# tokens of a sequence where the caller names none
+CONTEXT = 1024
 
 
 @answers_foreign_words
@@ -61,7 +64,7 @@ def plan(
         backward: of a module: whether a step trains: it also has the backward of the sum of the outputs, and layers in a format
             are those of `rooftile.qat.prepare`.
         shares: of steps, by the words of `rows`; by default alike.
-        context: tokens of each sequence of a checkpoint; 1,024 if None.
+        context: tokens of each sequence of a checkpoint; None: 1,024, or as many positions as it has.
         skip: patterns of a module's layers that stay as they are; all but the default must match one.
         device: of a checkpoint's folder: "cpu", "cuda" or "auto".
 
@@ -102,8 +105,9 @@ def plan(
         raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
     if patterns_of(skip) != SKIPPED:
         raise InvalidInput(f"skip is {skip!r} and the model a checkpoint; leave it out: its embedding and head always stay")
-    phases, tokens = _phases(rows, shares), _count("context", 1024 if context is None else context)
+    phases, asked = _phases(rows, shares), None if context is None else _count("context", context)
     decoder, name = _decoder(model, device)
+    tokens = min(CONTEXT, decoder.config.max_len) if asked is None else asked
     with unchanged([]):
         there = DecoderTarget(decoder, name, phases, tokens)
         return _planned(there, decoder.embedding.device, words, data, allowed, measure)
@@ -131,6 +135,8 @@ def _device_of(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
     found = list(dict.fromkeys(x.device for x in tensors))
     if len(found) > 1:
         raise InvalidInput(f"the model and its inputs are on {' and '.join(map(str, found))}; must be on one device: move them")
+    if found == [torch.device("meta")]:
+        raise InvalidInput("the model and its inputs are on meta, where tensors have no numbers; move them to a CPU or a GPU")
     return found[0] if found else torch.device("cpu")
 
 
@@ -143,6 +149,9 @@ def _phases(rows: object, shares: object) -> list[Phase]:
         raise InvalidInput(f"rows has {other!r}; {due}")
     if shares is not None and (not isinstance(shares, Mapping) or set(shares) != set(rows)):
         raise InvalidInput(f"shares is {shares!r}; must have a number for each of {', '.join(rows)}")
+    other_share = next((share for share in (shares or {}).values() if not isinstance(share, Real)), None)
+    if other_share is not None:
+        raise InvalidInput(f"shares has {other_share!r}; must have a number for each of {', '.join(rows)}")
     given = dict.fromkeys(rows, 1.0) if shares is None else {name: float(share) for name, share in shares.items()}
     if min(given.values()) < 0 or not 0 < sum(given.values()) < float("inf"):
         raise InvalidInput(f"shares is {shares}; must be numbers that are not negative, and not all 0")

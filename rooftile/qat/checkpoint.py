@@ -129,7 +129,10 @@ def _section(
         return {}
     formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
     linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - rounded]
+    stored_as_codes = {id(layer.weight) for layer in modules.values() if layer.qat.rounding is not None}
+    # a tied head is stored under the embedding's name, and Transformers asks for its own
+    names = named if isinstance(model, Checkpointed) else model.state_dict(keep_vars=True)
+    kept = [name.removesuffix(".weight") for name, x in names.items() if id(x) in linear - stored_as_codes]
     return {"quantization_config": quantization_config(formats, kept)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,11 +63,12 @@ class Preparation:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         masking, told = self.masking and replace(self.masking, seen=None), deepcopy(self.told, memo)
-        return replace(self, kept=None, learns=False, raised=Raised(), masking=masking, told=told)
+        # a copy is made inside of `off` to be used outside of it
+        return replace(self, ignored=0, kept=None, learns=False, raised=Raised(), masking=masking, told=told)
 
     def __reduce__(self) -> Any:
         masking = self.masking and replace(self.masking, seen=None)
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored, None, masking, self.told)
+        return Preparation, (self.rounding, self.name, self.start_step, self.steps, 0, None, masking, self.told)
 
 
 class Prepared(nn.Module):
@@ -86,10 +88,12 @@ class Prepared(nn.Module):
         """The learned scales, a parameter named `weight_scale`, under the estimator "lsq" alone."""
         return self._parameters.get("weight_scale")
 
-    def kept_weight(self) -> Tensor:
+    def kept_weight(self, *, in_forward: bool = False) -> Tensor:
         """Returns the whole weight as it is now, with zeros where a mask leaves it out; its gradient passes to all of it."""
         weight = whole(self.weight)
-        return weight if self.qat.masking is None else masking.masked(weight, masking.kept(self, weight))
+        if self.qat.masking is None:
+            return weight
+        return masking.masked(weight, masking.kept(self, weight, in_forward=in_forward))
 
     def codes(self) -> QuantisedWeight:
         """Returns the codes of the weight as it is now.
@@ -97,14 +101,14 @@ class Prepared(nn.Module):
         Raises:
             InvalidInput: the weight is not finite.
         """
-        return self._taken(in_training=False).codes
+        return self._taken(in_training=False, in_forward=False).codes
 
-    def _taken(self, in_training: bool) -> Taken:
+    def _taken(self, in_training: bool, in_forward: bool = True) -> Taken:
         """The codes of the weight as it is now; in training an error about it may come later (`finite`)."""
         name, rounding = self.qat.name, self.qat.rounding
         assert rounding is not None, "a weight that is not rounded has no codes"
         weight = whole(self.weight)
-        mask = None if self.qat.masking is None else masking.kept(self, weight)
+        mask = None if self.qat.masking is None else masking.kept(self, weight, in_forward=in_forward)
         flag = flag_for(weight, in_training, self.qat.raised)
         try:
             return taken_from(weight, rounding, whole(self.scales), flag, mask)
@@ -167,19 +171,26 @@ class PreparedLinear(Prepared, nn.Linear):
             return super().forward(x)
         if self.qat.masking is not None:
             masking.check_trains(self)
+        if not x.is_floating_point():
+            raise InvalidInput(f"x is {x.dtype}; must be a tensor of bfloat16, float16, float32 or float64")
         kind = x.device.type
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
+        # there is no autocast for the device "meta"
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             if self.qat.rounding is None:
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable
-                return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
+                kept = self.kept_weight(in_forward=True).to(x.dtype)
+                return multiply_masked(x, kept, self.bias, transposable=transposable)
             if not torch.compiler.is_compiling():
                 tell(self.qat.rounding.format, x.device, self.qat.told)
             taken = self.known_codes()
             # a copy with zeros in place would live until the backward
-            weight, mask = (whole(self.weight), self._buffers.get("mask")) if self._tells(taken) else (self.kept_weight(), None)
+            if self._tells(taken):
+                weight, mask = whole(self.weight), self._buffers.get("mask")
+            else:
+                weight, mask = self.kept_weight(in_forward=True), None
             return product.linear(x, weight, self.bias, self.qat.rounding, taken, self.scales, self.training, mask)
 
     def _tells(self, taken: Taken | None) -> bool:
@@ -226,7 +237,8 @@ def restore_layer(layer: Prepared) -> None:
     if plain is None:
         raise InvalidInput(f"{layer.qat.name} is a {type(layer).__name__} since it was prepared; undo that first")
     if layer.qat.masking is not None:
-        del layer.mask
+        # a layer whose first mask was refused has none
+        layer._buffers.pop("mask", None)
     del layer.qat
     layer._parameters.pop("weight_scale", None)
     layer.__class__ = plain  # type: ignore[assignment]

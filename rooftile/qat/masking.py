@@ -37,8 +37,12 @@ class Masking:
     flips: Tensor | None = None
     seen: Any = None
 
-    def is_due(self, weight: Tensor, steps: int) -> bool:
-        """Whether the mask has to be chosen anew."""
+    def is_due(self, weight: Tensor, steps: int, *, is_counted: bool) -> bool:
+        """Whether the mask has to be chosen anew.
+
+        is_counted: whether an optimiser whose steps are counted is all that changes the weight. Else a copy into `weight.data`,
+            such as that of an average of weights, may have changed it without a sign.
+        """
         recipe = self.recipe
         if steps and recipe.freeze_from is not None and steps >= recipe.freeze_from:
             return False
@@ -46,7 +50,7 @@ class Masking:
             return steps - self.chosen_at >= recipe.refresh
         # a sharded weight is filled anew without a sign of it
         is_distributed = distributed.is_available() and distributed.is_initialized()
-        return is_distributed or self.seen is None or self.seen != _version(weight, steps)
+        return is_distributed or not is_counted or self.seen is None or self.seen != _version(weight, steps)
 
 
 def _version(weight: Tensor, steps: int) -> Any:
@@ -69,11 +73,13 @@ def begin(layer: Any, name: str) -> None:
     layer.register_buffer("mask", _chosen(layer, whole(layer.weight), name), persistent=False)
 
 
-def kept(layer: Any, weight: Tensor) -> Tensor:
+def kept(layer: Any, weight: Tensor, *, in_forward: bool) -> Tensor:
     """Returns the mask of a layer for its weight as it is now, all of it."""
     masking = layer.qat.masking
-    if not torch.compiler.is_compiling() and not transforms_active() and masking.is_due(weight, layer.qat.steps):
-        refresh(layer, weight)
+    if not torch.compiler.is_compiling() and not transforms_active():
+        is_counted = in_forward and layer.training and torch.is_grad_enabled() and layer.qat.steps > 0
+        if masking.is_due(weight, layer.qat.steps, is_counted=is_counted):
+            refresh(layer, weight)
     found: Tensor = layer.mask
     return found
 
@@ -142,5 +148,7 @@ def decay(layer: Any, factor: float | Tensor) -> None:
 
 def follow(layer: Any) -> None:
     """Chooses a mask after a weight has changed, for compiled forwards; a sharded weight's is chosen in the forward alone."""
-    if not is_sharded(layer.weight) and layer.qat.masking.is_due(layer.weight, layer.qat.steps):
+    if not is_sharded(layer.weight) and layer.qat.masking.is_due(
+        layer.weight, layer.qat.steps, is_counted=True
+    ):  # fmt: skip
         refresh(layer, layer.weight)

@@ -14,8 +14,14 @@ from rooftile.matmul.formats import matches
 SKIPPED = ("lm_head",)
 
 
+class Name(str):
+    """The whole name of one layer, in place of a pattern: "0" as a pattern means "blocks.0", too."""
+
+
 def means(pattern: str, name: str) -> bool:
     """Whether a pattern means a layer of this name."""
+    if isinstance(pattern, Name):
+        return pattern == name
     # "lm_head" means the model's own, wherever it is
     return matches(pattern, name) or name.endswith(f".{pattern}")
 
@@ -35,8 +41,21 @@ def check_patterns(argument: str, patterns: Iterable[object], layers: Sequence[s
 
 
 def patterns_of(skip: Sequence[str] | str) -> tuple[str, ...]:
-    """Returns the patterns of `skip`, which may be one."""
-    return (skip,) if isinstance(skip, str) else tuple(skip)
+    """Returns the patterns of `skip`, which may be one.
+
+    Raises:
+        InvalidInput: it is something else.
+    """
+    if isinstance(skip, str):
+        return (skip,)
+    if not isinstance(skip, Iterable):
+        raise InvalidInput(f"skip is {skip!r}; must be patterns of names, such as ('lm_head',), or () for none")
+    return tuple(skip)
+
+
+def skip_given(skip: Sequence[str] | str) -> Sequence[str] | str | None:
+    """Returns `skip` where the caller has named layers, else None."""
+    return None if patterns_of(skip) in ((), SKIPPED) else skip
 
 
 def skipped(skip: Sequence[str] | str, model: nn.Module, layers: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
@@ -18,7 +19,7 @@ from rooftile.qat.codes import Rounding, inside
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
 from rooftile.qat.masking import Masking
-from rooftile.qat.patterns import SKIPPED, check_patterns, means, patterns_of, skipped
+from rooftile.qat.patterns import SKIPPED, check_patterns, means, skip_given, skipped
 from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
 from rooftile.qat.sharded import whole
 from rooftile.qat.slow import Told
@@ -32,7 +33,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class Planned(Protocol):
     """A plan of formats, as `rooftile.plan` returns it."""
 
-    def prepare(self, model: Any, *, estimator: str = "straight", start_step: int = 0) -> Any:
+    def prepare(
+        self, model: Any, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None
+    ) -> Any:
         """Prepares the model that it is for."""
 
 
@@ -60,7 +63,8 @@ def prepare(
         skip: patterns of layers that stay, where `format` is one word; all but the default must match one.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
             half a code beyond the format's numbers; "lsq", for int4, w8 and int8: scales are parameters, too (`weight_scale` of
-            each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them.
+            each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them, and
+            load weights before it, since the first scales follow from them.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
             from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
         activations: "mxfp4" or "mxfp8", for layers in that format: their inputs are rounded to it, too, 32 numbers of a row to a
@@ -86,20 +90,22 @@ def prepare(
 
     Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432; Esser et al., arXiv:1902.08153 ("lsq").
     """
-    if activations is not None and activations not in ACTIVATIONS:
+    if activations is not None and (not isinstance(activations, str) or activations not in ACTIVATIONS):
         raise InvalidInput(
             f"activations are {activations!r}; must be {' or '.join(map(repr, ACTIVATIONS))}, or None for what the format says"
         )
     if estimator not in ESTIMATORS:
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+    # NumPy's integers are integers
+    step: object = start_step
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
+    start_step = int(step)
     _check_sparsity(format, sparsity)
     if isinstance(format, Planned):
-        named = None if patterns_of(skip) in ((), SKIPPED) else skip
         ruled = None if rule == RULES[0] else rule
-        _check_planned(group=group, activations=activations, rule=ruled, sparsity=sparsity, skip=named)
-        planned: Model = format.prepare(model, estimator=estimator, start_step=start_step)
+        check_planned(group=group, activations=activations, rule=ruled, skip=skip_given(skip))
+        planned: Model = format.prepare(model, estimator=estimator, start_step=start_step, sparsity=sparsity)
         return planned
     found = dict(_prepared(model))
     if found:
@@ -122,7 +128,12 @@ def prepare(
         # rows of an embedding are looked up, so half of their numbers would save nothing
         masking = None if sparsity is None or isinstance(layer, nn.Embedding) else Masking(sparsity)
         preparation = Preparation(rounding, name, start_step, masking=masking, told=told)
-        prepare_layer(layer, preparation, scales.get(id(layer.weight)))
+        try:
+            prepare_layer(layer, preparation, scales.get(id(layer.weight)))
+        except InvalidInput:
+            # a weight with NaN has no mask
+            restore(model)
+            raise
     return model
 
 
@@ -148,14 +159,15 @@ def off(model: nn.Module) -> Iterator[None]:
         >>> with rooftile.qat.off(model):
         ...     full = loss(model, data)
     """
-    layers = [layer for _, layer in prepared_layers(model)]
-    for layer in layers:
-        layer.qat.ignored += 1
+    # a layer that is restored inside of the block has no state any more
+    states = [layer.qat for _, layer in prepared_layers(model)]
+    for state in states:
+        state.ignored += 1
     try:
         yield
     finally:
-        for layer in layers:
-            layer.qat.ignored -= 1
+        for state in states:
+            state.ignored -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +258,7 @@ def _chosen(
     if isinstance(format, Mapping):
         if group is not None:
             raise InvalidInput(f"group is {group} and format a dictionary; write the group into its words, as in 'int4:{group}'")
-        if patterns_of(skip) not in ((), SKIPPED):
+        if skip_given(skip) is not None:
             raise InvalidInput(f"skip is {skip!r} and format a dictionary; write {{pattern: 'auto'}} into it for what stays")
         words = dict(format)
         kinds: tuple[type[nn.Module], ...] = tuple(PREPARED)
@@ -268,6 +280,8 @@ def _chosen(
             chosen[name] = layer, None
             continue
         kind, its_group = parsed(word)
+        if group is not None and its_group is not None:
+            raise InvalidInput(f"group is {group!r} and format {word!r}, which has its own; leave group out")
         # an embedding has no activations
         inputs = None if isinstance(layer, nn.Embedding) else activations
         its_rule = rule if weight_format(kind).has_exponents else RULES[0]
@@ -279,7 +293,8 @@ def _chosen(
     return chosen
 
 
-def _check_planned(**given: object) -> None:
+def check_planned(**given: object) -> None:
+    """Raises InvalidInput for an argument that stands beside a plan."""
     for name, value in given.items():
         if value is not None:
             raise InvalidInput(f"{name} is {value!r} and format a plan, which has chosen and timed its own; leave {name} out")
@@ -320,6 +335,8 @@ def _check_masked_alone(name: str, layer: nn.Module, estimator: str, activations
 def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
     assert isinstance(layer, nn.Linear | nn.Embedding)
     rows, columns = layer.weight.shape
+    if not layer.weight.numel():
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) has no numbers; skip this layer")
     if rounding.activations not in (None, rounding.format):
         raise InvalidInput(
             f"{name} is {rounding.format} and its activations {rounding.activations}; both must be in one format: give it "

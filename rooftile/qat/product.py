@@ -148,7 +148,7 @@ class _Rounded(torch.autograd.Function):
         in_training: bool,
     ) -> Tensor:  # fmt: skip
         with below_autograd():
-            if held is None or watched(x, w, bias, scales):
+            if held is None or watched(x, w, bias, scales) or x.is_meta:
                 found: Tensor = linear_rounded(x, w if held is None else held.masked(w), bias, scales, *rounding, in_training)
                 return found
             held.taken = held.taken or taken_from(w, rounding, scales)
@@ -167,7 +167,7 @@ class _Rounded(torch.autograd.Function):
         needs_x, needs_w, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         either = needs_w or needs_scales
         taken = None if ctx.held is None else ctx.held.taken
-        if taken is None or watched(dy, x, w, scales):
+        if taken is None or watched(dy, x, w, scales) or x.is_meta:
             w = w if ctx.held is None else ctx.held.masked(w)
             dx, dw, dscales = linear_rounded_backward(dy, x, w, scales, *ctx.rounding, needs_x, either)
         else:

@@ -17,7 +17,7 @@ from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import rounded_activations
 from rooftile.qat.sharded import shards
-from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.qat.sparse_linear import SparseLinear, held, keep_dtypes
 from rooftile.sparsity import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,13 +73,9 @@ class QuantisedLinear(nn.Module):
         return rounded_activations(x, self.activations, self.rule)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # .to(dtype), .half() and .bfloat16() mean activations: scales keep the dtype that codes were made with
-        scales = {name: getattr(self, name) for name in _PARTS}
+        before = held(self, _PARTS)
         super()._apply(fn, recurse)
-        for name, before in scales.items():
-            after = getattr(self, name)
-            if before is not None and after.dtype != before.dtype:
-                setattr(self, name, before.to(after.device))
+        keep_dtypes(self, before)
         return self
 
     def extra_repr(self) -> str:

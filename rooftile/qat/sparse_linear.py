@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from rooftile.ops.linear import linear
@@ -45,7 +47,26 @@ class SparseLinear(nn.Module):
         """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
         return linear(x, self.sparse, self.bias)
 
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        before = held(self, ("values", "scales") if self.values.element_size() == 1 else ())
+        super()._apply(fn, recurse)
+        keep_dtypes(self, before)
+        return self
+
     def extra_repr(self) -> str:
         """The sizes and the dtype of the values."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, {self.values.dtype}"
+
+
+def held(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor | None]:
+    """Returns buffers by their names."""
+    return {name: getattr(module, name) for name in names}
+
+
+def keep_dtypes(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Gives buffers the dtypes back that they had: `.to(dtype)`, `.half()` and `.bfloat16()` mean activations, not codes."""
+    for name, x in before.items():
+        after = getattr(module, name)
+        if x is not None and after.dtype != x.dtype:
+            setattr(module, name, x.to(after.device))

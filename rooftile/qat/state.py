@@ -40,6 +40,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
         InvalidInput: the model is not prepared, or its layers or masks are others than those of the state.
     """
     layers = dict(prepared_layers(model))
+    if not isinstance(state, Mapping):
+        raise InvalidInput(f"state is {type(state).__name__}; must be what rooftile.qat.state_dict returned")
     if layers.keys() != dict(state).keys():
         name = sorted(layers.keys() ^ state.keys())[0]
         raise InvalidInput(f"{name} is prepared in {'the model' if name in layers else 'the state'} alone; prepare as before")

@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.operators import call, define
 from rooftile.sparsity import definition
-from rooftile.sparsity.where import check_numbers, check_weight, is_raised, kernels_run_on
+from rooftile.sparsity.where import check_flag, check_numbers, check_weight, is_raised, kernels_run_on
 from rooftile.words import answers_foreign_words
 
 
@@ -24,7 +24,7 @@ def two_four(w: Tensor, transposable: bool = False) -> Tensor:
         w: (N, K), bf16, fp16, fp32, fp64 or FP8 (e4m3), any strides; K a multiple of 4. Infinity is larger than any number.
         transposable: whether the transposed mask is 2:4, too, so that the gradient of x is a sparse product as well. Each block
             of 4 x 4 takes the one of the 90 patterns with two weights in every row and column whose sum of |w| is largest (in
-            fp32; of equal sums the lower number of `rooftile.sparsity.patterns`). N must be a multiple of 4.
+            fp32, of fp64 in fp64; of equal sums the lower number of `rooftile.sparsity.patterns`). N must be a multiple of 4.
 
     Returns:
         bool (N, K), True where a weight is kept.
@@ -39,6 +39,7 @@ def two_four(w: Tensor, transposable: bool = False) -> Tensor:
     Mishra et al., arXiv:2104.08378; Hubara et al., arXiv:2102.08124.
     """
     check_weight(w)
+    check_flag("transposable", transposable)
     if transposable and w.shape[0] % 4:
         raise InvalidInput(f"w is {tuple(w.shape)} and transposable is True; N must be a multiple of 4, too")
     return mask_of(w, bool(transposable), check=True)

@@ -42,6 +42,8 @@ class TwoFour:
         due = {"values": ((N, K // 2), HELD), "places": ((N, -(-K // 8)), (torch.uint8,)), "scales": ((N, 1), (torch.float32,))}
         for name, (shape, dtypes) in due.items():
             x = getattr(self, name)
+            if not isinstance(x, Tensor) and (x is not None or name != "scales"):
+                raise InvalidInput(f"{name} of a 2:4 weight {self.shape} are {type(x).__name__}; must be a tensor {shape}")
             if x is not None and (tuple(x.shape) != shape or x.dtype not in dtypes):
                 words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise InvalidInput(f"{name} of a 2:4 weight {self.shape} are {x.dtype} {tuple(x.shape)}; must be {words} {shape}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from rooftile.errors import InvalidInput
+from rooftile.sparsity.where import check_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Recipe:
     freeze_from: int | None = None
 
     def __post_init__(self) -> None:
+        check_flag("transposable", self.transposable)
         # NumPy's numbers are no floats to Python, but real ones
         decay: object = self.decay
         if isinstance(decay, bool) or not isinstance(decay, Real) or not 0 <= float(decay) < math.inf:

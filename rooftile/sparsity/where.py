@@ -44,3 +44,10 @@ def check_numbers(w: Tensor) -> None:
     if lost.any():
         row, column = (int(n) for n in lost.nonzero()[0])
         raise InvalidInput(f"w is NaN at row {row}, column {column}; NaN has no size to choose by: find where it comes from")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises InvalidInput for what is neither True nor False; a word such as "no" would count as True."""
+    # NumPy's booleans are equal to these
+    if value not in (True, False):
+        raise InvalidInput(f"{name} is {value!r}; must be True or False")

@@ -48,7 +48,7 @@ MUTATIONS = {
         "qat/layers.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
     ),
     "plan, losses in steps": Mutation(
-        "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
+        "planning/choice.py", "math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
         ("tests/planning/test_choice.py",),
     ),
     "plan, launches": Mutation(
@@ -71,7 +71,7 @@ MUTATIONS = {
         "planning/targets/modules.py", "        self._model.eval()\n", "", ("tests/planning/test_modules.py", "-k", "evaluation"),
     ),
     "plan, names as patterns": Mutation(
-        "planning/targets/training.py", 'f"re:{re.escape(name)}$": word', "name: word",
+        "planning/targets/training.py", "{Name(name): word", "{name: word",
         ("tests/planning/test_plan.py", "-k", "pattern"),
     ),
     "plan, a decoder left rounded": Mutation(

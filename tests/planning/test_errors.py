@@ -53,6 +53,10 @@ def on_two_devices() -> nn.Module:
         (mlp, {"max_loss": "much"}, "max_loss is 'much'; must be a number"),
         (mlp, {"max_loss": True}, "max_loss is True; must be a number"),
         (mlp, {"formats": []}, "formats is .*; must name at least one"),
+        (mlp, {"formats": 3}, "formats is 3; must be words of rooftile.quantise_weight, such as"),
+        (mlp, {"skip": None}, "skip is None; must be patterns of names, such as"),
+        (mlp, {"data": lambda model: None}, "data returns NoneType; must return the model's loss, one number"),
+        (mlp, {"data": lambda model: model(X)}, r"data returns a tensor \(.*\); must return the model's loss, one number"),
         (mlp, {"formats": ["int3"]}, "format is 'int3'; must be one of"),
         (mlp, {"formats": ["int4:half"]}, "format is 'int4:half'; after the colon"),
         (mlp, {"rows": {"decode": 4}}, "rows is .* and the model a module; leave it out"),
@@ -74,6 +78,15 @@ def test_bad_input_is_a_sentence(model: Any, options: dict[str, Any], words: str
     with pytest.raises(rt.InvalidInput, match=words) as caught:
         rt.plan(model(), X, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with pytest.raises(rt.InvalidInput, match="the model and its inputs are on meta, where tensors have no numbers; move them"):
+        rt.plan(mlp().to("meta"), X.to("meta"))
+
+
+def test_a_tiny_loss_is_a_loss() -> None:
+    assert rt.plan(mlp(), X, formats=["bf16", "int8"], max_loss=1e-310, measure=False).weights == "auto"
 
 
 def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
@@ -159,6 +172,26 @@ def command(*words: str) -> Any:
     return CliRunner().invoke(app, ["plan", *words, "--device", "cpu"])
 
 
+def test_a_checkpoint_without_a_context_has_what_its_positions_allow(folder: Path) -> None:
+    plan = rt.plan(folder, rows={"decode": 1}, formats=["bf16"], measure=False, device="cpu")
+    at_most = rt.plan(folder, rows={"decode": 1}, formats=["bf16"], context=64, measure=False, device="cpu")
+    assert plan.total == at_most.total
+    assert command(str(folder), "--no-measure", "--data", str(folder / "text.txt")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shares": {"decode": "a"}}, "shares has 'a'; must have a number for each of decode"),
+        ({"data": torch.full((1, 9), 256)}, "data has token ids from 256 to 256; the model has 0 to 255"),
+        ({"data": torch.full((1, 9), -1)}, "data has token ids from -1 to -1; the model has 0 to 255"),
+    ],
+)
+def test_a_checkpoint_refuses_in_a_sentence(folder: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=words):
+        rt.plan(folder, rows={"decode": 1}, formats=["bf16"], measure=False, device="cpu", **options)
+
+
 def test_the_command_prints_the_table_and_json(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = (str(folder), "--batch", "4", "--context", "32", "--max-loss", "0.01", "--data", str(folder / "text.txt"))
@@ -180,6 +213,7 @@ def test_the_command_prints_the_table_and_json(folder: Path, tmp_path: Path) -> 
     ("words", "message"),
     [
         (("--prompt-share", "2"), "--prompt-share is 2.0; must be from 0 to 1"),
+        (("--prompt-share", "0.3"), "--prompt-share is 0.3 and no step reads prompts; give --prompt, or leave it out"),
         (("--html", "/nowhere/plan.html"), "cannot be written; name a file in a folder that exists"),
         (("--data", "/nowhere/text.txt"), "--data /nowhere/text.txt cannot be read"),
         (("--formats", "int5"), "format is 'int5'"),

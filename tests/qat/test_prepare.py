@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -254,39 +255,47 @@ def lost() -> nn.Module:
     return model
 
 
+PREPARE = partial(rt.qat.prepare, format="int8")
+EMPTY = nn.Linear(64, 1)
+EMPTY.weight = nn.Parameter(torch.empty(0, 64))
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: rt.qat.prepare(nn.Sequential(nn.ReLU()), "int8"), "Sequential has no layer of the class nn.Linear itself"),
-        (lambda: rt.qat.prepare(mlp(), {"lm_haed": "int8"}), "pattern 'lm_haed', which matches no layer; near names are"),
-        (lambda: rt.qat.prepare(rt.qat.prepare(mlp(), "int8"), "fp8"), "0 is prepared already; restore the model first"),
-        (lambda: rt.qat.prepare(mlp(), "int5"), "format is 'int5'; must be one of fp8"),
-        (lambda: rt.qat.prepare(mlp(), 8), "format is 8; must be one of fp8"),
-        (lambda: rt.qat.prepare(mlp(), {"*": None}), "format is None and so is sparsity"),
-        (lambda: rt.qat.prepare(mlp(), {}), "format leaves all 3 layers as they are"),
-        (lambda: rt.qat.prepare(mlp(), {"*": "int4"}, group=32), "group is 32 and format a dictionary"),
-        (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),
-        (lambda: rt.qat.prepare(mlp(), "int4", group=48), r"0.weight \(256, 128\) cannot be int4:48: group is 48"),
-        (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: w has rows of K = 33"),
-        (lambda: rt.qat.prepare(mlp(), "int8", estimator="ste"), "estimator is 'ste'; must be one of straight, clip, lsq"),
-        (lambda: rt.qat.prepare(mlp(), "int8", start_step=-1), "start_step is -1; must be a number of steps, 0 or more"),
-        (lambda: rt.qat.prepare("model", "int8"), "model is str; must be a torch.nn.Module"),
-        (lambda: rt.qat.prepare(mlp(), "int4", group_size=32), "write group="),
-        (lambda: rt.qat.prepare(nn.Sequential(nn.Embedding(4, 32, max_norm=1.0)), {"0": "w8"}), "0 is an embedding with max_n"),
-        (lambda: rt.qat.convert(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
-        (lambda: rt.qat.restore(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
-        (lambda: rt.qat.status(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
-        (lambda: rt.qat.off(mlp()).__enter__(), "the model is not prepared; call rooftile.qat.prepare first"),
-        (lambda: lost()(inputs()), "2.weight after 1 steps cannot be quantised to int8: w is nan at row 1, column 3"),
+        (lambda: PREPARE(mlp(), format="int4:32", group=64), "group is 64 and format 'int4:32', which has its own; leave"),
+        (lambda: PREPARE(mlp(), skip=None), "skip is None; must be patterns of names, such as ('lm_head',), or ()"),
+        (lambda: PREPARE(mlp(), format={"re:(": "int8"}), "the pattern 're:(' is no regular expression: "),
+        (lambda: PREPARE(mlp(), format=["int4"]), "format is ['int4']; must be one of fp8, "),
+        (lambda: PREPARE(mlp(), format="mxfp4", activations=["mxfp4"]), "activations are ['mxfp4']; must be 'mxfp4' or "),
+        (lambda: PREPARE(nn.Sequential(EMPTY)), "0.weight (0, 64) has no numbers; skip this layer"),
+        (lambda: rt.qat.load_state_dict(PREPARE(mlp()), 3), "state is int; must be what rooftile.qat.state_dict returned"),
+        (lambda: PREPARE(mlp())(torch.ones(2, 128, dtype=torch.int64)), "x is torch.int64; must be a tensor of bfloat16, "),
+        (lambda: rt.sparsity.Recipe(transposable="yes"), "transposable is 'yes'; must be True or False"),
+        (lambda: rt.sparsity.two_four(torch.ones(4, 4), transposable="no"), "transposable is 'no'; must be True or False"),
+        (lambda: rt.sparsity.TwoFour(None, None, (32, 64)), "values of a 2:4 weight (32, 64) are NoneType; must be a tensor "),
     ],
 )  # fmt: skip
-def test_bad_input(call, sentence: str) -> None:
-    with pytest.raises(InvalidInput, match=sentence):
+def test_arguments_of_another_kind(call, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{re.escape(sentence)}"):
         call()
 
 
-def test_nothing_is_prepared_where_one_layer_does_not_fit() -> None:
-    model = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 4))
-    with pytest.raises(InvalidInput, match=r"1\.weight"):
-        rt.qat.prepare(model, "mxfp4")
-    assert type(model[0]) is nn.Linear
+def test_numpys_integers_are_steps() -> None:
+    assert rt.qat.prepare(mlp(), "int8", start_step=np.int64(3))[0].qat.start_step == 3
+
+
+def test_a_rounded_embedding_and_head_of_one_weight() -> None:
+    """Its gradient is the sum of both, and both are converted to the same numbers."""
+    model, tokens = rt.qat.prepare(Tied(), {"*": "int8"}), torch.tensor([[1, 5, 3]])
+    model(tokens).sum().backward()
+    apart = rt.qat.prepare(Tied(tie=False), {"*": "int8"})
+    apart.lm_head.weight.data.copy_(apart.embedding.weight.data)
+    apart(tokens).sum().backward()
+    torch.testing.assert_close(model.embedding.weight.grad, apart.embedding.weight.grad + apart.lm_head.weight.grad)
+    due = model(tokens)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    plain = Tied()
+    plain.load_state_dict(state)
+    assert torch.equal(rt.qat.prepare(plain, {"*": "int8"})(tokens), due)
+    assert torch.equal(rt.qat.convert(model)(tokens), due)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,11 +37,60 @@ def test_a_dictionary_and_a_plan_mix_formats() -> None:
     model = rt.quantise_model(mlp(), words)
     assert [layer.format for layer in model if isinstance(layer, QuantisedLinear)] == ["int4", "int8"]
     assert type(model[2]) is nn.Linear
-    planned = rt.quantise_model(mlp(), SimpleNamespace(weights=words))
-    assert torch.equal(planned(inputs()), model(inputs()))
+    plan = planned(mlp(), words)
+    assert torch.equal(rt.quantise_model(mlp(), plan)(inputs()), model(inputs()))
     # a plan that keeps everything
-    kept = rt.quantise_model(mlp(), SimpleNamespace(weights="auto"))
+    kept = rt.quantise_model(mlp(), planned(mlp(), {}))
     assert torch.equal(kept(inputs()), mlp()(inputs()))
+    with pytest.raises(InvalidInput, match=r"^group is 64 and format a plan, which has chosen .*; leave group out$"):
+        rt.quantise_model(mlp(), plan, group=64)
+    with pytest.raises(InvalidInput, match=r"^the plan is for another model: 0 is"):
+        rt.quantise_model(nn.Sequential(nn.Linear(64, 64)), plan)
+
+
+def planned(model: nn.Module, words: dict[str, str]) -> rt.planning.Plan:
+    """A plan whose choice is known."""
+    found = rt.plan(model, inputs(), formats=["bf16", "int8", "int4:32", "2:4"], measure=False)
+    return replace(found, layers=tuple(replace(layer, chosen=words.get(layer.name, "fp32")) for layer in found.layers))
+
+
+class Nested(nn.Module):
+    """Names that end alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.block, self.model = nn.Linear(128, 128), nn.Sequential(), nn.Sequential()
+        self.block.down, self.model.down = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(self.block(self.down(x)))
+
+
+@pytest.mark.parametrize("words", [{"down": "int8"}, {"model.down": "int8", "down": "int4:32"}, {"model.down": "2:4"}])
+def test_a_plan_means_layers_and_no_patterns(words: dict[str, str]) -> None:
+    plan = planned(Nested(), words)
+    assert plan.weights == words
+    made = rt.quantise_model(Nested(), plan)
+    kinds = {name: type(layer).__name__ for name, layer in made.named_modules() if name.endswith("down")}
+    due = {"int8": "QuantisedLinear", "int4:32": "QuantisedLinear", "2:4": "SparseLinear"}
+    assert kinds == {name: due.get(words.get(name, ""), "Linear") for name in ("down", "block.down", "model.down")}
+    prepared = plan.prepare(Nested())
+    assert {one.name: one.format for one in rt.qat.status(prepared).layers} == words
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_2_4_layer_of_codes_keeps_their_dtypes(format: str, dtype: torch.dtype) -> None:
+    w = torch.randn(64, 128)
+    mask = rt.sparsity.two_four(w)
+    codes = rt.quantise_weight(w * mask, format)
+    layer = rt.qat.SparseLinear(rt.sparsity.compress(codes.codes, mask, codes.scales), nn.Parameter(torch.randn(64)))
+    due = layer(inputs().to(dtype))
+    moved = copy.deepcopy(layer).to(dtype)
+    assert (moved.values.dtype, moved.scales.dtype, moved.bias.dtype) == (codes.codes.dtype, torch.float32, dtype)
+    assert torch.equal(moved.values.view(torch.uint8), layer.values.view(torch.uint8))
+    torch.testing.assert_close(moved(inputs().to(dtype)), due, rtol=2e-2, atol=2e-2)
 
 
 def test_the_head_stays_and_an_embedding_is_rounded_by_name() -> None:

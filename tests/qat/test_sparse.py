@@ -472,3 +472,27 @@ def test_outliers_and_an_mlp_of_odd_sizes() -> None:
     # the last layer has 37 rows
     model = rt.qat.prepare(mlp(), "int8", sparsity=Recipe())
     assert model(inputs()).isfinite().all()
+
+
+@pytest.mark.parametrize("format", [None, "int4:32"])
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_served_has_the_mask_of_the_weight_as_it_is(format: str | None, train: bool) -> None:
+    """A copy into `.data`, as averages of weights are put in, raises no version."""
+    model, x = sparse(format), data()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    model.train(train)(x)
+    w = torch.randn_like(model[0].weight)
+    model[0].weight.data.copy_(w)
+    kept = w * two_four(w)
+    if not train:
+        fresh = sparse(format)
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(model(x), fresh.eval()(x))
+    made = rt.qat.convert(model)[0]
+    assert torch.equal(made.sparse.dense(), kept) if format is None else torch.equal(
+        made.quantised.codes, rt.quantise_weight(kept, "int4", group=32).codes
+    )

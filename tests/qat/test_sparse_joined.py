@@ -172,7 +172,7 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"^0 has the format None and its activations mxfp4; both must be in one format: give"):
         rt.qat.prepare(mlp(), None, sparsity=recipe, activations="mxfp4")
     plan = rt.plan(mlp(), inputs(), formats=["int8"], measure=False)
-    with pytest.raises(InvalidInput, match=r"^sparsity is Recipe\(.*\) and format a plan, which .*; leave sparsity out$"):
+    with pytest.raises(InvalidInput, match=r"^sparsity is Recipe\(.*\), and the plan has no 2:4 layer; leave it out$"):
         rt.qat.prepare(mlp(), plan, sparsity=recipe)
     model = rt.qat.prepare(Tied(), {"*": "int8"}, sparsity=recipe)
     with pytest.raises(InvalidInput, match=r"^embed is int8 and out int8 2:4, and they share a weight; prepare both for one"):

@@ -14,6 +14,8 @@ def values_of(written: str, form: str) -> dict[str, Any]:
     Raises:
         InvalidInput: the text is something else.
     """
+    if not isinstance(written, str):
+        raise InvalidInput(f"this is {type(written).__name__}; pass the text that to_json wrote")
     try:
         values = json.loads(written)
     except json.JSONDecodeError as error:

@@ -96,7 +96,10 @@ class DecoderTarget:
 
     def loss(self, data: Any) -> Callable[[], float]:
         """Returns what computes the mean loss in nats of the next token of texts."""
-        texts = [text.to(self._device) for text in token_ids(data)]
+        texts, known = [text.to(self._device) for text in token_ids(data)], self._decoder.config.vocab_size
+        beyond = next((text for text in texts if text.numel() and not 0 <= text.min() <= text.max() < known), None)
+        if beyond is not None:
+            raise InvalidInput(f"data has token ids from {beyond.min()} to {beyond.max()}; the model has 0 to {known - 1}")
 
         def mean() -> float:
             total = sum(loss_of(self._decoder, text) for text in texts)

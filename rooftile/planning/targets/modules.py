@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -101,7 +102,7 @@ class ModuleTarget:
     def loss(self, data: Any) -> Callable[[], float]:
         """Returns what computes the mean loss on data, with all modules in evaluation mode."""
         if callable(data):
-            return lambda: float(self._evaluated(lambda: data(self._model)))
+            return lambda: _number(self._evaluated(lambda: data(self._model)))
         batches = batches_of(data)
         return lambda: self._evaluated(lambda: loss_over(self._model, batches))
 
@@ -192,3 +193,12 @@ def _computing(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterato
             del layer.forward
         else:
             layer.forward = before  # type: ignore[method-assign]
+
+
+def _number(found: Any) -> float:
+    """Makes a number of what a function of the model returned."""
+    is_one = isinstance(found, Real) or (isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex())
+    if not is_one:
+        what = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidInput(f"data returns {what}; must return the model's loss, one number")
+    return float(found)

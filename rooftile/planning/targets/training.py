@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from rooftile.planning.records import Layer
 from rooftile.planning.targets.applying import check_model
 from rooftile.planning.targets.modules import unwrapped
 from rooftile.qat.layers import Prepared
+from rooftile.qat.patterns import Name
 from rooftile.sparsity import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,8 +38,7 @@ def prepare(
     sparse = [name for name, word in words.items() if word == SPARSE]
     if sparsity is not None and not sparse:
         raise InvalidInput(f"sparsity is {sparsity}, and the plan has no 2:4 layer; leave it out")
-    # a name is no pattern: qat.prepare would take "0" for "blocks.0" too
-    rounded = {f"re:{re.escape(name)}$": word for name, word in words.items() if word != SPARSE}
+    rounded: dict[str, str | None] = {Name(name): word for name, word in words.items() if word != SPARSE}
     if rounded:
         qat.prepare(inside, rounded, estimator=estimator, start_step=start_step)
     try:
