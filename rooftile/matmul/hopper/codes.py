@@ -1,7 +1,7 @@
 """FP8 and INT8 products on Hopper: codes times codes, scales on the sums.
 
 One warp has tiles of the weight and of x copied in, and two warpgroups multiply: 64 rows of the weight each, or twice 64, by up
-to 256 rows of x. The tensor cores carry about 13 bits of a sum of FP8 products between instructions, so each product over 128 of
+to 256 rows of x. The tensor cores carry about 14 bits of a sum of FP8 products between instructions, so each product over 128 of
 K begins at zero, and is added to the sum in fp32; a tile's scales are taken along there (`fp8_tile`). Sums of INT8 are exact.
 
 Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
