@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rooftile.errors import InvalidInput
 from rooftile.models import Decoder, TrainableDecoder
 from rooftile.qat import checkpoint
 from rooftile.qat.compressed import LAYOUTS
+from rooftile.sparsity import Recipe
 from tests.qat.models import mlp
 
 VOCAB = 48
@@ -69,10 +71,20 @@ def test_the_engine_multiplies_with_the_codes_of_training(tmp_path: Path, format
                 assert torch.equal(torch.cat([one.outer.expand(one.shape[0], 1) for one in stored]), due)
 
 
-@pytest.mark.parametrize("format", [*LAYOUTS, "int4:32", "int4:row"])
-def test_the_engine_says_what_the_converted_model_says_bit_for_bit(tmp_path: Path, format: str) -> None:
-    model = trained(format)
-    rt.qat.save(model, tmp_path)
+@pytest.mark.parametrize(
+    ("format", "options", "layout"),
+    [
+        *((format, {}, "dense") for format in (*LAYOUTS, "int4:32", "int4:row")),
+        *((format, {"estimator": "lsq"}, "dense") for format in ("int4:32", "w8", "int8")),
+        *((format, {"sparsity": Recipe()}, layout) for format in (None, "fp8", "int8") for layout in ("dense", "two_four")),
+        *((format, {"sparsity": Recipe(transposable=True)}, "dense") for format in (None, "int4:32", "mxfp4")),
+    ],
+)
+def test_the_engine_says_what_the_converted_model_says_bit_for_bit(
+    tmp_path: Path, format: str | None, options: dict[str, Any], layout: str
+) -> None:
+    model = trained(format, **options)
+    rt.qat.save(model, tmp_path, layout=layout)
     rt.qat.convert(model)
     for layer in model.layers:
         # on a CPU the engine attends to its cache by this backend, and a dense call by PyTorch's, which rounds otherwise
