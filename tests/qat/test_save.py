@@ -225,3 +225,16 @@ def used(folder: Path) -> Path:
 def test_bad_input(tmp_path: Path, call, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         call(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_activations_that_are_not_rounded_when_served_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    rt.qat.save(trained(format), tmp_path / "weights")
+    Decoder.from_folder(tmp_path / "weights")
+    assert not caplog.messages
+    rt.qat.save(trained(format, activations=format), tmp_path / "both")
+    Decoder.from_folder(tmp_path / "both")
+    (said,) = caplog.messages
+    assert f"both: its activations in {format} are not rounded: no kernel here multiplies them, so they stay in 16 bits" in said

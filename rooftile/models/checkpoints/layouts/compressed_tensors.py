@@ -50,6 +50,7 @@ class Scheme:
     symmetric: bool
     static: bool
     in_another_order: bool  # groups have columns that lie apart
+    has_inputs: bool  # activations are quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,12 @@ class CompressedTensors:
                 '%s: its kv_cache_scheme is not used: the cache has the dtype that kv_dtype says; "fp8" finds scales of its own',
                 self.folder,
             )
+        wider = dict.fromkeys(scheme.format for scheme in self.schemes if scheme.has_inputs and scheme.layout in _BLOCKS)
+        if wider:
+            logging.getLogger(__name__).warning(
+                "%s: its activations in %s are not rounded: no kernel here multiplies them, so they stay in 16 bits, and answers "
+                "may differ from those of the quantised model", self.folder, " and ".join(wider),
+            )  # fmt: skip
         for scheme in self.schemes:
             for target in scheme.targets:
                 if not any(_matches(target, module) for module in modules):
@@ -246,7 +253,8 @@ def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str
     format = _BLOCKS.get(layout) or _format_of(layout, bits, kind, strategy, weights, inputs, folder)
     # "weight" and "static" order columns without groups of their own
     ordered = weights.get("actorder") in (True, "group", "dynamic")
-    return Scheme(tuple(group.get("targets") or ()), layout, format, bits or 0, size, symmetric, static, ordered)
+    targets = tuple(group.get("targets") or ())
+    return Scheme(targets, layout, format, bits or 0, size, symmetric, static, ordered, inputs is not None)
 
 
 def _format_of(
