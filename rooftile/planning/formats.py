@@ -30,7 +30,7 @@ def check_formats(formats: Sequence[str] | str | None, *, backward: bool, counts
     # masks without training lose far more than rounding: a choice by time alone would take them wherever they are fast
     default = (*DEFAULT, SPARSE) if counts_losses and not backward else DEFAULT
     if formats is not None and not isinstance(formats, Iterable):
-        raise InvalidInput(f"formats is {formats!r}; must be words of rooftile.quantise_weight, such as ('bf16', 'int4:32')")
+        raise InvalidInput(f"formats is {formats!r}; must be names of formats, such as ('bf16', 'int4:32')")
     words = default if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")

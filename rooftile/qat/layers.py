@@ -177,7 +177,7 @@ class PreparedLinear(Prepared, nn.Linear):
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
         # there is no autocast for the device "meta"
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             if self.qat.rounding is None:
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable

@@ -148,7 +148,6 @@ def decay(layer: Any, factor: float | Tensor) -> None:
 
 def follow(layer: Any) -> None:
     """Chooses a mask after a weight has changed, for compiled forwards; a sharded weight's is chosen in the forward alone."""
-    if not is_sharded(layer.weight) and layer.qat.masking.is_due(
-        layer.weight, layer.qat.steps, is_counted=True
-    ):  # fmt: skip
-        refresh(layer, layer.weight)
+    weight, masking = layer.weight, layer.qat.masking
+    if not is_sharded(weight) and masking.is_due(weight, layer.qat.steps, is_counted=True):
+        refresh(layer, weight)

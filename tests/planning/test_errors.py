@@ -53,7 +53,7 @@ def on_two_devices() -> nn.Module:
         (mlp, {"max_loss": "much"}, "max_loss is 'much'; must be a number"),
         (mlp, {"max_loss": True}, "max_loss is True; must be a number"),
         (mlp, {"formats": []}, "formats is .*; must name at least one"),
-        (mlp, {"formats": 3}, "formats is 3; must be words of rooftile.quantise_weight, such as"),
+        (mlp, {"formats": 3}, "formats is 3; must be names of formats, such as"),
         (mlp, {"skip": None}, "skip is None; must be patterns of names, such as"),
         (mlp, {"data": lambda model: None}, "data returns NoneType; must return the model's loss, one number"),
         (mlp, {"data": lambda model: model(X)}, r"data returns a tensor \(.*\); must return the model's loss, one number"),

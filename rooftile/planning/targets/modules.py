@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -197,8 +196,9 @@ def _computing(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterato
 
 def _number(found: Any) -> float:
     """Makes a number of what a function of the model returned."""
-    is_one = isinstance(found, Real) or (isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex())
-    if not is_one:
+    try:
+        return float(found)
+    # PyTorch and Python raise different errors for what is no number
+    except (TypeError, ValueError, RuntimeError):
         what = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise InvalidInput(f"data returns {what}; must return the model's loss, one number")
-    return float(found)
+        raise InvalidInput(f"data returns {what}; must return the model's loss, one number") from None
