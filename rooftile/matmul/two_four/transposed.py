@@ -1,6 +1,6 @@
 """Transposes a result (N, M) to (M, N), and applies scales, bias and rounding.
 
-cuSPARSELt computes W x^T, and takes up to 1.6 times as long to write it transposed itself (h200-sparsity.jsonl).
+cuSPARSELt computes W x^T, and its default algorithm takes up to 1.6 times as long to write it transposed (h200-sparsity.jsonl).
 """
 
 from __future__ import annotations
