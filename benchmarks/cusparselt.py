@@ -24,18 +24,16 @@ from torch import Tensor
 from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row, with_measures
 from rooftile.bench.session import Session, open_session
+from rooftile.bench.suites.linear import MOST_ERROR, PRODUCTS
 from rooftile.hardware.clock import ReplayClock, take_turns
-from rooftile.matmul.two_four.cusparselt import Algorithm
+from rooftile.matmul.two_four.cusparselt import Algorithm, sums
 from rooftile.sparsity import two_four
 
-PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # the dtype of sums that our products with codes take
 SUMS = {"fp8": torch.float32, "int8": torch.int32}
 # numbers of algorithms that are tried
 MOST = 40
-# the mean error of a product, as a share of the mean of what is due
-MOST_ERROR = 0.02
 
 
 class Case(NamedTuple):
@@ -61,9 +59,7 @@ def case_of(name: str, M: int, N: int, K: int) -> Case:
 
 def multiply(case: Case, name: str, algorithm: Algorithm) -> Tensor:
     """Multiplies by an algorithm."""
-    return torch._cslt_sparse_mm(
-        case.packed, case.x.T, out_dtype=SUMS.get(name), transpose_result=algorithm.transposes, alg_id=algorithm.number
-    )
+    return sums(case.x, case.packed, None, SUMS.get(name), algorithm)
 
 
 def is_right(case: Case, name: str, algorithm: Algorithm) -> bool:

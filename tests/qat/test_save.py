@@ -119,16 +119,20 @@ def test_formats_are_mixed(tmp_path: Path) -> None:
     assert list(output.outputs[0].token_ids) == greedy(model, prompt, 10)
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
+def llama(tie: bool) -> nn.Module:
+    """A small Llama of Transformers; `tie`: its head is its embedding."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,
         vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=tie, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    rt.qat.prepare(model, "int4", group=32)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
+    model = rt.qat.prepare(llama(tie), "int4", group=32)
     assert not any(one.name == "lm_head" for one in rt.qat.status(model).layers)
     tokens = torch.randint(VOCAB, (2, 16))
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -145,12 +149,7 @@ def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
 @pytest.mark.parametrize("format", ["int8", "int4:32", {"*": "int8"}], ids=str)
 def test_transformers_reads_a_model_whose_head_is_its_embedding(tmp_path: Path, format) -> None:
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,
-        vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    model = rt.qat.prepare(transformers.LlamaForCausalLM(config).eval(), format)
+    model = rt.qat.prepare(llama(tie=True), format)
     rt.qat.save(model, tmp_path)
     tokens = torch.randint(VOCAB, (2, 16))
     with torch.no_grad():

@@ -225,7 +225,7 @@ def test_algorithms_are_those_of_the_version_that_was_measured(
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert cusparselt.algorithm_for(torch.device("cuda", 0), torch.bfloat16).number == number
-    assert cusparselt.algorithm_for(torch.device("cpu"), torch.bfloat16) == cusparselt.GUESS
+    assert cusparselt.algorithm_for(torch.device("cpu"), torch.bfloat16) == cusparselt.DEFAULT
     cusparselt.algorithm_for.cache_clear()
 
 
@@ -240,7 +240,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize(
     ("format", "algorithm"),
     [
-        *((format, cusparselt.GUESS) for format in (None, "fp8", "int8")),
+        *((format, cusparselt.DEFAULT) for format in (None, "fp8", "int8")),
         *((FORMATS[dtype], algorithm) for (_, _, dtype), algorithm in cusparselt.FASTEST.items()),
     ],
 )

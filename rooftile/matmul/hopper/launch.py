@@ -95,7 +95,8 @@ def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors
 def orders_itself(M: int, N: int, K: int, processors: int, in_many_steps: int = ORDERS_IN_MANY_STEPS) -> bool:
     """Whether a warpgroup orders M rows of x for itself: else a kernel does it before the product.
 
-    Each warpgroup does it again in each step; the kernel takes about as long as twelve steps of 32 rows.
+    Each warpgroup does it again in each step, so the kernel pays where a program has many steps; `benchmarks/products.py` times
+    both.
 
     Args:
         N, K: of the weight, all of its rows.

@@ -3,7 +3,7 @@
 The library has a layout of its own, which it makes from the dense weight. It is made once for a `TwoFour` and kept as long as its
 values live: as many bytes again.
 
-It has some twenty algorithms, and its first guess takes up to 1.5 times as long as the fastest, and 1.9 times in INT8
+It has some twenty algorithms, and its default takes up to 1.5 times as long as the fastest, and 1.9 times in INT8
 (h100-cusparselt.jsonl). Its own search tries all of them, and ended in an illegal instruction for one shape. So the fastest ones
 stand here, for the version and the chip on which they were measured.
 """
@@ -36,10 +36,10 @@ class Algorithm(NamedTuple):
     transposes: bool
 
 
-# what the library takes by itself. It writes a transposed result slowly, so a kernel of ours transposes
-GUESS = Algorithm(0, False)
-# By the library's version, compute capability and dtype (benchmarks/cusparselt.py). In fp16 the guess is as fast as any, and an
-# algorithm ends in an illegal instruction.
+# The library's default. It writes a transposed result slowly, so a kernel of ours transposes
+DEFAULT = Algorithm(0, False)
+# The fastest ones by the library's version, compute capability and dtype (benchmarks/cusparselt.py). fp16 keeps the default: one of
+# its algorithms ends in an illegal instruction
 FASTEST: dict[tuple[int | None, tuple[int, int], torch.dtype], Algorithm] = {
     (800, (9, 0), torch.bfloat16): Algorithm(17, True),
     (800, (9, 0), torch.float8_e4m3fn): Algorithm(21, False),
@@ -87,7 +87,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
     # products of int8 are exact; scales are applied by the kernel that transposes, so these algorithms do not
-    y = _sums(x, packed, None, torch.int32 if x.dtype == torch.int8 else torch.float32, algorithm_for(x.device, x.dtype))
+    y = sums(x, packed, None, torch.int32 if x.dtype == torch.int8 else torch.float32, algorithm_for(x.device, x.dtype))
     return _transposed(y, x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
 
 
@@ -113,19 +113,19 @@ def packed_of(weight: Sparse, K: int) -> Tensor:
 def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (M, K) times a packed weight (N, K) transposed, plus a bias in the dtype of x, to (M, N) in that dtype."""
     algorithm = algorithm_for(x.device, x.dtype)
-    y = _sums(x, packed, bias, None, algorithm)
+    y = sums(x, packed, bias, None, algorithm)
     return y[: x.shape[0]] if algorithm.transposes else _transposed(y, x.shape[0], None, None, None, x.dtype)
 
 
 @cache
 def algorithm_for(device: torch.device, dtype: torch.dtype) -> Algorithm:
-    """Returns the library's fastest algorithm for a dtype where it is known, else what the library takes by itself."""
+    """Returns the library's fastest algorithm for a dtype where it is known, else its default."""
     if device.type != "cuda":
-        return GUESS
-    return FASTEST.get((torch.backends.cusparselt.version(), torch.cuda.get_device_capability(device), dtype), GUESS)
+        return DEFAULT
+    return FASTEST.get((torch.backends.cusparselt.version(), torch.cuda.get_device_capability(device), dtype), DEFAULT)
 
 
-def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, algorithm: Algorithm) -> Tensor:
+def sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, algorithm: Algorithm) -> Tensor:
     """The product (N, M), or transposed, with M padded. The library's first matrix is the sparse one: W x^T."""
     M, x = x.shape[0], x.contiguous()
     # bytes: FP8 has no padding

@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 UNIT = 128
 # steps in flight, at least; twice as many rows of the weight in a tile, with fewer steps, took as long or longer on an H100
 LEAST_STAGES = 4
-# rows of x up to which a warpgroup orders them for itself in however many steps, where they are in FP8
+# rows of x in FP8 up to which a warpgroup orders them for itself in however many steps: they become fp16 on the way
 ORDERS_FP8_IN_MANY_STEPS = 8
 
 
@@ -37,11 +37,6 @@ def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
         yield f"K is {product.K}; has multiples of {UNIT}"
     if weight.values.data_ptr() % 16 or weight.places.data_ptr() % 16:
         yield "values or places at an address that is no multiple of 16; has aligned ones"
-
-
-def orders_itself(M: int, N: int, K: int, is_fp8: bool, processors: int) -> bool:
-    """`launch.orders_itself`; rows in FP8 become fp16 on the way, which takes a warpgroup longer."""
-    return launch.orders_itself(M, N, K, processors, ORDERS_FP8_IN_MANY_STEPS if is_fp8 else launch.ORDERS_IN_MANY_STEPS)
 
 
 @cache
@@ -76,7 +71,8 @@ def _start(
     product: Product, o: Tensor,
 ) -> None:  # fmt: skip
     is_fp8, processors = values.dtype == FP8, launch.processors_of(x.device)
-    orders = orders_itself(x.shape[0], product.N, product.K, is_fp8, processors)
+    in_many_steps = ORDERS_FP8_IN_MANY_STEPS if is_fp8 else launch.ORDERS_IN_MANY_STEPS
+    orders = launch.orders_itself(x.shape[0], product.N, product.K, processors, in_many_steps)
     if not orders:
         x = in_order(x, "pairs", torch.float16 if is_fp8 else None)
     elif x.stride(-1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
