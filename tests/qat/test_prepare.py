@@ -255,6 +255,83 @@ def lost() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: rt.qat.prepare(nn.Sequential(nn.ReLU()), "int8"), "Sequential has no layer of the class nn.Linear itself"),
+        (lambda: rt.qat.prepare(mlp(), {"lm_haed": "int8"}), "pattern 'lm_haed', which matches no layer; near names are"),
+        (lambda: rt.qat.prepare(rt.qat.prepare(mlp(), "int8"), "fp8"), "0 is prepared already; restore the model first"),
+        (lambda: rt.qat.prepare(mlp(), "int5"), "format is 'int5'; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), 8), "format is 8; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), {"*": None}), "format is None and so is sparsity"),
+        (lambda: rt.qat.prepare(mlp(), {}), "format leaves all 3 layers as they are"),
+        (lambda: rt.qat.prepare(mlp(), {"*": "int4"}, group=32), "group is 32 and format a dictionary"),
+        (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),
+        (lambda: rt.qat.prepare(mlp(), "int4", group=48), r"0.weight \(256, 128\) cannot be int4:48: group is 48"),
+        (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: w has rows of K = 33"),
+        (lambda: rt.qat.prepare(mlp(), "int8", estimator="ste"), "estimator is 'ste'; must be one of straight, clip, lsq"),
+        (lambda: rt.qat.prepare(mlp(), "int8", start_step=-1), "start_step is -1; must be a number of steps, 0 or more"),
+        (lambda: rt.qat.prepare("model", "int8"), "model is str; must be a torch.nn.Module"),
+        (lambda: rt.qat.prepare(mlp(), "int4", group_size=32), "write group="),
+        (lambda: rt.qat.prepare(nn.Sequential(nn.Embedding(4, 32, max_norm=1.0)), {"0": "w8"}), "0 is an embedding with max_n"),
+        (lambda: rt.qat.convert(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.restore(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.status(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.off(mlp()).__enter__(), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: lost()(inputs()), "2.weight after 1 steps cannot be quantised to int8: w is nan at row 1, column 3"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        call()
+
+
+def test_nothing_is_prepared_where_one_layer_does_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 4))
+    with pytest.raises(InvalidInput, match=r"1\.weight"):
+        rt.qat.prepare(model, "mxfp4")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_copy_that_is_made_without_rounding_rounds() -> None:
+    """The best model of a run is often kept where it is measured."""
+    model, x = rt.qat.prepare(mlp(), "int4:32"), inputs()
+    with rt.qat.off(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert torch.equal(model(x), mlp()(x))
+    for one in copies:
+        assert torch.equal(one(x), model(x))
+        assert not torch.equal(one(x), mlp()(x))
+
+
+def test_restored_while_it_is_off() -> None:
+    model = rt.qat.prepare(mlp(), "int8")
+    with rt.qat.off(model):
+        rt.qat.restore(model)
+    assert torch.equal(model(inputs()), mlp()(inputs()))
+
+
+def test_a_refused_mask_leaves_the_model_as_it_was() -> None:
+    model = mlp()
+    model[2].weight.data[0, 0] = torch.nan
+    with pytest.raises(InvalidInput, match=r"^2.weight cannot be 2:4: w is NaN at row 0, column 0"):
+        rt.qat.prepare(model, None, sparsity=rt.sparsity.Recipe())
+    assert [type(layer) for layer in model] == [type(layer) for layer in mlp()]
+    model[2].weight.data[0, 0] = 1.0
+    rt.qat.prepare(model, "int8")(inputs())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("sparsity", [None, rt.sparsity.Recipe()], ids=["", "2:4"])
+def test_shapes_without_numbers(format: str, sparsity: rt.sparsity.Recipe | None) -> None:
+    model = rt.qat.prepare(mlp(), format, sparsity=sparsity).to("meta")
+    x = torch.empty(2, 5, 128, device="meta", requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert (y.shape, y.device.type, x.grad.shape) == ((2, 5, 37), "meta", x.shape)
+    assert model[0].weight.grad.shape == (256, 128)
+
+
 PREPARE = partial(rt.qat.prepare, format="int8")
 EMPTY = nn.Linear(64, 1)
 EMPTY.weight = nn.Parameter(torch.empty(0, 64))
