@@ -52,7 +52,8 @@ class PagedKV:
         """
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is None or v_scale is None:
-            return self.lengths, self.lengths, 0, 0
+            # always aligned, as the lengths of a step are not: an unaligned address makes Triton compile another kernel
+            return self.k, self.k, 0, 0
         if k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1:
             k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
         return k_scale, v_scale, k_scale.stride(0), k_scale.stride(1)

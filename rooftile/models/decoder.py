@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
     @classmethod
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
-        *, max_len: int | None = None, weights: Weights = "auto",
+        *, max_len: int | None = None, weights: Weights = "auto", on_layer: Callable[[Layer], None] | None = None,
     ) -> Decoder:  # fmt: skip
         """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
@@ -75,6 +75,7 @@ class Decoder(nn.Module):
             max_len: the longest sequence that it will read; None for as long as the checkpoint says.
             weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
                 or "2:4" quantises or masks them while they are read, and a dictionary {pattern: word} modules by their names.
+            on_layer: called with each layer whose weights are quantised once its projections have them, while others are read.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
         check_device(reader, torch.get_default_device() if device is None else torch.device(device))
         if reader is not None:
             decoder = cls(config, dtype=computed, device=device, max_len=max_len, waits=True)
-            quantised.load(config, decoder, files, reader)
+            quantised.load(config, decoder, files, reader, on_layer)
             return decoder
         # compared on "meta" first, so that a wrong config.json allocates no memory
         checkpoint.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)

@@ -254,6 +254,11 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The projections that a checkpoint may have quantised."""
+        return self.qkv, self.o, self.up, self.down
+
     def rows_of_attention(self, x: Tensor) -> Rows:
         """Returns how `attention` wants its input, computed from x."""
         # gates read it too, in 16 bits

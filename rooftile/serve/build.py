@@ -6,7 +6,6 @@ and memory for the cache is measured after both.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -16,17 +15,17 @@ from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import check_device, plan_of, quantiser_of, words_of
+from rooftile.models.checkpoints.plan import check_device, plan_of, quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.layers import Projection
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
 from rooftile.serve.calibration import sample_of
+from rooftile.serve.compilation import Compilation
 from rooftile.serve.config import EngineConfig
 from rooftile.serve.engine import Engine
 from rooftile.serve.runner import Runner
 from rooftile.serve.text.tokenizer import Tokenizer
-from rooftile.serve.warm_up import compile_kernels, compile_products
 from rooftile.sparsity import TwoFour
 
 # rows that every library for 2:4 weights takes
@@ -120,20 +119,27 @@ def load_decoder(
     model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig, device: torch.device, max_len: int
 ) -> Decoder:
     """Loads the weights; on a GPU the kernels are compiled meanwhile, and are ready when this returns."""
-    if isinstance(model, Decoder):
-        compiled = start_compiling(shape, model.embedding.dtype, config, device, max_len)
-        decoder = model
-        quantiser = quantiser_of(config.weights)
-        if quantiser is not None:
-            quantise_decoder(decoder, quantiser)
-    else:
-        computed = shape.dtype if config.dtype == "auto" else config.dtype
-        compiled = start_compiling(shape, computed, config, device, max_len)
-        decoder = Decoder.from_folder(model, config.dtype, device, max_len=max_len, weights=config.weights)
-    if compiled is not None:
-        compiled.result()
-        # what a checkpoint has in formats of its own; the rest is compiled by now
-        compile_products(decoder, deterministic=config.deterministic)
+    given = model.embedding.dtype if isinstance(model, Decoder) else shape.dtype if config.dtype == "auto" else config.dtype
+    compilation = start_compiling(shape, given, config, device, max_len)
+    try:
+        if isinstance(model, Decoder):
+            decoder = model
+            quantiser = quantiser_of(config.weights)
+            if quantiser is not None:
+                quantise_decoder(decoder, quantiser)
+        else:
+            decoder = Decoder.from_folder(
+                model, config.dtype, device, max_len=max_len, weights=config.weights,
+                on_layer=None if compilation is None else compilation.add,
+            )  # fmt: skip
+    except BaseException:
+        # a caller whose folder has no weights hears that at once, and does not wait for kernels
+        if compilation is not None:
+            compilation.stop()
+        raise
+    if compilation is not None:
+        compilation.add_all(decoder)
+        compilation.finish()
         if not config.deterministic:
             lay_out(decoder)
     return decoder
@@ -149,19 +155,14 @@ def lay_out(decoder: Decoder) -> None:
 
 def start_compiling(
     shape: ModelConfig, computed: torch.dtype | str, config: EngineConfig, device: torch.device, max_len: int
-) -> Future[None] | None:
-    """Starts to compile the model's kernels in a thread; None where there is nothing to compile."""
+) -> Compilation | None:
+    """Starts to compile the model's kernels in threads; None where there is nothing to compile."""
     if device.type != "cuda" or not isinstance(computed, torch.dtype):
         return None
-    thread = ThreadPoolExecutor(1)
-    compiled = thread.submit(
-        compile_kernels, shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
+    return Compilation(
+        shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
         longest=min(config.max_batched_tokens, max_len), deterministic=config.deterministic,
-        formats=words_of(config.weights),
     )  # fmt: skip
-    # a caller whose folder has no weights hears that at once, and does not wait for kernels
-    thread.shutdown(wait=False)
-    return compiled
 
 
 def check_weights(model: str | Path | Decoder, config: EngineConfig, device: torch.device) -> None:

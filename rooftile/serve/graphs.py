@@ -19,6 +19,11 @@ LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256,
 Decode = Callable[[Tensor, SamplingFeatures], tuple[Tensor, Tensor]]
 
 
+def rungs(answers: int) -> list[int]:
+    """Returns the numbers of rows to capture: up to the first that `answers` answers fit in."""
+    return [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < answers]
+
+
 class Graph(NamedTuple):
     """A captured step: it reads `inputs` and writes `logits` and `tokens`."""
 
@@ -49,9 +54,7 @@ class DecodeGraphs:
     def capture(self, decode: Decode) -> None:
         """Captures the graphs of steps without penalties and the like, the largest first: the others fit into its memory."""
         features = SamplingFeatures(chance=True)
-        # up to the first number of rows that all slots fit in
-        rungs = [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < self.pad_slot]
-        for rows in reversed(rungs):
+        for rows in reversed(rungs(self.pad_slot)):
             self._graphs[rows, features] = self._capture(decode, rows, features)
 
     def replay(self, decode: Decode, works: list[Work], features: SamplingFeatures) -> tuple[Tensor, Tensor]:

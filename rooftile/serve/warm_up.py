@@ -1,16 +1,12 @@
-"""Compiles kernels before the first request, on a GPU, by running each once on very little memory.
-
-This needs only the model's configuration, so it runs in a few threads while the weights are loaded: the compiler spends most of
-its time outside Python.
-"""
+"""The jobs that compile an engine's kernels, by running each once on very little memory; `compilation` runs them in threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +15,15 @@ from torch.nn import functional
 from rooftile.api import prepare_paged
 from rooftile.backends import hopper
 from rooftile.fused import add_norm, linear, normalise
-from rooftile.kvcache import PagedKV, Pages
+from rooftile.kvcache import Copy, PagedKV, Pages
 from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import TILE
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.formats import weight_in, why_not
-from rooftile.models.layers import Multiply, Projection
+from rooftile.models.layers import Layer, Multiply, Part
 from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.serve.warm_up_sparse import SparseLayer
-from rooftile.sparsity import TwoFour
 from rooftile.spec import Asked
 
 # tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
@@ -39,59 +32,10 @@ SHORT, USUAL = 8, 64
 ROWS = 16
 # rows of products with quantised weights: one of each tile that the kernels have for a decode step and prompts
 PRODUCT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# compile threads: the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total
-# depends
-THREADS = 4
-# the features that most requests ask for; a draw at temperature 0 is the most likely token
+# the features that most requests ask for, and all others: each of the three has kernels of its own. A draw at temperature 0 is
+# the most likely token.
 FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncation=True))
-# one more of the others with each: penalties, logit biases, grammars. Two of them in one batch are compiled when they first meet.
-RARER = tuple(
-    plain | more
-    for more in (SamplingFeatures(penalties=True), SamplingFeatures(bias=True), SamplingFeatures(mask=True))
-    for plain in FEATURES
-)
-
-
-@torch.inference_mode()
-def compile_kernels(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
-    deterministic: bool = False, formats: Collection[str] = (),
-) -> None:  # fmt: skip
-    """Compiles the kernels of steps, and of sampling with one of penalties, logit biases and grammars at a time.
-
-    Args:
-        config: the model's configuration.
-        dtype: the dtype of weights and computation.
-        device: a GPU.
-        size: tokens per block of the KV cache.
-        kv_dtype: the dtype of the KV cache.
-        longest: the most tokens of one prompt that a step reads.
-        deterministic: whether an engine is (see `batch_invariant`).
-        formats: words that projections are quantised or masked to, such as "int4:64".
-    """
-    import_kernels()
-    with torch.cuda.device(device):
-        # this makes Triton's driver, once, before threads use it
-        import_module("triton").runtime.driver.active.get_current_target()
-        work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest, deterministic=deterministic)
-        work += jobs_of_products(config, dtype, device, formats, deterministic=deterministic)
-        _run(work, device)
-
-
-@torch.inference_mode()
-def compile_products(decoder: Decoder, *, deterministic: bool = False) -> None:
-    """Compiles the kernels of a loaded decoder's quantised projections, which a checkpoint has in formats of its own."""
-    device = decoder.embedding.device
-    if device.type != "cuda" or not any(layer.qkv.parts for layer in decoder.layers[:1]):
-        return
-    with torch.cuda.device(device):
-        _run([partial(_multiply, decoder, M, linear if deterministic else functional.linear) for M in PRODUCT_ROWS], device)
-
-
-def _run(work: Sequence[Callable[[], None]], device: torch.device) -> None:
-    with ThreadPoolExecutor(THREADS) as threads:
-        for done in [threads.submit(_on, device, job) for job in work]:
-            done.result()
+RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=True, mask=True),)
 
 
 def jobs(
@@ -100,7 +44,8 @@ def jobs(
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     decoder = Decoder(_small(config), dtype=dtype, device=device)
-    pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
+    # one block to read and write, and one to copy it to
+    pages = Pages(2, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config))) if "attention" in config.mixers else ()
     sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
     if deterministic:
@@ -132,20 +77,26 @@ def jobs(
     ]
 
 
-def jobs_of_products(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, formats: Collection[str], *, deterministic: bool = False
-) -> list[Callable[[], None]]:  # fmt: skip
-    """Returns the jobs that compile products with quantised weights, and norms and gates that write codes for them."""
-    found: list[Callable[[], None]] = []
+def jobs_of_products(layer: Layer, *, deterministic: bool = False) -> list[Callable[[], None]]:
+    """Returns the jobs that compile a layer's products with quantised weights, and what writes codes for them; longest first.
+
+    The layer's weights need not have been read: kernels depend on their formats.
+    """
     multiply = linear if deterministic else functional.linear
-    for word in formats:
-        decoder = Decoder(_small(config), dtype=dtype, device=device, waits=True)
-        for projection in _projections(decoder):
-            # a pattern may leave out what the format cannot have
-            fits = not why_not(word, projection.inputs)
-            projection.fill([_zeros(word, projection.outputs, projection.inputs, device)] if fits else None)
-        found += [partial(_multiply, decoder, M, multiply) for M in PRODUCT_ROWS]
-    return found
+    return [partial(_multiply, layer, M, multiply) for M in reversed(PRODUCT_ROWS)]
+
+
+def kind_of_products(layer: Layer) -> tuple[Any, ...]:
+    """Returns what the kernels of a layer's products depend on; () if none of its weights is quantised or 2:4."""
+    found = tuple(_kind_of(part) for projection in layer.projections for part in projection.parts)
+    return found if any(found) else ()
+
+
+def _kind_of(part: Part) -> tuple[Any, ...]:
+    if isinstance(part, QuantisedWeight):
+        there = tuple(x is not None for x in (part.zeros, part.order, part.outer, part.input_scale))
+        return part.format, part.group, part.shape, part.scales.dtype, *there
+    return () if isinstance(part, Tensor) else ("2:4", part.shape, part.dtype)
 
 
 def _small(config: ModelConfig) -> ModelConfig:
@@ -153,28 +104,11 @@ def _small(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=1, windows=(None,), mixers=("attention",), unrotated=(), vocab_size=1, max_len=ROWS)
 
 
-def _projections(decoder: Decoder) -> tuple[Projection, ...]:
-    layer = decoder.layers[0]
-    return layer.qkv, layer.o, layer.up, layer.down
-
-
-def _zeros(word: str, N: int, K: int, device: torch.device) -> QuantisedWeight | TwoFour:
-    """A weight of zeros, made of the quantised or 2:4 form of a few rows."""
-    few = weight_in(torch.zeros(TILE, K, device=device), word, "layers.0")
-    times = -(-N // TILE)
-    if isinstance(few, TwoFour):
-        return TwoFour(few.values.repeat(times, 1)[:N], few.places.repeat(times, 1)[:N], (N, K))
-    rows = times if few.format == "fp8_tile" else N
-    codes, scales = few.codes.repeat(times, 1)[:N], few.scales.repeat(times, 1)[:rows]
-    return replace(few, codes=codes, scales=scales, shape=(N, K))
-
-
-def _multiply(decoder: Decoder, M: int, multiply: Multiply) -> None:
-    """Runs what the first layer does besides attention, on M rows."""
-    dtype, device = decoder.embedding.dtype, decoder.embedding.device
-    layer = decoder.layers[0]
-    stream = torch.zeros(M, decoder.config.hidden, dtype=dtype, device=device)
-    heads = torch.zeros(M, layer.o.inputs, dtype=dtype, device=device)
+def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
+    """Runs what a layer does besides attention, on M rows."""
+    memory = layer.o.memory
+    stream = torch.zeros(M, layer.config.hidden, dtype=memory.dtype, device=memory.device)
+    heads = torch.zeros(M, layer.o.inputs, dtype=memory.dtype, device=memory.device)
     norms = [norm for norm in (layer.attention_norm, layer.ffn_norm) if norm is not None]
     for norm, projection in zip(norms, (layer.qkv, layer.up), strict=False):
         projection(normalise(stream, norm, *projection.rows(stream)), multiply)
@@ -200,13 +134,6 @@ def import_kernels() -> None:
     hopper.import_kernels()
 
 
-@torch.inference_mode()
-def _on(device: torch.device, job: Callable[[], None]) -> None:
-    """Runs a job on the device in inference mode, both of which each thread must set for itself."""
-    with torch.cuda.device(device):
-        job()
-
-
 def _read_prompts(
     decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, asked: Asked | None = None, room: int = 0
 ) -> None:
@@ -224,7 +151,8 @@ def _read_prompts(
 
 
 def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
-    """Runs cache writes and attention of single tokens."""
+    """Runs cache writes, copies of blocks, and attention of single tokens."""
+    pages.copy([Copy(0, 1)])
     q, k, v = _projected(decoder, ROWS)
     padding = torch.full((ROWS,), -1, device=decoder.embedding.device)
     q = pages.write_and_rotate(0, q, k, v, padding, decoder.rotation(padding.clamp(min=0)))

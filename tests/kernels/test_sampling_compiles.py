@@ -56,28 +56,23 @@ def stack(built) -> int:
 
 
 ROWS = [(80, torch.bfloat16, True), (90, torch.float32, True), (90, torch.bfloat16, False), (100, torch.bfloat16, True)]
-FEATURES = [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 1, 1, 1, 1), (0, 0, 1, 0, 0), (1, 0, 0, 0, 1)]
-GRID = [(*rows, features) for features in FEATURES for rows in ROWS]
+GRID = [(*rows, changed) for changed in (False, True) for rows in ROWS]
 
 
 def _traits(case: tuple) -> tuple:
-    """`make test` compiles all features on Hopper, where the stack is checked, and all kinds of rows."""
-    sm, dtype, aligned, features = case
-    return (sm == 90 and features), (sm, dtype, aligned), (dtype, features[1])
+    """`make test` compiles both on Hopper, where the stack is checked, and all kinds of rows."""
+    sm, dtype, aligned, changed = case
+    return (sm == 90 and changed), (sm, dtype, aligned), (dtype, changed)
 
 
-@pytest.mark.parametrize(("sm", "dtype", "aligned", "features"), swept(GRID, _traits), ids=str)
-def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple[int, ...]) -> None:
-    chance, truncation, penalties, bias, mask = (bool(want) for want in features)
-    tables = {"PENALTIES": penalties, "BIAS": bias, "MASK": mask}
+@pytest.mark.parametrize(("sm", "dtype", "aligned", "changed"), swept(GRID, _traits), ids=str)
+def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, changed: bool) -> None:
     kernels = {
-        "_draw": (tables | {"CHANCE": chance, "TRUNCATION": truncation}, 4),
-        "_join": ({"PENALTIES": penalties, "SEGMENTS": 64}, 4),
-    }
-    if truncation:
-        kernels |= {"_survey": (tables, 4), "_threshold": ({}, 16)}
+        "_draw": ({"CHANGED": changed}, 4), "_join": ({"SEGMENTS": 64}, 4), "_survey": ({"CHANGED": changed}, 4),
+        "_threshold": ({}, 16),
+    }  # fmt: skip
     for name, (constants, warps) in kernels.items():
-        words = torch.float32 if name == "_threshold" and (penalties or bias or mask) else dtype
+        words = torch.float32 if name == "_threshold" and changed else dtype
         built = compiled(name, sm, words, aligned, constants, warps)
         assert built.metadata.shared <= 48 * 1024
         if sm == 90:
@@ -86,15 +81,14 @@ def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple
 
 def test_penalties_are_rounded_as_the_definition_rounds_them() -> None:
     """No product is fused with a sum: a threshold and what is compared with it come from different kernels."""
-    built = compiled("_survey", 90, torch.float32, True, {"PENALTIES": True, "BIAS": True, "MASK": False}, 4)
+    built = compiled("_survey", 90, torch.float32, True, {"CHANGED": True}, 4)
     assert "fma.rn" not in re.sub(r"div\.rn\S*", "", built.asm["ptx"])
     assert "div.rn.f32" in built.asm["ptx"]
 
 
 def test_a_vocabulary_of_one_compiles() -> None:
     """Triton makes a constant of an argument that is 1."""
-    tables = {"PENALTIES": True, "BIAS": True, "MASK": True}
-    one = {"V": 1, "logits_stride": 1}
-    compiled("_draw", 90, torch.float32, False, tables | one | {"CHANCE": True, "TRUNCATION": True}, 4)
-    compiled("_survey", 90, torch.float32, False, tables | one, 4)
+    one = {"V": 1, "logits_stride": 1, "CHANGED": True}
+    compiled("_draw", 90, torch.float32, False, one, 4)
+    compiled("_survey", 90, torch.float32, False, one, 4)
     compiled("_threshold", 90, torch.float32, False, {"x_stride": 1}, 16)

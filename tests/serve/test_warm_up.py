@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -16,10 +17,13 @@ from rooftile.kvcache import route
 from rooftile.matmul.formats import WEIGHT_FORMATS
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints import plan
+from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.config import config_of
+from rooftile.models.layers import Layer
 from rooftile.serve import build, llm, warm_up
+from rooftile.serve import compilation as compilation_module
 from rooftile.serve.attention.native_sparse import SparseStep
-from rooftile.serve.sampling.sampler import SamplingFeatures
+from rooftile.serve.compilation import Compilation
 from rooftile.serve.warm_up_sparse import SparseLayer
 from tests.conformance.watching import watching
 from tests.kernels.recorded import recorded
@@ -123,15 +127,35 @@ def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["fp8", "fp8_tile", "int8", "int4:32", "nvfp4", "2:4"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: str, deterministic: bool) -> None:
-    config = config_of(CONFIGS[name]().to_dict(), "here")
-    device = torch.device("cpu")
-    found = warm_up.jobs_of_products(config, torch.float32, device, (word, "w8"), deterministic=deterministic)
-    assert len(found) == 2 * len(warm_up.PRODUCT_ROWS)
+    """Whatever a format leaves alone, such as rows that are no multiple of its groups, is multiplied as it is."""
+    config = config_of(CONFIGS[name]().to_dict() | {"hidden_size": 64, "intermediate_size": 64}, "here")
+    layer = Decoder.random(config, torch.float32, "cpu")
+    quantiser = plan.quantiser_of({"*mlp*": word})
+    assert quantiser is not None
+    quantise_decoder(layer, quantiser)
+    found = warm_up.jobs_of_products(layer.layers[0], deterministic=deterministic)
+    assert len(found) == len(warm_up.PRODUCT_ROWS)
+    # the largest tile takes the compiler longest
+    assert found[0].args[1] == max(warm_up.PRODUCT_ROWS)
     with torch.inference_mode():
-        for job in found[:2]:
+        for job in found[-2:]:
             job()
-    assert plan.words_of({"*.mlp.*": word, "*q_proj": "auto", "*k_proj": word}) == (word,)
-    assert plan.words_of("auto") == ()
+
+
+def test_layers_of_one_kind_are_compiled_once(peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first as soon as it has been read, and another one where a pattern gives it another format."""
+    compilation = Compilation.__new__(Compilation)
+    compilation._threads, compilation._jobs, compilation._kinds = ThreadPoolExecutor(1), [], set()
+    compilation._deterministic, compilation._begun = False, Future()
+    begun: list[Layer] = []
+    monkeypatch.setattr(compilation_module, "jobs_of_products", lambda layer, **words: begun.append(layer) or [])
+    weights = {"*.0.mlp.down_proj": "w8", "*.mlp.*": "int4:row"}
+    decoder = Decoder.from_folder(peers("llama").folder, weights=weights, on_layer=compilation.add)
+    assert begun == [decoder.layers[0], decoder.layers[1]]
+    compilation.add_all(decoder)
+    assert len(begun) == 2
+    compilation.add_all(Decoder.from_folder(peers("llama").folder))
+    assert len(begun) == 2
 
 
 def test_products_of_a_checkpoint_are_run_on_the_codes_that_norms_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +163,7 @@ def test_products_of_a_checkpoint_are_run_on_the_codes_that_norms_write(tmp_path
     quantised("fp8, one scale", tmp_path)
     monkeypatch.setattr("rooftile.models.layers.takes_rows", lambda x, weight, bias: True)
     with torch.inference_mode(), watching() as watch:
-        warm_up._multiply(Decoder.from_folder(tmp_path), 3, torch.nn.functional.linear)
+        warm_up._multiply(Decoder.from_folder(tmp_path).layers[0], 3, torch.nn.functional.linear)
     assert [call.name for call in watch.calls].count("linear_gated_rows") == 1
 
 
@@ -160,11 +184,11 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
     folder = shutil.copytree(peers("llama").folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     begun, told, compiled = Event(), Event(), []
 
-    def compile_slowly(*_: object, **__: object) -> None:
+    def compile_slowly() -> None:
         begun.set()
         compiled.append(told.wait(10))
 
-    monkeypatch.setattr(build, "compile_kernels", compile_slowly)
+    monkeypatch.setattr(compilation_module, "import_kernels", compile_slowly)
     monkeypatch.setattr(build, "find_device", lambda *_: torch.device("cuda", 0))
     with pytest.raises(InvalidInput, match=r"safetensors"):
         llm.LLM(folder)
@@ -173,8 +197,8 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
     told.set()
 
 
-def test_the_sampler_is_run_for_every_one_of_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without truncation, and its tables are there; a first grammar must not stop all answers for a compiler."""
+def test_the_tables_of_the_sampler_are_there_when_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which requests compile nothing is tested in tests/kernels/test_after_warm_up.py."""
     config, seen = config_of(CONFIGS["llama"]().to_dict(), "here"), []
 
     def noted(logits, slots, positions, state, features):
@@ -185,10 +209,5 @@ def test_the_sampler_is_run_for_every_one_of_its_features(monkeypatch: pytest.Mo
     monkeypatch.setattr(warm_up, "sample", noted)
     for job in warm_up.jobs(config, torch.float32, torch.device("cpu"), size=16, kv_dtype=torch.float32, longest=40):
         job()
-    due = {
-        SamplingFeatures(chance=True, truncation=truncation, **more)
-        for truncation in (False, True)
-        for more in ({}, {"penalties": True}, {"bias": True}, {"mask": True})
-    }
-    assert len(seen) == len(due)
-    assert set(seen) == due
+    assert seen == [*warm_up.FEATURES, *warm_up.RARER]
+    assert {(one.truncation, one.changes_logits) for one in seen} == {(False, False), (True, False), (True, True)}

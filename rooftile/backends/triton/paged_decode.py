@@ -134,12 +134,12 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     partials = torch.empty(2 * splits * heads * known.ROWS * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     alibi = options.alibi
-    sinks = lengths if options.sinks is None else options.sinks.contiguous()
+    sinks = lse if options.sinks is None else options.sinks.contiguous()
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
     numbers = constants_of(spec).numbers
     *scales, scale_stride_p, scale_stride_s = cache.scales_and_strides()
     arguments = (
-        rows, k, v, o, lse, partials, table, lengths, lengths if alibi is None else alibi, sinks,
+        rows, k, v, o, lse, partials, table, lengths, lse if alibi is None else alibi, sinks,
         rows.stride()[:2], k.stride()[:3], v.stride()[:3], table.stride(0), *scales, (scale_stride_p, scale_stride_s), slopes,
         B, H, T, *numbers[:6],
     )  # fmt: skip

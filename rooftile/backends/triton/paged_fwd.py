@@ -299,14 +299,15 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     numbers = constants_of(spec).numbers
     partials = torch.empty(size if split else 0, dtype=torch.float32, device=q.device)
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
-    cu_q, sinks = (lengths if x is None else x.contiguous() for x in (cache.cu_q, options.sinks))
+    # a fresh tensor stands in for an absent one: whether an address is a multiple of 16 is part of what is compiled
+    cu_q, sinks = (lse if x is None else x.contiguous() for x in (cache.cu_q, options.sinks))
     alibi = options.alibi
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
     sizes = (B, H, T, total, tiles, chunks)
     *scales, scale_stride_p, scale_stride_s = cache.scales_and_strides()
     scale_strides = (scale_stride_p, scale_stride_s)
     arguments = (
-        rows, k, v, o, lse, partials if split else lse, table, lengths, cu_q, lengths if alibi is None else alibi, sinks,
+        rows, k, v, o, lse, partials if split else lse, table, lengths, cu_q, lse if alibi is None else alibi, sinks,
         rows.stride()[:2], k.stride()[:3], v.stride()[:3], table.stride(0), *scales, scale_strides, slopes,
         *sizes, *numbers[:6],
     )  # fmt: skip

@@ -130,12 +130,6 @@ def check_device(reader: Reader | None, device: torch.device) -> None:
             )
 
 
-def words_of(weights: Weights) -> tuple[str, ...]:
-    """Returns the formats that `weights=` asks for, each once."""
-    words = weights.values() if isinstance(weights, Mapping) else (weights,)
-    return tuple(dict.fromkeys(word for word in words if word != "auto"))
-
-
 FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
     "compressed-tensors": compressed_tensors.reader_of,
     "gptq": gptq.reader_of,

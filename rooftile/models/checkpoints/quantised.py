@@ -7,7 +7,7 @@ rows must end where parts end, and columns must be in one order; other parts sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -55,8 +55,10 @@ class Filled(Protocol):
         """Yields the places of plain tensors by their names."""
 
 
-def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Reader) -> None:
-    """Fills a decoder whose projections wait for their weights.
+def load(
+    config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Reader, on_layer: Callable[[Layer], None] | None = None
+) -> None:
+    """Fills a decoder whose projections wait for their weights; calls `on_layer` with each layer that has its projections'.
 
     Raises:
         InvalidInput: tensors are missing, unexpected, of other shapes, or cannot be quantised.
@@ -73,7 +75,7 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
         if head and _is_quantised(found, reader):
             tensors = _read_all(_take(found, "lm_head", reader))
             _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
-        apart = _fill(config, decoder, projections, taken, reader)
+        apart = _fill(config, decoder, projections, taken, reader, on_layer)
         places = dict(decoder.tensors()) | apart
         _leave_zero_biases(found, places, taken)
         if head and "lm_head.weight" not in found:
@@ -160,12 +162,16 @@ def _owned(
 
 def _fill(
     config: ModelConfig, decoder: Filled, projections: list[tuple[Projection, dict[str, int]]],
-    taken: dict[str, dict[str, Stored]], reader: Reader,
+    taken: dict[str, dict[str, Stored]], reader: Reader, on_layer: Callable[[Layer], None] | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fills projections; returns the places of weights that stay plain beside quantised ones."""
     apart: dict[str, Tensor] = {}
+    layers = list(decoder.layers)
     for done, (projection, names) in enumerate(projections):
         weights.tell(done / len(projections))
+        # the one before this was the last of its layer
+        while on_layer is not None and projection not in layers[0].projections:
+            on_layer(layers.pop(0))
         if not taken.keys() & names.keys():
             projection.fill(None)
             continue

@@ -44,6 +44,7 @@ LOWEST = tl.constexpr(-2139095041)
 THRESHOLD_WARPS = 16
 # fusing a product with a sum would round once where the definition rounds twice
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+_PLAIN, _CHANGED = {"CHANGED": False} | _OPTIONS, {"CHANGED": True} | _OPTIONS
 _THRESHOLDS = _OPTIONS | {"num_warps": THRESHOLD_WARPS}
 
 
@@ -71,33 +72,37 @@ def _number(key):
 @triton.jit
 def _penalised(
     logits_row, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr,
-    biased_ptr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    biased_ptr, penalties, bias, mask, CHANGED: tl.constexpr,
 ):
     # fmt: on
-    """Returns logits after penalties, bias and mask, -inf beyond the vocabulary. Rows that ask for none read no table."""
+    """Returns logits after penalties, bias and mask, -inf beyond the vocabulary. Rows that ask for none read no table.
+
+    The three are told at run time: each set of them would be a kernel to compile, while requests wait. CHANGED: there is one.
+    """
     there = token < V
     x = tl.load(logits_row + token, mask=there, other=float("-inf")).to(tl.float32)
     line = slot * V + token
     # a row's parameters are widened to its tokens before they are compared: the interpreter gets a scalar's type wrong afterwards
     zero = tl.zeros_like(x)
-    if PENALTIES:
-        presence = tl.load(presence_ptr + slot)
-        frequency = tl.load(frequency_ptr + slot)
-        repetition = tl.load(repetition_ptr + slot)
-        asks = there & (zero + tl.abs(presence) + tl.abs(frequency) + tl.abs(repetition - 1.0) > 0.0)
-        count = tl.load(counts_ptr + line, mask=asks, other=0)
-        seen = (tl.load(prompted_ptr + line, mask=asks, other=0) != 0) | (count > 0)
-        divided = tl.div_rn(x, zero + repetition)
-        x = tl.where(seen, tl.where(x > 0, divided, x * repetition), x)
-        x = x - frequency * count.to(tl.float32)
-        x = x - presence * (count > 0).to(tl.float32)
-    if BIAS:
-        asks = there & (zero + tl.load(biased_ptr + slot) > 0.0)
-        x = x + tl.load(bias_ptr + line, mask=asks, other=0.0)
-    if MASK:
-        # a row without a grammar has all bits set
-        word = tl.load(masks_ptr + slot * ((V + 31) // 32) + token // 32, mask=there, other=0)
-        x = tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+    if CHANGED:
+        if penalties:
+            presence = tl.load(presence_ptr + slot)
+            frequency = tl.load(frequency_ptr + slot)
+            repetition = tl.load(repetition_ptr + slot)
+            asks = there & (zero + tl.abs(presence) + tl.abs(frequency) + tl.abs(repetition - 1.0) > 0.0)
+            count = tl.load(counts_ptr + line, mask=asks, other=0)
+            seen = (tl.load(prompted_ptr + line, mask=asks, other=0) != 0) | (count > 0)
+            divided = tl.div_rn(x, zero + repetition)
+            x = tl.where(seen, tl.where(x > 0, divided, x * repetition), x)
+            x = x - frequency * count.to(tl.float32)
+            x = x - presence * (count > 0).to(tl.float32)
+        if bias:
+            asks = there & (zero + tl.load(biased_ptr + slot) > 0.0)
+            x = x + tl.load(bias_ptr + line, mask=asks, other=0.0)
+        if mask:
+            # a row without a grammar has all bits set
+            word = tl.load(masks_ptr + slot * ((V + 31) // 32) + token // 32, mask=there, other=0)
+            x = tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
     return _tamed(x)
 
 
@@ -127,11 +132,17 @@ def _gumbel(seed, position, first, SIZE: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["segments", "penalties", "bias", "mask", "chance", "truncation"],
+    do_not_specialize_on_alignment=[
+        "slots_ptr", "positions_ptr", "thresholds_ptr", "temperature_ptr", "seed_ptr", "presence_ptr", "frequency_ptr",
+        "repetition_ptr", "biased_ptr",
+    ],
+)
 def _draw(
     logits_ptr, slots_ptr, positions_ptr, thresholds_ptr, best_ptr, token_ptr, temperature_ptr, seed_ptr,
     counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V,
-    segments, CHANCE: tl.constexpr, TRUNCATION: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    segments, penalties, bias, mask, chance, truncation, CHANGED: tl.constexpr,
 ):
     """Writes the best score of a segment, and the first token that has it."""
     row = tl.program_id(0).to(tl.int64)
@@ -140,11 +151,11 @@ def _draw(
     token = first + tl.arange(0, SEGMENT)
     x = _penalised(
         logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr,
-        frequency_ptr, repetition_ptr, biased_ptr, PENALTIES, BIAS, MASK)
+        frequency_ptr, repetition_ptr, biased_ptr, penalties, bias, mask, CHANGED)
     # fmt: on
-    if TRUNCATION:
+    if truncation:
         x = tl.where(x >= tl.load(thresholds_ptr + row), x, float("-inf"))
-    if CHANCE:
+    if chance:
         temperature = tl.load(temperature_ptr + slot)
         # most segments of a truncated row have no token left
         if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
@@ -155,8 +166,8 @@ def _draw(
     tl.store(token_ptr + place, tl.min(tl.where(x == best, token, V), 0))
 
 
-@triton.jit(do_not_specialize=["segments", "V"], do_not_specialize_on_alignment=["slots_ptr"])
-def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENALTIES: tl.constexpr, SEGMENTS: tl.constexpr):
+@triton.jit(do_not_specialize=["segments", "V", "penalties"], do_not_specialize_on_alignment=["slots_ptr"])
+def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, penalties, SEGMENTS: tl.constexpr):
     """Writes the best token of a row's segments; with penalties it also counts the token."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SEGMENTS)
@@ -164,7 +175,7 @@ def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENA
     token = tl.load(token_ptr + row * segments + s, mask=s < segments, other=2147483647)
     token = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0).to(tl.int64)
     tl.store(out_ptr + row, token)
-    if PENALTIES:
+    if penalties:
         # rows that pad a batch share a slot
         tl.atomic_add(counts_ptr + tl.load(slots_ptr + row) * V + token, 1)
 
@@ -178,11 +189,16 @@ def _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(
+    do_not_specialize=["segments", "penalties", "bias", "mask"],
+    do_not_specialize_on_alignment=[
+        "slots_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "presence_ptr", "frequency_ptr", "repetition_ptr", "biased_ptr",
+    ],
+)
 def _survey(
     logits_ptr, slots_ptr, x_ptr, tops_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V,
-    segments, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    segments, penalties, bias, mask, CHANGED: tl.constexpr,
 ):
     """Writes the maximum of each group of a segment; with penalties, bias or a mask also the scores, for the search."""
     row = tl.program_id(0).to(tl.int64)
@@ -192,9 +208,9 @@ def _survey(
     token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     x = _penalised(
         logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr,
-        frequency_ptr, repetition_ptr, biased_ptr, PENALTIES, BIAS, MASK)
+        frequency_ptr, repetition_ptr, biased_ptr, penalties, bias, mask, CHANGED)
     # fmt: on
-    if PENALTIES or BIAS or MASK:
+    if CHANGED:
         tl.store(x_ptr + row * V + token, x, mask=token < V)
     groups = tl.arange(0, SEGMENT // GROUP)
     tops = tl.max(tl.reshape(x, (SEGMENT // GROUP, GROUP)), 1)
@@ -282,7 +298,10 @@ def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: 
 
 
 # V = 1 must not become a constant: `length` starts as V and changes in the loop
-@triton.jit(do_not_specialize=["groups", "V"])
+@triton.jit(
+    do_not_specialize=["groups", "V"],
+    do_not_specialize_on_alignment=["slots_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"],
+)
 def _threshold(
     x_ptr, copy_ptr, slots_ptr, tops_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, x_stride, V, groups,
 ):  # fmt: skip
@@ -336,10 +355,14 @@ def _threshold(
 
 
 def _tables(state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, ...]:
-    """Returns the state's tables in the kernels' order; any tensor stands in for a table that is not read."""
-    none = state.seed
-    counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if features.penalties else (none, none)
-    bias, masks = state.bias if features.bias else none, state.masks if features.mask else none
+    """Returns the state's tables in the kernels' order; one of the same dtype stands in for a table that is not read."""
+    counts, prompted, bias, masks = state.top_k, state.top_k.view(torch.uint8), state.temperature, state.top_k
+    if features.penalties:
+        counts, prompted = state.counts, state.prompted.view(torch.uint8)
+    if features.bias:
+        bias = state.bias
+    if features.mask:
+        masks = state.masks
     return (counts, prompted, bias, masks, state.presence, state.frequency, state.repetition, state.biased)
 
 
@@ -351,13 +374,12 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, features: Sa
     n, V = logits.shape
     segments = triton.cdiv(V, SEGMENT.value)
     groups = segments * (SEGMENT.value // GROUP.value)
-    changed = features.penalties or features.bias or features.mask
-    x = torch.empty((n, V), dtype=torch.float32, device=logits.device) if changed else logits
+    x = torch.empty((n, V), dtype=torch.float32, device=logits.device) if features.changes_logits else logits
     copy = torch.empty((n, ROOM.value), dtype=x.dtype, device=logits.device)
     tops, out = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((n, groups), (n,)))
     asked = (state.temperature, state.top_k, state.top_p, state.min_p)
-    arguments = (logits, slots, x, tops, *asked, *_tables(state, features), logits.stride(0), V, segments)
-    _start_survey((n, segments, 1), arguments, _surveys(features.penalties, features.bias, features.mask))
+    arguments = (logits, slots, x, tops, *asked, *_tables(state, features), logits.stride(0), V, segments, *_changes(features))
+    _start_survey((n, segments, 1), arguments, _CHANGED if features.changes_logits else _PLAIN)
     _start_threshold((n, 1, 1), (x, copy, slots, tops, out, *asked, x.stride(0), V, groups), _THRESHOLDS)
     return out
 
@@ -372,29 +394,24 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         logits = logits.contiguous()
     slots, positions = slots.contiguous(), positions.contiguous()
     segments = triton.cdiv(V, SEGMENT.value)
-    least = thresholds(logits, slots, state, features) if features.truncation else logits
+    least = thresholds(logits, slots, state, features) if features.truncation else state.temperature
     best = torch.empty((n, segments), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, segments), dtype=torch.int32, device=logits.device)
     tables = _tables(state, features)
     arguments = (
         logits, slots, positions, least, best, token, state.temperature, state.seed, *tables, logits.stride(0), V, segments,
+        *_changes(features), int(features.chance), int(features.truncation),
     )  # fmt: skip
-    _start_draw((n, segments, 1), arguments, _draws(features))
-    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments), _joins(features.penalties, segments))
+    _start_draw((n, segments, 1), arguments, _CHANGED if features.changes_logits else _PLAIN)
+    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments, int(features.penalties)), _joins(segments))
     return out
 
 
-@cache
-def _surveys(penalties: bool, bias: bool, mask: bool) -> dict[str, Any]:
-    return {"PENALTIES": penalties, "BIAS": bias, "MASK": mask} | _OPTIONS
+def _changes(features: SamplingFeatures) -> tuple[int, int, int]:
+    """Returns which tables the kernels read: penalties, biases and masks."""
+    return int(features.penalties), int(features.bias), int(features.mask)
 
 
 @cache
-def _draws(features: SamplingFeatures) -> dict[str, Any]:
-    tables = {"PENALTIES": features.penalties, "BIAS": features.bias, "MASK": features.mask}
-    return {"CHANCE": features.chance, "TRUNCATION": features.truncation} | tables | _OPTIONS
-
-
-@cache
-def _joins(penalties: bool, segments: int) -> dict[str, Any]:
-    return {"PENALTIES": penalties, "SEGMENTS": triton.next_power_of_2(segments)} | _OPTIONS
+def _joins(segments: int) -> dict[str, Any]:
+    return {"SEGMENTS": triton.next_power_of_2(segments)} | _OPTIONS

@@ -30,6 +30,11 @@ class SamplingFeatures:
     bias: bool = False
     mask: bool = False
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some row's logits are changed before the draw."""
+        return self.penalties or self.bias or self.mask
+
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
         return SamplingFeatures(
             self.chance or other.chance,

@@ -1,0 +1,110 @@
+"""An engine on CPU tensors that pass for those of a GPU: which kernels are compiled before the first request, and after.
+
+CUDA graphs are replaced by calls of what they would capture. Kernels compute nothing, so every token is 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
+from rooftile.hardware import arch
+from rooftile.models import Decoder, ModelConfig
+from rooftile.models.checkpoints.plan import quantiser_of
+from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.serve import graphs, runner, warm_up
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling.sampler import SamplingFeatures
+from rooftile.serve.scheduler import Work
+from rooftile.serve.step_inputs import StepInputs
+from tests.kernels.recorded import Recorded, recorded
+
+CPU = torch.device("cpu")
+PROCESSORS = 132
+
+
+class Called(graphs.DecodeGraphs):
+    """Runs a step of single tokens, padded as a graph has it, without a graph."""
+
+    def __init__(self, device: torch.device, sampling: Any, pad_slot: int) -> None:
+        self.device, self.sampling, self.pad_slot = CPU, sampling, pad_slot
+
+    def replay(self, decode: graphs.Decode, works: list[Work], features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+        n = len(works)
+        rows = next((rows for rows in graphs.LADDER if rows >= n), n)
+        self.sampling.prepare(features)
+        logits, tokens = self._run(decode, rows, features)
+        return logits[:n], tokens[:n]
+
+    def capture(self, decode: graphs.Decode) -> None:
+        for rows in graphs.rungs(self.pad_slot):
+            self._run(decode, rows, SamplingFeatures(chance=True))
+
+    @torch.inference_mode()
+    def _run(self, decode: graphs.Decode, rows: int, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+        inputs = torch.tensor([[0], [-1], [self.pad_slot]]).expand(3, rows).contiguous()
+        return decode(inputs, features)
+
+
+@contextmanager
+def recorded_engine(
+    config: ModelConfig, *, weights: str = "auto", dtype: torch.dtype = torch.bfloat16, **settings: Any
+) -> Iterator[tuple[LLM, dict[str, Recorded]]]:
+    """Yields an engine that has been started, and the kernels compiled so far, which grow with each request.
+
+    Args:
+        config: the model's.
+        weights: the format of its projections.
+        dtype: of weights and computation.
+        settings: as `LLM` takes them.
+    """
+    with pytest.MonkeyPatch.context() as patch, recorded(90) as found:
+        _pass_for_a_gpu(patch)
+        decoder = Decoder(config, dtype=dtype, device=CPU)
+        for weight in decoder.parameters():
+            torch.nn.init.zeros_(weight)
+        # on a CPU an engine compiles nothing
+        kv_dtype = torch.float8_e4m3fn if settings.get("kv_dtype") == "fp8" else dtype
+        options: dict[str, Any] = {"deterministic": bool(settings.get("deterministic"))}
+        longest, size = min(settings["max_batched_tokens"], settings["max_model_len"]), settings.get("block_size", 16)
+        quantiser = quantiser_of(weights)
+        if quantiser is not None:
+            quantise_decoder(decoder, quantiser)
+        work = warm_up.jobs(config, dtype, CPU, size=size, kv_dtype=kv_dtype, longest=longest, **options)
+        with torch.inference_mode():
+            for job in (*work, *(warm_up.jobs_of_products(decoder.layers[0], **options) if quantiser else ())):
+                job()
+        llm = LLM(decoder, **settings)
+        llm.engine.runner.capture()
+        yield llm, found
+
+
+def _pass_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Replaces what asks the CUDA driver, and makes steps reach the "device" in one piece, as they do on a GPU."""
+    warm_up.import_kernels()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("rooftile."):
+            continue
+        for asked, answer in (("is_capturing", False), ("current_stream", 0)):
+            if hasattr(module, asked):
+                patch.setattr(module, asked, _always(answer))
+        for value in list(vars(module).values()):
+            # what was cached for the CPU
+            if hasattr(value, "cache_clear") and str(getattr(value, "__module__", "")).startswith("rooftile"):
+                value.cache_clear()
+    patch.setitem(arch._KNOWN, CPU, "sm90")
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS))
+    patch.setattr(runner, "DecodeGraphs", Called)
+    patch.setattr(StepInputs, "to", lambda self, device: StepInputs(*torch.cat(self).split([len(part) for part in self])))
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *arguments: answer

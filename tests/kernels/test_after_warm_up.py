@@ -1,0 +1,42 @@
+"""After an engine has started, no request compiles a kernel; `tests/gpu/test_compilations.py` counts Triton's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rooftile.models.config import config_of
+from tests.kernels.recorded import Recorded
+from tests.kernels.recorded_engine import recorded_engine
+from tests.models.checkpoints import CONFIGS
+from tests.serve.every_request import requests
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+SETTINGS = {"max_num_seqs": 17, "max_model_len": 2048, "num_blocks": 600, "max_batched_tokens": 900}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+WIDE_GPT2 = {"n_embd": 256, "n_positions": 4096}
+
+
+def config_named(name: str):
+    """A small model with heads of 64 numbers, which every kernel takes."""
+    said = CONFIGS[name]().to_dict() | (WIDE_GPT2 if name == "gpt2" else WIDE)
+    return replace(config_of(said | {"head_dim": 64}, "here"), eos_ids=())
+
+
+def named(one: Recorded) -> str:
+    return f"{one.name} {one.constants} {one.attributes}"
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gpt2"])
+def test_no_request_compiles_a_kernel(name: str, kv_dtype: str) -> None:
+    with recorded_engine(config_named(name), kv_dtype=kv_dtype, **SETTINGS) as (llm, compiled):
+        after: dict[str, list[str]] = {}
+        for what, ask in requests(llm):
+            before = set(compiled)
+            ask()
+            after[what] = [named(one) for key, one in compiled.items() if key not in before]
+    found = [f"{what}: {kernel}" for what, kernels in after.items() for kernel in kernels]
+    assert not found, "\n".join(found)
