@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
+from threading import Lock
 
 import torch
 
@@ -41,6 +42,9 @@ class Compilation:
         self._threads = ThreadPoolExecutor(THREADS)
         self._jobs: list[Future[None]] = []
         self._kinds: set[tuple[object, ...]] = set()
+        # threads that import the same module at once can fail, so products wait for the imports
+        self._lock, self._ready = Lock(), False
+        self._waiting: list[Callable[[], None]] = []
 
         def begin() -> None:
             import_kernels()
@@ -50,16 +54,26 @@ class Compilation:
                 words = {"size": size, "kv_dtype": kv_dtype, "longest": longest, "deterministic": deterministic}
                 for job in jobs(config, dtype, device, **words):  # type: ignore[arg-type]
                     self._jobs.append(self._threads.submit(self._run, job))
+            # the largest kernels of attention take longest: products that came meanwhile begin after them
+            with self._lock:
+                self._ready = True
+                for job in self._waiting:
+                    self._jobs.append(self._threads.submit(self._run, job))
 
         self._begun = self._threads.submit(torch.inference_mode()(begin))
 
     def add(self, layer: Layer) -> None:
         """Compiles a layer's products, unless a layer like it was added before; its projections have their weights."""
         kind = kind_of_products(layer)
-        if kind and kind not in self._kinds:
-            self._kinds.add(kind)
-            for job in jobs_of_products(layer, deterministic=self._deterministic):
-                self._jobs.append(self._threads.submit(self._after_imports, job))
+        if not kind or kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        work = jobs_of_products(layer, deterministic=self._deterministic)
+        with self._lock:
+            if self._ready:
+                self._jobs += [self._threads.submit(self._run, job) for job in work]
+            else:
+                self._waiting += work
 
     def add_all(self, decoder: Decoder) -> None:
         """Compiles the products of all layers."""
@@ -76,11 +90,6 @@ class Compilation:
     def stop(self) -> None:
         """Begins no further job, and waits for none: nobody needs the kernels."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _after_imports(self, job: Callable[[], None]) -> None:
-        # threads that import the same module at once can fail
-        self._begun.result()
-        self._run(job)
 
     @torch.inference_mode()
     def _run(self, job: Callable[[], None]) -> None:

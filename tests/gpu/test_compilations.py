@@ -1,4 +1,4 @@
-"""Triton compiles nothing once an engine has started, whatever is asked of it; tests/kernels/test_after_warm_up.py needs no GPU."""
+"""Triton compiles nothing once an engine has started, whatever is asked of it; `test_after_warm_up` needs no GPU."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 
 import pytest
 import torch
@@ -145,8 +144,8 @@ def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: 
 def test_layers_of_one_kind_are_compiled_once(peers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first as soon as it has been read, and another one where a pattern gives it another format."""
     compilation = Compilation.__new__(Compilation)
-    compilation._threads, compilation._jobs, compilation._kinds = ThreadPoolExecutor(1), [], set()
-    compilation._deterministic, compilation._begun = False, Future()
+    compilation._kinds, compilation._deterministic, compilation._lock = set(), False, Lock()
+    compilation._ready, compilation._waiting = False, []
     begun: list[Layer] = []
     monkeypatch.setattr(compilation_module, "jobs_of_products", lambda layer, **words: begun.append(layer) or [])
     weights = {"*.0.mlp.down_proj": "w8", "*.mlp.*": "int4:row"}
