@@ -168,13 +168,13 @@ def _copy(arguments: tuple[Any, ...], results: Any) -> Work:
 
 def _sample(arguments: tuple[Any, ...], results: Any) -> Work:
     """A row of tables as wide as the vocabulary is read for every row of logits that may ask for it."""
-    logits, slots, positions, numbers, top_k, seed, counts, prompted, bias, masks, *flags = arguments
+    logits, slots, positions, numbers, top_k, seed, last, counts, prompted, bias, masks, *flags = arguments
     _, _, penalties, biases, masked = flags
     n = logits.shape[0]
     state = n * (numbers.shape[0] * numbers.element_size() + top_k.element_size() + seed.element_size())
     tables = [*([counts, prompted] * penalties), *([bias] * biases), *([masks] * masked)]
     read = _nbytes((logits, slots, positions)) + state + sum(n * _row(x) for x in tables)
-    return Work(0, read, _nbytes(results) + (n * counts.element_size() if penalties else 0))
+    return Work(0, read, _nbytes(results) + n * last.element_size() + (n * counts.element_size() if penalties else 0))
 
 
 def _attention(arguments: tuple[Any, ...], results: Any) -> Work:

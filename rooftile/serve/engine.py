@@ -11,11 +11,13 @@ from random import Random, SystemRandom
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
+from rooftile.serve.forbidden import emptied_by
 from rooftile.serve.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import NOTHING
 from rooftile.serve.scheduler import Scheduler
 from rooftile.serve.text.detokenizer import Detokenizer
 from rooftile.serve.text.prompt import banned_sequences, check_tokens
@@ -86,8 +88,6 @@ class Engine:
             prompt = prompt[-params.truncate_prompt_tokens :]
         limit = self._check(prompt, params, cache_salt)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            raise InvalidInput(f"allowed_token_ids are all ends, and min_tokens is {params.min_tokens}; allow another token")
         if params.prompt_logprobs is not None:
             # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
             cache_salt = secrets.token_hex(16)
@@ -114,6 +114,9 @@ class Engine:
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
             if grammar is not None:
                 request.answers[-1].grammar = grammar.fork()
+        names = emptied_by(request.answers[0], self.runner.decoder.config.vocab_size)
+        if names is not None:
+            raise InvalidInput(f"every token is forbidden where the answer begins, by {names}: allow another")
         self.scheduler.add(request)
         return request
 
@@ -222,7 +225,10 @@ class Engine:
         """Gives an answer the results of a step: a token, or in a search the candidates for one."""
         search = answer.request.search
         if search is None:
-            self._take_token(answer, token, top)
+            if token == NOTHING:
+                self._end_for_want_of_tokens(answer)
+            else:
+                self._take_token(answer, token, top)
             return
         assert top is not None
         answer.tops.append(top)
@@ -250,6 +256,14 @@ class Engine:
             self._finish(answer, "length")
         elif answer.table is not None and len(answer.ids) // self.pool.size > answer.table.sealed:
             self.scheduler.seal(answer, len(answer.ids))
+
+    def _end_for_want_of_tokens(self, answer: Answer) -> None:
+        """Ends an answer where no token could be drawn; what was asked of the answer may be the reason, or its logits."""
+        names = emptied_by(answer, self.runner.decoder.config.vocab_size)
+        if names is None:
+            self._fail(answer.request, "no token can be drawn: the logits of every token that the answer may have are NaN or -inf")
+        else:
+            self._finish(answer, "abort", f"every token is forbidden here, by {names}")
 
     def _step_search(self, request: Request, search: BeamSearch) -> None:
         """Advances a beam search by one token, once every beam has its candidates."""
@@ -313,21 +327,23 @@ class Engine:
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"
             raise InvalidInput(f"stop strings are asked for, and {why}: give stop_token_ids")
         if params.bad_words and self.tokenizer is None:
-            raise InvalidInput("bad_words are given, and the model has no tokenizer: give logit_bias of -100 for their tokens")
+            raise InvalidInput("bad_words are given, and the model has no tokenizer: give a logit_bias of -inf for their tokens")
         left = self.max_len - len(prompt)
         if left < 1:
             raise InvalidInput(
                 f"the prompt has {len(prompt):,} tokens, and a sequence at most {self.max_len:,}, one of them for the answer: "
                 f"shorten it, or raise max_model_len and num_blocks if the model allows"
             )
-        answers = params.beam_width or params.n
-        if answers > self.max_answers:
-            raise InvalidInput(f"{answers} answers at once are asked for; at most {self.max_answers} run here (max_num_seqs)")
+        # samples wait for one another, and the beams of a search run together
+        together = params.beam_width or 1
+        if together > self.max_answers:
+            raise InvalidInput(f"{together} beams at once are asked for; at most {self.max_answers} run here (max_num_seqs)")
         limit = left if params.max_tokens is None else min(params.max_tokens, left)
-        needed = self.pool.needed_by(len(prompt), limit, answers)
+        needed = self.pool.needed_by(len(prompt), limit, together)
         if needed > self.pool.total:
+            more = f"{limit:,} of an answer" if together == 1 else f"{together} x {limit:,} of beams"
             raise InvalidInput(
-                f"{len(prompt):,} tokens of prompt and {answers} x {limit:,} of answers take {needed:,} blocks of "
+                f"{len(prompt):,} tokens of prompt and {more} take {needed:,} blocks of "
                 f"{self.pool.size}; the pool has {self.pool.total:,}: ask for fewer, or raise num_blocks"
             )
         return limit

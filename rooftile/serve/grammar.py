@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ KEPT_BYTES = 256 * 2**20
 BYTES_PER_CHARACTER = 128
 # between two parts of JSON; without a bound a model may write spaces until its answer is full
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+# the classes that a JSON schema's pattern has in ASCII alone; sets may stand inside of sets
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
 # the first version of llguidance with the arguments used here
 OLDEST = (1, 9)
 
@@ -48,8 +51,9 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._words = -(-vocabulary // 32)
+        self._vocabulary = vocabulary
         self._ends = sorted(ends)
+        self._no_end = next(id for id in count(tokenizer.vocab_size) if not tokenizer.token(id))
         self._theirs: Any = None
         self._kept: OrderedDict[str, Matcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -93,9 +97,12 @@ class Grammars:
         if matcher.is_error():
             raise refused(matcher.get_error())
         try:
-            return Matcher(matcher, self._words)
+            made = Matcher(matcher, self._vocabulary, None if self._ends else self._no_end)
         except GrammarFailed as error:
-            raise refused(f"{error}; is there a text that it allows?") from None
+            raise refused(str(error)) from None
+        if not made.mask.any():
+            raise refused("it allows no token of this model where an answer begins; is there a text that it allows?")
+        return made
 
     def _tokens(self) -> Any:
         """Returns llguidance's tree of the tokenizer's tokens, made at the first use."""
@@ -103,10 +110,21 @@ class Grammars:
             if self._theirs is None:
                 from llguidance import LLTokenizer
 
-                # without an end of text an answer ends where its grammar does
-                ends = self._ends or [0]
-                self._theirs = LLTokenizer(self._tokenizer.to_json(), eos_token=ends)
+                self._theirs = LLTokenizer(self._with_an_end(), eos_token=self._ends or [self._no_end])
             return self._theirs
+
+    def _with_an_end(self) -> str:
+        """Returns the tokenizer, with a token to end a text if the model has none: llguidance asks for one.
+
+        The model never gives this token, so that an answer ends where nothing more is allowed.
+        """
+        written = self._tokenizer.to_json()
+        if self._ends:
+            return written
+        known = json.loads(written)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        known["added_tokens"].append({"id": self._no_end, "content": f"<|no end {self._no_end}|>", "special": True} | flags)
+        return json.dumps(known)
 
 
 class Matcher:
@@ -114,24 +132,22 @@ class Matcher:
 
     Args:
         matcher: an LLMatcher.
-        words: the words of 32 bits in a mask.
+        vocabulary: the number of the model's logits.
+        end: the token that stands for the end of a text, where the model has none.
     """
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, vocabulary: int, end: int | None) -> None:
         self._matcher = matcher
-        self._words = words
+        self._vocabulary, self._end = vocabulary, end
+        self.over = False
+        """Whether the grammar allows nothing more, since the text is complete."""
         self.mask: npt.NDArray[np.int32] = self._next_mask()
-        """One bit per token that may come next, (words,), the lowest bit first."""
+        """One bit per token that may come next, in words of 32, the lowest first; no other bit is set. It has none where the
+        grammar goes on with a text for which the tokenizer has no token."""
 
     def fork(self) -> Matcher:
         """Returns the same place for another answer."""
-        return Matcher(self._matcher.deep_copy(), self._words)
-
-    @property
-    def over(self) -> bool:
-        """Whether the grammar allows nothing more."""
-        stopped: bool = self._matcher.is_stopped()
-        return stopped
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._end)
 
     def take(self, token: int) -> None:
         """Takes an answer's next token.
@@ -141,21 +157,33 @@ class Matcher:
         """
         if not self._matcher.consume_token(token):
             raise self._failure()
+        self.over = self._matcher.is_stopped()
         if not self.over:
             self.mask = self._next_mask()
 
     def _next_mask(self) -> npt.NDArray[np.int32]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        mask = np.zeros(-(-self._vocabulary // 32), dtype=np.int32)
         if self._matcher.is_error():
+            # llguidance calls it a failure if no token is left
+            if self._matcher.get_error().startswith("NoExtensionBias"):
+                return mask
             raise self._failure()
-        mask = np.zeros(self._words, dtype=np.int32)
-        mask[: len(bits)] = bits[: self._words]
-        if not mask.any():
-            raise GrammarFailed("the answer's grammar allows no token of this model here")
+        mask[: len(bits)] = bits[: len(mask)]
+        if self._vocabulary % 32:
+            mask[-1] &= (1 << self._vocabulary % 32) - 1
+        if self._end is not None:
+            word, bit = self._end // 32, 1 << self._end % 32
+            if word < len(mask):
+                mask.view(np.uint32)[word] &= ~np.uint32(bit)
+            # nothing but the end is left, and no model gives it
+            self.over = bool(bits.view(np.uint32)[word] & bit) and not mask.any()
         return mask
 
     def _failure(self) -> GrammarFailed:
-        why = " ".join(self._matcher.get_error().split())[:200]
+        if self._matcher.stop_reason() in ("LexerTooComplex", "ParserTooComplex"):
+            return GrammarFailed("the answer's grammar has become too complex to follow")
+        why = " ".join(self._matcher.get_error().removesuffix("<non-verbose/>").split())[:200]
         return GrammarFailed(f"the answer's grammar has failed: {why or 'it has stopped'}")
 
 
@@ -165,13 +193,28 @@ def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
     grammar: str
     if kind == "json":
         schema = value if isinstance(value, str) else json.dumps(value)
+        if schema.strip() == "true":
+            # any JSON at all: llguidance bounds white space where a schema is an object
+            schema = "{}"
         grammar = compiler.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     elif kind == "regex":
-        grammar = compiler.grammar_from_regex(value)
+        grammar = compiler.grammar_from_regex(with_ascii_classes(value))
     else:
         texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
         grammar = compiler.grammar_from_lark(f"start: {texts}")
     return grammar
+
+
+def with_ascii_classes(regex: str) -> str:
+    r"""Writes the classes \d, \D, \w and \W out, with the characters that they have in a JSON schema's pattern.
+
+    llguidance would take the digits and letters of every script.
+
+    Example:
+        >>> with_ascii_classes(r"\d+[\w-]\\d")
+        '[0-9]+[[A-Za-z0-9_]-]\\\\d'
+    """
+    return re.sub(r"\\(.)", lambda found: CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
 def check_version(installed: str) -> None:

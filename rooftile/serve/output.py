@@ -66,7 +66,8 @@ class CompletionOutput(_Lazy):
         cumulative_logprob: the sum of the tokens' logprobs, if they were asked for, or of a beam's.
         logprobs: for each token its `Logprob` and those of the most likely tokens, by token id; None if not asked for.
         finish_reason: "stop", "length" or "abort"; None while the answer grows.
-        stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer.
+        stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer. With the reason "abort" it may be a
+            sentence: every token was forbidden, and by what.
         score: the score in a beam search.
     """
 

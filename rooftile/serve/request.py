@@ -104,6 +104,8 @@ class Request:
     answers: list[Answer] = field(default_factory=list)
     prefilled: bool = False
     """Whether the prompt has been read once; from then on each answer runs by itself."""
+    kept: BlockTable | None = None
+    """The prompt's blocks without its last token, for answers that wait until there is a slot or room for them."""
     prompt_tops: dict[int, Top] = field(default_factory=dict)
     """Logprobs of the prompt's tokens by position, if they were asked for."""
     search: BeamSearch | None = None
@@ -136,6 +138,6 @@ class Request:
         return [answer for answer in self.answers if answer.finish_reason is None]
 
     @property
-    def pending(self) -> bool:
-        """Whether a step in flight computes a token of this request."""
-        return any(answer.pending for answer in self.answers)
+    def queued(self) -> list[Answer]:
+        """The answers that are not complete and do not run."""
+        return [answer for answer in self.answers if answer.finish_reason is None and answer.slot < 0]

@@ -21,6 +21,7 @@ from rooftile.models import Decoder
 from rooftile.models.layers import Multiply
 from rooftile.serve.attention import CacheAttention, Step
 from rooftile.serve.batch_invariant import TILE, row_by_row, tiles_of
+from rooftile.serve.forbidden import banned_next
 from rooftile.serve.graphs import DecodeGraphs
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
@@ -95,7 +96,6 @@ class Runner:
         blocks = pages.storage.shape[0]
         if pages.near is not None and pages.near.storage.shape[0] < blocks:
             self.rows = torch.zeros(blocks, dtype=torch.int32, device=self.device)
-        self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
         self.attention = CacheAttention(decoder, pages, asked, loki)
         # the features that each slot's request asks for
@@ -111,7 +111,8 @@ class Runner:
         self._update_tables(plan)
         answers = [answer for work in plan.work for answer in work.outputs]
         features = self._features_of(answers)
-        bans = _banned_tokens(answers)
+        befores = [answer.generated + answer.pending - 1 for answer in answers]
+        bans = [(row, token) for row, answer in enumerate(answers) for token in banned_next(answer, befores[row])]
         masked = [(answer.slot, answer.grammar.mask) for answer in answers if answer.grammar is not None]
         self.sampling.allow([slot for slot, _ in masked], [mask for _, mask in masked])
         prompts: list[tuple[Work, tuple[Tensor, ...]]] = []
@@ -199,7 +200,7 @@ class Runner:
         A row with a position below 0 is padding.
         """
         size = self.pages.storage.shape[3]
-        tokens = torch.where(tokens >= 0, tokens, self.last.index_select(0, slots))
+        tokens = torch.where(tokens >= 0, tokens, self.sampling.last.index_select(0, slots))
         places = positions.clamp(min=0)
         blocks = self.table[slots, places // size].long()
         cells = torch.where(positions >= 0, blocks * size + places % size, -1)
@@ -223,9 +224,7 @@ class Runner:
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
         compute = partial(sample, state=self.sampling, features=features)
-        tokens = row_by_row(compute, logits, slots, positions) if self._alone else compute(logits, slots, positions)
-        self.last.index_copy_(0, slots, tokens)
-        return tokens
+        return row_by_row(compute, logits, slots, positions) if self._alone else compute(logits, slots, positions)
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""
@@ -261,7 +260,10 @@ class Runner:
     ) -> Result:
         """Sends tokens and logprobs on their way to the host."""
         wanted = [n for answer in answers if (n := answer.request.top_count) is not None]
-        tops: tuple[Tensor, ...] | None = self._logprobs(logits, tokens, max(wanted)) if wanted else None
+        tops: tuple[Tensor, ...] | None = None
+        if wanted:
+            # a row without a token has no use for its logprobs
+            tops = self._logprobs(logits, tokens.clamp(min=0), max(wanted))
         if self.device.type == "cpu":
             return Result(answers, tokens, tops, prompts, None)
         tokens = tokens.to("cpu", non_blocking=True)
@@ -276,16 +278,3 @@ class Runner:
         if self.device.type == "cpu":
             return x
         return x.pin_memory().to(self.device, non_blocking=True)
-
-
-def _banned_tokens(answers: list[Answer]) -> list[tuple[int, int]]:
-    """Returns (row, token) for each end token of an answer below min_tokens, and each token that would complete a bad word."""
-    found = []
-    for row, answer in enumerate(answers):
-        request = answer.request
-        if answer.generated + answer.pending - 1 < request.params.min_tokens:
-            found += [(row, token) for token in request.ends]
-        if request.banned:
-            own = answer.ids[len(request.prompt) :]
-            found += [(row, last) for *before, last in request.banned if own[len(own) - len(before) :] == before]
-    return found

@@ -3,9 +3,12 @@
 A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
 comes first, then prompts that are partly read, then new requests.
 
-When the pool has no block left for a running answer, the newest request is preempted: it gives up its blocks and waits again, at
-the head of the queue. Later it is computed again, except for what the prefix cache still holds. The answers of one request run
-and wait together, and its prompt is read once.
+The samples of one request run and wait like requests of one prompt that came one after the other: as many as there are slots and
+blocks for run, the others follow. The prompt is read once: it stays in the cache until the last of them has begun, which reads the
+prompt's last token again for its first token. The beams of a search run and wait together.
+
+When the pool has no block left for a running answer, the newest answer is preempted: it gives up its blocks and waits again, at
+the head of the queue. Later it is computed again, except for what the cache still holds.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Scheduler:
         self._all_slots = tuple(range(max_answers - 1, -1, -1))
         self._slots = list(self._all_slots)
         self._forked: dict[tuple[int, int], int] = {}
+        # the request whose prompt the step reads to its end and then keeps
+        self._read_now: Request | None = None
 
     @property
     def idle(self) -> bool:
@@ -78,6 +83,11 @@ class Scheduler:
         """How many more answers may run."""
         return len(self._slots)
 
+    @property
+    def _runs(self) -> bool:
+        """Whether any answer runs."""
+        return len(self._slots) < len(self._all_slots)
+
     def add(self, request: Request) -> None:
         """Puts a request at the end of the queue."""
         self.waiting.append(request)
@@ -86,6 +96,7 @@ class Scheduler:
         """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
         plan = Plan(entries=self._forked)
         self._forked = {}
+        self._read_now = None
         self.pool.next_step()
         budget = self._decode(plan, self.max_batched_tokens)
         budget = self._continue_prefill(plan, budget)
@@ -120,6 +131,8 @@ class Scheduler:
         requests = list(dict.fromkeys([*self.running, *self.waiting]))
         for answer in (answer for request in requests for answer in request.answers):
             answer.table, answer.slot, answer.planned, answer.pending = None, -1, 0, 0
+        for request in requests:
+            request.kept = None
         self.running.clear()
         self.waiting.clear()
         self.pool.reset()
@@ -165,9 +178,9 @@ class Scheduler:
         return budget
 
     def _ensure_block(self, plan: Plan, answer: Answer) -> bool:
-        """Makes room for the answer's next token, if need be by preempting the newest requests.
+        """Makes room for the answer's next token, if need be by preempting the newest answers.
 
-        Returns False if the answer's own request was preempted.
+        Returns False if the answer itself was preempted.
         """
         while True:
             assert answer.table is not None
@@ -175,10 +188,10 @@ class Scheduler:
                 # an answer that is computed again after a preemption has its room already
                 self._append(plan, answer, answer.planned + 1 - answer.table.length)
             except OutOfBlocks:
-                newest = self.running[-1]
-                self._preempt(newest)
-                if newest is answer.request:
-                    plan.work = [work for work in plan.work if work.answer.request is not newest]
+                preempted = self._preempt_newest()
+                if answer in preempted:
+                    # other beams of its search may have been planned already
+                    plan.work = [work for work in plan.work if work.answer not in preempted]
                     return False
             else:
                 return True
@@ -211,18 +224,24 @@ class Scheduler:
     def _prefill(self, plan: Plan, answer: Answer, budget: int) -> int:
         """Plans as many unread tokens of an answer as the budget allows; returns how many.
 
-        When the last token of a prompt is read, the request's other answers start from the same blocks.
+        When the last token of a prompt is read, the request's other answers start from the same blocks, and the blocks are kept
+        for those that have no slot yet.
         """
         tokens = min(answer.unread, budget)
         start = answer.planned
         self._cover(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
+        request, outputs = answer.request, (answer,)
+        if answer.unread:
+            outputs = ()
+        elif not request.prefilled:
+            outputs = tuple(each for each in request.live if each.slot >= 0)
+            if request.queued:
+                self._keep_prompt(request, answer.table)
+            request.prefilled = True
         self.seal(answer, answer.planned)
-        outputs: tuple[Answer, ...] = ()
-        if not answer.unread:
-            outputs = (answer,) if answer.request.prefilled else tuple(answer.request.answers)
-            answer.request.prefilled = True
+        if outputs:
             for output in outputs:
                 output.pending += 1
                 if output is not answer:
@@ -232,65 +251,147 @@ class Scheduler:
         plan.work.append(Work(answer, start, tokens, outputs))
         return tokens
 
+    def _keep_prompt(self, request: Request, table: BlockTable) -> None:
+        """Keeps the blocks of a prompt that is being read, for answers that follow."""
+        # before they are sealed: without the last token the last block is not full
+        request.kept = self.pool.fork(table)
+        self.pool.truncate(request.kept, len(request.prompt) - 1)
+        # this step has yet to write what an answer would copy
+        self._read_now = request
+
+    def _drop_prompt(self, request: Request) -> None:
+        if request.kept is not None:
+            self.pool.free(request.kept)
+            request.kept = None
+
     def _admit(self, plan: Plan, budget: int) -> None:
-        """Starts waiting requests, in order, while there are slots, blocks and budget for them."""
+        """Starts what waits, in order, while there are slots, blocks and budget for it."""
+        for request in self.running:
+            budget = self._start(plan, request, budget)
+            if request.queued:
+                return
         while self.waiting and budget:
             request = self.waiting[0]
-            # a preempted request waits for its token in flight, which it must read again too
-            if request.pending or len(request.live) > len(self._slots) or not self._reserve(request):
-                return
             # in this order an interruption cannot lose the request
             self.running.append(request)
+            budget = self._start(plan, request, budget)
+            if len(request.queued) == len(request.live):
+                self.running.pop()
+                return
             self.waiting.popleft()
-            for answer in request.live:
-                answer.slot = self._slots.pop()
-                plan.started.append(answer)
-                if answer.table is not None:
-                    plan.entries |= entries_of(answer)
-            for answer in [answer for answer in request.live if answer.table is not None]:
-                if budget:
-                    budget -= self._prefill(plan, answer, budget)
+            if request.queued:
+                return
 
-    def _reserve(self, request: Request) -> bool:
-        """Reserves blocks for all that a request has to read, with some to spare for running requests; or changes nothing."""
-        readers = request.live if request.prefilled else request.live[:1]
-        for answer in readers:
+    def _start(self, plan: Plan, request: Request, budget: int) -> int:
+        """Starts answers of a request that wait, in order and as many as fit; returns the budget that is left."""
+        starting = self._next_of(request)
+        readers = starting
+        if not request.prefilled:
+            # one reads the prompt for all
+            readers = [] if any(answer.table is not None for answer in request.answers) else starting[:1]
+        reserved = self._reserve(plan, request, readers if budget else [])
+        if len(reserved) < len(readers):
+            starting = reserved
+        for answer in starting:
+            answer.slot = self._slots.pop()
+            plan.started.append(answer)
+            if answer.table is not None:
+                plan.entries |= entries_of(answer)
+        if not request.queued:
+            self._drop_prompt(request)
+        for answer in reserved:
+            if budget:
+                budget -= self._prefill(plan, answer, budget)
+        return budget
+
+    def _next_of(self, request: Request) -> list[Answer]:
+        """Returns the answers of a request that may start now: all beams of a search, or as many samples as there are slots."""
+        queued = request.queued
+        if request is self._read_now:
+            return []
+        # a preempted answer waits for its token in flight, which it must read again too
+        ready = queued[: next((n for n, answer in enumerate(queued) if answer.pending), len(queued))][: len(self._slots)]
+        return [] if request.search is not None and len(ready) < len(queued) else ready
+
+    def _reserve(self, plan: Plan, request: Request, readers: list[Answer]) -> list[Answer]:
+        """Reserves blocks for all that answers have to read; returns the first ones, which have got them.
+
+        Of a search all get them, or none does.
+        """
+        for n, answer in enumerate(readers):
             # a prefix never covers the last of the tokens given
             known = answer.ids if self.shares_answers else answer.ids[: len(request.prompt) + 1]
             answer.table = self.pool.begin(known, request.cache_salt)
-            if answer is not readers[0]:
-                self._share_prompt(request, readers[0], answer)
-            answer.planned = answer.table.length
-            cached = answer.table.length if request.cached_tokens is None else request.cached_tokens
+            if request.kept is not None:
+                self._share_kept(request.kept, answer)
+            elif n and readers[0].table is not None:
+                self._share_prompt(request, readers[0].table, answer)
             missing = len(answer.ids) - answer.table.length
-            spare = self.pool.watermark if self.running else 0
-            if self.pool.available - self.pool.needs(answer.table, missing) < spare:
-                for other in readers:
+            if not self._has_room(answer.table, missing, alone=not self._runs and not n):
+                lost = n if request.search is None else 0
+                for other in readers[lost:]:
                     self._free_table(other)
+                return readers[:lost]
+            answer.planned = answer.table.length
+            if request.cached_tokens is None:
+                request.cached_tokens = answer.planned
+            plan.copies += self.pool.append(answer.table, missing)
+        return readers
+
+    def _has_room(self, table: BlockTable, tokens: int, *, alone: bool) -> bool:
+        """Whether a table can have more tokens, with some blocks to spare for running answers.
+
+        For one that is alone, with nothing that runs, prompts that are kept make room.
+        """
+        kept = [request for request in self.running if request.kept is not None and alone]
+        while self.pool.available - self.pool.needs(table, tokens) < (0 if alone else self.pool.watermark):
+            if not kept:
                 return False
-            self.pool.append(answer.table, missing)
-            request.cached_tokens = cached
+            self._drop_prompt(kept.pop())
         return True
 
-    def _share_prompt(self, request: Request, first: Answer, other: Answer) -> None:
+    def _share_kept(self, kept: BlockTable, answer: Answer) -> None:
+        """Lets an answer begin with the blocks of its prompt, unless the cache has more of its tokens."""
+        assert answer.table is not None
+        if answer.table.length <= kept.length:
+            self.pool.free(answer.table)
+            answer.table = self.pool.fork(kept)
+
+    def _share_prompt(self, request: Request, first: BlockTable, other: Answer) -> None:
         """Lets a preempted request's other answers share the prompt's blocks of the first, which reads before them."""
-        assert first.table is not None
         assert other.table is not None
-        shared = len(request.prompt) // self.pool.size * self.pool.size
+        # it reads a token itself
+        shared = min(len(request.prompt), len(other.ids) - 1) // self.pool.size * self.pool.size
         # a prefix found in the cache is as good
-        if self.pool.shares and other.table.length < shared and first.table.sealed * self.pool.size <= shared:
+        if self.pool.shares and other.table.length < shared and first.sealed * self.pool.size <= shared:
             self.pool.free(other.table)
-            other.table = self.pool.fork(first.table)
+            other.table = self.pool.fork(first)
             self.pool.truncate(other.table, shared)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt_newest(self) -> list[Answer]:
+        """Takes blocks back from what runs and has come last: an answer, all beams of a search, or a prompt that is kept.
+
+        Returns the answers that have lost theirs.
+        """
+        request = next(each for each in reversed(self.running) if each.kept is not None or each.queued != each.live)
+        running = [answer for answer in request.answers if answer.slot >= 0]
+        if request.kept is not None and len(running) < 2:
+            self._drop_prompt(request)
+            return []
+        preempted = running if request.search is not None else running[-1:]
+        self._preempt(request, preempted)
+        return preempted
+
+    def _preempt(self, request: Request, answers: list[Answer]) -> None:
         self.preemptions += 1
-        for answer in request.answers:
+        for answer in answers:
             self._release(answer)
-        self.waiting.appendleft(request)
-        self.running.remove(request)
+        if request.queued == request.live and request.kept is None:
+            self.waiting.appendleft(request)
+            self.running.remove(request)
 
     def _remove(self, request: Request) -> None:
+        self._drop_prompt(request)
         # a preempted request may be completed by its token in flight while it waits
         for queue in (self.waiting, self.running):
             if request in queue:

@@ -12,13 +12,13 @@ class EngineStats(NamedTuple):
 
     Args:
         running: answers that the model computes.
-        waiting: answers of requests that wait for their first step, or for one after a preemption.
-        waiting_tokens: prompt tokens of those requests.
+        waiting: answers that wait for their first step, or for one after a preemption.
+        waiting_tokens: prompt tokens of the requests of which no answer runs.
         free_blocks, used_blocks, cached_blocks: blocks of the KV cache by what they hold: nothing, a running request's tokens,
             or tokens that only the prefix cache still knows.
         waste: the share of the slots in used blocks that hold no token.
         steps, tokens: steps that the engine ran, and tokens that it read and wrote in them.
-        preemptions: how often a running request had to give its blocks back.
+        preemptions: how often a running answer, or a search, had to give its blocks back.
     """
 
     running: int = 0
@@ -50,5 +50,6 @@ def stats_of(engine: Engine) -> EngineStats:
 
 def waiting_in(engine: Engine) -> tuple[int, int]:
     """Returns the answers that wait, and their prompts' tokens; called by the thread that runs the engine's steps."""
-    waiting = engine.scheduler.waiting
-    return sum(len(request.live) for request in waiting), sum(len(request.prompt) for request in waiting)
+    scheduler = engine.scheduler
+    queued = sum(len(request.queued) for request in [*scheduler.running, *scheduler.waiting])
+    return queued, sum(len(request.prompt) for request in scheduler.waiting)

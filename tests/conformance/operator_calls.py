@@ -301,7 +301,7 @@ def _sample(device: torch.device) -> Work:
     slots, positions = torch.tensor([[0, 2], [5, 6]], device=device)
     sample(torch.randn(2, 50, device=device), slots, positions, state, features_of(params) | features_of(plain))
     tables = 50 * (4 + 1 + 4) + 2 * 4
-    return Work(0, 2 * 200 + 4 * 8 + 2 * (28 + 4 + 8) + 2 * tables, 2 * 8 + 2 * 4)
+    return Work(0, 2 * 200 + 4 * 8 + 2 * (28 + 4 + 8) + 2 * tables, 2 * 8 + 2 * 8 + 2 * 4)
 
 
 def _tensors(device: torch.device, requires_grad: bool = False) -> list[Tensor]:

@@ -180,7 +180,7 @@ def test_samples_that_come_back_share_their_prompt_again(peers) -> None:
         while request.answers[0].generated < 4:
             engine.step()
         before = engine.pool.used_blocks
-        engine.scheduler._preempt(request)
+        engine.scheduler._preempt(request, request.answers)
         engine.pool.forget_prefixes()
         assert engine.pool.used_blocks == 0
         while any(answer.unread > 1 for answer in request.answers):

@@ -87,7 +87,8 @@ class CacheLayout:
         """
         if not self.near_layers or not paged:
             return blocks
-        return min(blocks, WindowPool.rows_for(self.window, self.size, answers=answers, tokens=tokens))
+        # a prompt that is kept for further answers holds the rows of one more
+        return min(blocks, WindowPool.rows_for(self.window, self.size, answers=answers + 1, tokens=tokens))
 
     def blocks_in(self, room: int, dtype: torch.dtype, *, answers: int, tokens: int, paged: bool = True) -> int:
         """Returns how many blocks, with the rows that they need, so many bytes hold; the arguments are those of `rows`."""

@@ -4,4 +4,5 @@
     state      the parameters and token counts of all requests, in tensors with a row per slot
     sampler    the definition in torch, for any device
     kernels    the same in Triton, for CUDA
+    noise      the noise of a draw in Triton
 """

@@ -1,7 +1,7 @@
 """The sampler's Triton kernels: they compute what `sampler` defines, with no sort, no softmax and no wait.
 
 `_draw` reads each segment of a row's logits once, applies penalties, bias and temperature times noise, and finds the segment's
-best token; `_join` takes the best of a row's segments. A maximum is exact and ties go to the lowest id, so the result depends
+best token; `_join` takes the best of a row's segments, or NOTHING where all are -inf. A maximum is exact and ties go to the lowest id, so the result depends
 neither on how a row is cut into segments nor on the rest of the batch.
 
 Only rows that ask for truncation get a threshold first. It is found by bisection on keys, integers that order like the fp32
@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from rooftile.launch import Kernel
+from rooftile.serve.sampling.noise import gumbel
 from rooftile.serve.sampling.state import SamplingFeatures, SamplingState
 
 # tokens per program of _draw and _survey
@@ -38,7 +38,7 @@ ROOM = tl.constexpr(4096)
 # loads in flight while one block is processed
 STAGES = tl.constexpr(4)
 LARGEST = tl.constexpr(3.4028234663852886e38)
-FAST = tl.constexpr(not triton.knobs.runtime.interpret)
+NOTHING = tl.constexpr(-1)
 # the key of -inf
 LOWEST = tl.constexpr(-2139095041)
 THRESHOLD_WARPS = 16
@@ -106,31 +106,6 @@ def _penalised(
     return _tamed(x)
 
 
-@triton.jit
-def _log(x):
-    """Returns the logarithm by the chip's single instruction, to within 2^-22, relative or absolute; the interpreter uses tl.log."""
-    if FAST:
-        y = libdevice.fast_logf(x)
-    else:
-        y = tl.log(x)
-    return y
-
-
-@triton.jit
-def _gumbel(seed, position, first, SIZE: tl.constexpr):
-    """Returns the noise of SIZE tokens from token `first` on, a multiple of 4, to within 2^-16."""
-    quad = (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
-    zero = quad * 0
-    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
-    high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, quad, low, high, zero)
-    # lays the four words of each quad side by side
-    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (SIZE,))
-    w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-    small = w * (1 + w * (0.5 + w * (0.3333333333333333 + w * 0.25)))
-    return -_log(tl.where(w < 0.015625, small, -_log(1 - w)))
-
-
 # fmt: off
 @triton.jit(
     do_not_specialize=["segments", "penalties", "bias", "mask", "chance", "truncation"],
@@ -159,25 +134,32 @@ def _draw(
         temperature = tl.load(temperature_ptr + slot)
         # most segments of a truncated row have no token left
         if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
-            x = x + temperature * _gumbel(tl.load(seed_ptr + slot), tl.load(positions_ptr + row), first, SEGMENT)
+            x = x + temperature * gumbel(tl.load(seed_ptr + slot), tl.load(positions_ptr + row), first, SEGMENT)
     best = tl.max(x, 0)
     place = row * segments + tl.program_id(1)
     tl.store(best_ptr + place, best)
     tl.store(token_ptr + place, tl.min(tl.where(x == best, token, V), 0))
 
 
-@triton.jit(do_not_specialize=["segments", "V", "penalties"], do_not_specialize_on_alignment=["slots_ptr"])
-def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, penalties, SEGMENTS: tl.constexpr):
-    """Writes the best token of a row's segments; with penalties it also counts the token."""
+@triton.jit(do_not_specialize=["segments", "V", "penalties"], do_not_specialize_on_alignment=["slots_ptr", "last_ptr"])
+def _join(
+    best_ptr, token_ptr, slots_ptr, out_ptr, last_ptr, counts_ptr, V, segments, penalties, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Writes the best token of a row's segments, also as its slot's last; with penalties it also counts the token."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SEGMENTS)
     best = tl.load(best_ptr + row * segments + s, mask=s < segments, other=float("-inf"))
     token = tl.load(token_ptr + row * segments + s, mask=s < segments, other=2147483647)
-    token = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0).to(tl.int64)
-    tl.store(out_ptr + row, token)
+    top = tl.max(best, 0)
+    # in a row of -inf the best is token 0, which the next step may read before the host has heard
+    drawn = top > float("-inf")
+    token = tl.min(tl.where(best == top, token, 2147483647), 0).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(drawn, token, NOTHING))
+    # rows that pad a batch share a slot
+    slot = tl.load(slots_ptr + row)
+    tl.store(last_ptr + slot, token)
     if penalties:
-        # rows that pad a batch share a slot
-        tl.atomic_add(counts_ptr + tl.load(slots_ptr + row) * V + token, 1)
+        tl.atomic_add(counts_ptr + slot * V + token, drawn.to(tl.int32))
 
 
 @triton.jit
@@ -403,7 +385,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         *_changes(features), int(features.chance), int(features.truncation),
     )  # fmt: skip
     _start_draw((n, segments, 1), arguments, _CHANGED if features.changes_logits else _PLAIN)
-    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments, int(features.penalties)), _joins(segments))
+    arguments = (best, token, slots, out, state.last, tables[0], V, segments, int(features.penalties))
+    _start_join((n, 1, 1), arguments, _joins(segments))
     return out
 
 

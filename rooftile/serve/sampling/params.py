@@ -42,9 +42,11 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of each token that was generated, in [-2, 2].
         frequency_penalty: subtracted from a token's logit once for each time it was generated, in [-2, 2].
         repetition_penalty: divides the logits, if positive, or multiplies them, of tokens in the prompt and the answer.
-        logit_bias: added to the logits of these token ids, in [-100, 100].
+        logit_bias: added to the logits of these token ids, in [-100, 100]; -inf forbids a token.
         allowed_token_ids: only these tokens are taken; None for all.
-        bad_words: words that an answer must not have, where they begin with a token of their own.
+        bad_words: words that an answer must not have, where they begin with a token of their own: with a space before them and
+            without, at the start of a text and inside it, and also where the prompt ends with the beginning of one. Spaces
+            around a word make no difference.
         truncate_prompt_tokens: only this many of the prompt's last tokens are read; None for all.
         seed: the same seed, prompt and position give the same token, whatever else is in the batch; None for random samples.
         max_tokens: the most tokens of an answer; None for as many as the longest sequence leaves.
@@ -174,8 +176,8 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidInput(f"logit_bias has {token!r} for a token; must be its id, a whole number")
-            if not _is_number(bias) or not -100 <= bias <= 100:
-                raise InvalidInput(f"logit_bias of token {token} is {bias!r}; must be a number from -100 to 100")
+            if bias != -math.inf and (not _is_number(bias) or not -100 <= bias <= 100):
+                raise InvalidInput(f"logit_bias of token {token} is {bias!r}; must be a number from -100 to 100, or -inf")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInput(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it must not be more")
 

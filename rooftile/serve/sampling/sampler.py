@@ -9,8 +9,9 @@ which is a draw from softmax(x / T), and with T = 0 the most likely token, the f
 keyed by the request's seed, at the counter (token id // 4, position, 0) and the word token id % 4: a request's tokens depend on
 its seed, its logits and its positions, never on its slot, the batch or its neighbours.
 
-NaN counts as -inf, and +inf as the largest finite number. A token of -inf is never drawn while there is another; if there is
-none, the token is 0. A row with a NaN in it is therefore drawn from its other tokens.
+NaN counts as -inf, and +inf as the largest finite number. A token of -inf is never drawn: a row with a NaN in it is drawn from
+its other tokens, and a row in which every token is -inf gets NOTHING instead of a token. This mark travels with the tokens, so
+the host learns of such a row when they arrive, without a wait of its own.
 
 This file is the definition, in torch on any device. On CUDA `sample` runs the kernels in `kernels.py` instead. Neither waits for
 the device, and no shape depends on data, so both can be captured into a CUDA graph, one for each `SamplingFeatures`.
@@ -28,8 +29,10 @@ from rooftile.operators import define, watched
 from rooftile.reference import philox
 from rooftile.serve.sampling.state import SamplingFeatures, SamplingState, features_of
 
-__all__ = ["SamplingFeatures", "SamplingState", "features_of", "logprobs", "sample"]
+__all__ = ["NOTHING", "SamplingFeatures", "SamplingState", "features_of", "logprobs", "sample"]
 
+# in place of a token, where none may be drawn
+NOTHING = -1
 LARGEST = torch.finfo(torch.float32).max
 # logprobs makes at most this many logits fp32 at once: a long prompt times a large vocabulary does not fit into memory
 MOST_NUMBERS = 1 << 26
@@ -38,7 +41,7 @@ MOST_NUMBERS = 1 << 26
 def sample(
     logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
 ) -> Tensor:
-    """Chooses a token for each row; with penalties it also counts the token in the state.
+    """Chooses a token for each row, and writes it to the state as its slot's last; with penalties it also counts the token.
 
     Args:
         logits: (n, V), fp32 or bf16; they are not written.
@@ -47,7 +50,7 @@ def sample(
         features: the union of what the rows ask for; a feature that is off is off for every row.
 
     Returns:
-        The tokens, (n,) int64.
+        The tokens, (n,) int64; NOTHING where none may be drawn, and the slot's last token is then 0.
     """
     assert logits.shape == (len(slots), state.vocab)
     assert positions.shape == slots.shape
@@ -78,8 +81,8 @@ def _sample(logits: Tensor, slots: Tensor, positions: Tensor, *others: Any) -> T
 
 
 _SAMPLE = define(
-    "sample(Tensor logits, Tensor slots, Tensor positions, Tensor numbers, Tensor top_k, Tensor seed, Tensor(a!)? counts, "
-    "Tensor? prompted, Tensor? bias, Tensor? masks, bool chance, bool truncation, bool penalties, bool biases, bool masked) "
+    "sample(Tensor logits, Tensor slots, Tensor positions, Tensor numbers, Tensor top_k, Tensor seed, Tensor(a!) last, "
+    "Tensor(b!)? counts, Tensor? prompted, Tensor? bias, Tensor? masks, bool chance, bool truncation, bool penalties, bool biases, bool masked) "
     "-> Tensor",
     _sample,
     lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int64),
@@ -95,10 +98,13 @@ def sample_as_defined(
         x = x.masked_fill(x < thresholds(x, slots, state), -torch.inf)
     if features.chance:
         x = x + state.temperature[slots][:, None] * gumbel(state.seed[slots], positions, state.vocab)
-    tokens = x.argmax(1)
+    best = x.argmax(1)
+    drawn = x.gather(1, best[:, None])[:, 0] > -torch.inf
+    # the best of nothing is the first token, which the model has: the next step may read it before the host has heard
+    state.last.index_copy_(0, slots, best)
     if features.penalties and state.counts is not None:
-        state.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
-    return tokens
+        state.counts.index_put_((slots, best), drawn.int(), accumulate=True)
+    return torch.where(drawn, best, NOTHING)
 
 
 def penalised(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:

@@ -71,8 +71,8 @@ class SamplingState:
         # (7, slots) in one tensor, so that a request's numbers arrive in one copy
         numbers = torch.zeros(7, slots, device=device)
         top_k = torch.zeros(slots, dtype=torch.int32, device=device)
-        seed = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._hold(vocab, numbers, top_k, seed, None, None, None, None)
+        seed, last = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self._hold(vocab, numbers, top_k, seed, last, None, None, None, None)
         self.top_p.fill_(1)
         self.repetition.fill_(1)
 
@@ -86,17 +86,19 @@ class SamplingState:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Everything that the state holds, for `of_tensors`."""
-        return (self._numbers, self.top_k, self.seed, self.counts, self.prompted, self.bias, self.masks)
+        return (self._numbers, self.top_k, self.seed, self.last, self.counts, self.prompted, self.bias, self.masks)
 
     def _hold(
-        self, vocab: int, numbers: Tensor, top_k: Tensor, seed: Tensor, counts: Tensor | None, prompted: Tensor | None,
-        bias: Tensor | None, masks: Tensor | None,
+        self, vocab: int, numbers: Tensor, top_k: Tensor, seed: Tensor, last: Tensor, counts: Tensor | None,
+        prompted: Tensor | None, bias: Tensor | None, masks: Tensor | None,
     ) -> None:  # fmt: skip
         self.slots, self.vocab, self.device = numbers.shape[1], vocab, numbers.device
         self._numbers: Tensor = numbers
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition, self.biased = numbers
         self.top_k: Tensor = top_k
         self.seed: Tensor = seed
+        # the token that each slot was given last, for the model to read next; always one of the vocabulary
+        self.last: Tensor = last
         # (slots, vocab) each: how often a token was generated, whether it is in the prompt, the bias of its logit
         self.counts: Tensor | None = counts
         self.prompted: Tensor | None = prompted

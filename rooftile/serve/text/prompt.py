@@ -14,6 +14,8 @@ from rooftile.serve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# a word has other tokens after these than at the start of a text: in a new line, and inside another word
+INSIDE = ("\n", "a")
 
 
 class ParsedPrompt(NamedTuple):
@@ -84,11 +86,31 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
 
 
 def banned_sequences(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the token sequences of words, each with and without a space before it."""
+    """Returns the token sequences that spell words: with and without a space before them, at a text's start and inside it.
+
+    Raises:
+        InvalidInput: the tokenizer has no token for a word.
+    """
     if tokenizer is None:
         return ()
-    spelt = (spelling for word in words for spelling in (word, " " + word.lstrip()))
-    return tuple({tuple(ids): None for each in spelt if (ids := tokenizer.encode(each, special=False))})
+    before = {text: tokenizer.encode(text, special=False) for text in ("", *INSIDE)}
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        # a space after a word belongs to the next word's token; a word of nothing but spaces is what it is
+        bare = word.strip() or word
+        spelt = [(text, bare) for text in before] + [(text, " " + bare) for text in ("", INSIDE[-1]) if not bare.isspace()]
+        sequences = {
+            tuple(ids[len(before[text]) :]): None
+            for text, spelling in spelt
+            # where both join in one token, the word has no token of its own
+            if (ids := tokenizer.encode(text + spelling, special=False))[: len(before[text])] == before[text]
+        }
+        sequences.pop((), None)
+        if not sequences:
+            raise InvalidInput(f"bad_words has {word!r}, for which the tokenizer has no token; leave it out")
+        found |= sequences
+    # one that ends with another is caught with it
+    return tuple(ids for ids in found if not any(ids[n:] in found for n in range(1, len(ids))))
 
 
 def _iterated(prompt: Sequence[int]) -> list[Any]:
