@@ -65,14 +65,16 @@ class Followed:
         """Returns the logprobs of the tokens that have not been sent."""
         request = answer.request
         first, self._sent[answer.index] = self._sent.get(answer.index, 0), tokens
-        ids, count = answer.ids[len(request.prompt) + first : len(request.prompt) + tokens], request.params.logprobs or 0
+        start, count = len(request.prompt) + first, request.params.logprobs or 0
+        ids = answer.ids[start : len(request.prompt) + tokens]
         found = []
-        for token, top in zip(ids, answer.tops[first:tokens], strict=True):
-            shown = logprobs_at(token, top, count, request.text_of)
+        for place, (token, top) in enumerate(zip(ids, answer.tops[first:tokens], strict=True), start):
+            shown = logprobs_at(token, top, count, answer.text_at(place))
             scored = {id_: self._scored(id_, one.logprob, one.decoded_token or "") for id_, one in shown.items()}
             found.append([scored[token], *(scored[id_] for id_ in top.ids[:count])])
         return found
 
     def _scored(self, token: int, logprob: float, text: str) -> Scored:
-        bytes_of = self.request.bytes_of
-        return Scored(token, logprob, text, bytes_of(token) if bytes_of is not None and "\ufffd" in text else None)
+        tokenizer = self.request.tokenizer
+        raw = tokenizer.bytes_of(token) if tokenizer is not None and "\ufffd" in text else None
+        return Scored(token, logprob, text, raw)
