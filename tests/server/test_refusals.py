@@ -134,7 +134,6 @@ def test_unknown_fields_inside_of_others_are_refused(server) -> None:
         (COMPLETIONS, {"suffix": "b"}),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}),
         (COMPLETIONS, {"logits_processors": ["os.system"]}),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}),
     ],
 )
 def test_what_is_missing_here_is_refused_in_a_sentence(server, path, fields) -> None:

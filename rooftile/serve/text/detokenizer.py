@@ -92,6 +92,16 @@ class Detokenizer:
         return bisect_left(self._pieces.begins, self._length - len(self._held))
 
     @property
+    def begins(self) -> list[int]:
+        """How many characters come before the text of each token that is decoded (see `Pieces`)."""
+        return self._pieces.begins
+
+    @property
+    def length(self) -> int:
+        """How many characters are decoded, final or not."""
+        return self._length
+
+    @property
     def tokens_kept(self) -> int:
         """How many tokens belong to the text: all of them, or after a stop string those that begin before its end."""
         begins = self._pieces.begins
