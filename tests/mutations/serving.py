@@ -31,7 +31,7 @@ MUTATIONS = {
         "serve/text/stops.py", "left -= length", "left -= 0", ("tests/serve/test_ends.py", "-k", "another_stop"),
     ),
     "text, the space behind a prompt": Mutation(
-        "serve/text/border.py", "            window.append(id)", "            pass", 
+        "serve/text/border.py", "            window.append(id)", "            pass",
         ("tests/serve/test_continuations.py", "-k", "keeps_its_space"),
     ),
     "text, a character that a prompt begins": Mutation(

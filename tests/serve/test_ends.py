@@ -1,4 +1,4 @@
-"""What ends an answer: every end of text that a checkpoint names, and stop strings that are special tokens."""
+"""An answer ends at every end of text that a checkpoint names, and at stop strings that are special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs that score texts send: echo with logprobs, max_tokens 0, prompt_logprobs; values are those of the library."""
+"""Programs that score texts are answered: echo with logprobs, max_tokens 0, prompt_logprobs, with the values of the library."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_no_tokens_of_an_answer(server, llm, prompt, most, stream) -> None:
 
 def test_no_answer_and_no_echo(server) -> None:
     answer = server.complete(max_tokens=0, n=2, stop=["a"])
-    assert [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in answer["choices"]] == [("", "length", None)] * 2
+    said = [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in answer["choices"]]
+    assert said == [("", "length", None)] * 2
     assert answer["usage"]["completion_tokens"] == 0
     answer = server.post("/v1/completions", prompt="The roof", max_tokens=0, min_tokens=1)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")

@@ -20,7 +20,7 @@ from rooftile.server.http.envelope import mistake
 from rooftile.server.http.openai.asks import Ask, refusal_of
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.gathered import Usage
-from rooftile.server.http.prompts import ScoredPrompt
+from rooftile.server.http.openai.prompts import ScoredPrompt
 from rooftile.server.http.texts import AnswerTexts
 from rooftile.server.observe.log import Account, log
 from rooftile.server.refusals import Refusal

@@ -16,7 +16,7 @@ from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import News, Ranked
 from rooftile.server.engine.pauses import give_way
-from rooftile.server.http.prompts import PromptForms, ScoredPrompt, score_prompt
+from rooftile.server.http.openai.prompts import PromptForms, ScoredPrompt, score_prompt
 from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rooftile.server.http.openai.forms import (
     StructuredOutputs,
 )
 from rooftile.server.http.openai.grammars import grammar_of
-from rooftile.server.http.prompts import PromptForms
+from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.refusals import Refusal
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a client gets of its prompt: the text, and the logprobs of the tokens."""
+"""A prompt as its client gets it back: the logprobs of its tokens, in the form that was asked for."""
 
 from __future__ import annotations
 
