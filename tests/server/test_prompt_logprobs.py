@@ -107,6 +107,9 @@ def test_no_answer_and_no_echo(server) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     answer = server.post("/v1/completions", prompt="The roof", max_tokens=0, min_tokens=1)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
+    # in a chat nothing is echoed
+    answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=0)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
 def test_prompt_logprobs_are_the_librarys_in_vllms_form(server, llm) -> None:

@@ -29,7 +29,7 @@ from tests.server.asking import CHATS, COMPLETIONS, TALK, TEXT, refused
         ("frequency_penalty", -3, "from -2 to 2"),
         ("repetition_penalty", 0, "above 0"),
         ("seed", -1, "seed is -1"),
-        ("max_tokens", 0, "max_tokens is 0"),
+        ("max_tokens", -1, "max_tokens is -1"),
         ("max_tokens", 2**64, f"max_tokens is {2**64}; must be a whole number from 1 to {2**63 - 1}"),
         ("top_k", 10**25, f"must be a whole number from 0 to {2**63 - 1}"),
         ("truncate_prompt_tokens", 10**25, f"must be a whole number from 1 to {2**63 - 1}"),
