@@ -7,7 +7,8 @@ are decoded with the answer's first ones. This is what they decide:
 - A character that the prompt has begun and the answer completes. It belongs to the answer's text, with U+FFFD in its place if it
   is never completed: the prompt's text ends before it.
 - A run of byte tokens (byte fallback) that goes on in the answer. Whole characters of it belong to the prompt, whatever follows.
-  Only where the run was no UTF-8 within the prompt already is it kept whole: decode writes U+FFFD for each of its bytes.
+  Only where the run was no UTF-8 within the prompt already is it kept whole: decode writes U+FFFD for each of its bytes. The last
+  LONGEST bytes of a run are looked at.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rooftile.serve.text.tokenizer import Tokenizer
+
+LONGEST = 256
 
 
 class Border(NamedTuple):
@@ -40,6 +43,9 @@ def border_of(tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, s
         byte = None if window else tokenizer.byte_ids.get(id)
         if byte is not None:
             run.append((id, byte))
+            # up to a character's first byte, which is at most three before
+            if len(run) >= LONGEST and (byte & 0xC0 != 0x80 or len(run) == LONGEST + 3):
+                break
         else:
             window.append(id)
             if len(window) == span:
@@ -49,9 +55,10 @@ def border_of(tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, s
     raw = bytes(byte for _, byte in run)
     whole, broken = len(raw) - _begun(raw), 0
     if _is_text(raw[:whole]):
-        done, run = run[:whole], run[whole:]
-        # the answer does not begin the text, and nothing but these bytes says so
-        window = window or [id for id, _ in done[_last_character(raw[:whole]) :]]
+        if whole and not window and tokenizer.plain_id is not None:
+            # the answer does not begin the text, and nothing but these bytes says so
+            window = [tokenizer.plain_id]
+        run = run[whole:]
     else:
         broken = whole
     text = tokenizer.decode(window, skip_special)
@@ -84,14 +91,6 @@ def _begun(raw: bytes) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw)
     return len(decoder.getstate()[0])
-
-
-def _last_character(raw: bytes) -> int:
-    """Returns where the last character begins."""
-    start = max(0, len(raw) - 1)
-    while start and raw[start] & 0xC0 == 0x80:
-        start -= 1
-    return start
 
 
 def _is_text(raw: bytes) -> bool:
