@@ -38,6 +38,9 @@ MUTATIONS = {
         "serve/text/border.py", "len(text) - half + broken", "len(text) + broken",
         ("tests/serve/test_continuations.py", "-k", "character_that"),
     ),
+    "echo, where an answer begins": Mutation(
+        "server/http/app.py", "start=len(echo)", "start=0", ("tests/server/test_prompt_logprobs.py", "-k", "offsets"),
+    ),
     "ends of text of the tokenizer": Mutation(
         "serve/engine.py", "() if tokenizer is None else tokenizer.eos_ids", "()",
         ("tests/serve/test_ends.py", "-k", "every_end"),
