@@ -161,7 +161,9 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Reads a checkpoint's config.json; token ids in generation_config.json, if there is one, take precedence.
+        """Reads a checkpoint's config.json, and token ids in generation_config.json, if there is one.
+
+        Every token that either of them names as an end of text is one.
 
         Raises:
             InvalidInput: the folder has no checkpoint, or one that `Decoder` does not support.
@@ -178,9 +180,16 @@ class ModelConfig:
         settings = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
-            ids = ("bos_token_id", "eos_token_id")
-            settings |= {name: generation[name] for name in ids if generation.get(name) is not None}
+            if generation.get("bos_token_id") is not None:
+                settings["bos_token_id"] = generation["bos_token_id"]
+            if generation.get("eos_token_id") is not None:
+                settings["eos_token_id"] = [*_listed(settings.get("eos_token_id")), *_listed(generation["eos_token_id"])]
         return config_of(settings, str(folder))
+
+
+def _listed(ids: Any) -> list[Any]:
+    """Returns a setting that holds one token id, a list of them, or null, as a list."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def config_of(values: Mapping[str, Any], folder: str) -> ModelConfig:

@@ -133,12 +133,12 @@ class Settings:
         return bool(self.values.get(name, default))
 
     def ids(self, name: str, default: int | None = None) -> tuple[int, ...]:
-        """Returns the token ids of a setting that holds one id or a list."""
+        """Returns the token ids of a setting that holds one id or a list, each once."""
         value = self.values.get(name, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
             raise self.refused(f"has {name} {value!r}; must be a token's id, or a list of them")
-        return tuple(ids)
+        return tuple(dict.fromkeys(ids))
 
     def activation(self, name: str, default: str) -> str:
         """Returns the name of the feed-forward's activation."""

@@ -55,8 +55,9 @@ class Engine:
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config
+        named = (*config.eos_ids, *(() if tokenizer is None else tokenizer.eos_ids))
         # some checkpoints write an out-of-range id to mean "no EOS token"
-        self._eos = frozenset(token for token in config.eos_ids if 0 <= token < config.vocab_size)
+        self._eos = frozenset(token for token in named if 0 <= token < config.vocab_size)
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
         self._ahead = runner.device.type == "cuda"
@@ -97,7 +98,7 @@ class Engine:
             grammar = self.grammars.compile(params.structured)
         request = Request(self._count, prompt, params, limit, ends, cache_salt)
         if self.tokenizer is not None:
-            request.text_of, request.bytes_of = self.tokenizer.text_of, self.tokenizer.bytes_of
+            request.tokenizer = self.tokenizer
             request.banned = banned_sequences(self.tokenizer, params.bad_words)
         self._count += 1
         answers = params.n
@@ -110,7 +111,7 @@ class Engine:
         request.sits_out = steered or any(len(sequence) > 1 for sequence in request.banned)
         seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for n in range(answers):
-            text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
+            text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params, prompt)
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
             if grammar is not None:
                 request.answers[-1].grammar = grammar.fork()
@@ -243,6 +244,8 @@ class Engine:
             answer.tops.append(top)
             answer.logprob += top.logprob
         if token in request.ends:
+            if answer.detokenizer is not None:
+                answer.detokenizer.add_end(token)
             self._finish(answer, "stop", token if token in request.params.stop_token_ids else None)
             return
         if answer.detokenizer is not None:
@@ -289,7 +292,7 @@ class Engine:
             answer.logprob, answer.score = found.logprob, found.score
             answer.finish_reason = "stop" if found.tokens[-1] in request.ends else "length"
             if self.tokenizer is not None:
-                answer.detokenizer = Detokenizer(self.tokenizer, request.params)
+                answer.detokenizer = Detokenizer(self.tokenizer, request.params, request.prompt)
                 answer.detokenizer.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
                 answer.detokenizer.finish()
         for answer in answers[len(returned) :]:

@@ -61,7 +61,8 @@ class CompletionOutput(_Lazy):
 
     Args:
         index: the place of the answer among the n of its request.
-        text: the text without the token or stop string that ended it, unless include_stop is set.
+        text: what the tokens add to the prompt's text, without the token that ended the answer, and without the stop string
+            unless include_stop is set. Prompt and text together are what the tokenizer decodes for all tokens.
         token_ids: the tokens, with the end token if one ended the answer. The tokens of a stop string are left out.
         cumulative_logprob: the sum of the tokens' logprobs, if they were asked for, or of a beam's.
         logprobs: for each token its `Logprob` and those of the most likely tokens, by token id; None if not asked for.
@@ -124,7 +125,8 @@ def _completion(answer: Answer) -> CompletionOutput:
             answer.shown = answer.shown[: last - first]
         shown = len(answer.shown)
         new = zip(answer.ids[first + shown :], answer.tops[shown:], strict=True)
-        answer.shown += [logprobs_at(token, top, params.logprobs, answer.request.text_of) for token, top in new]
+        for place, (token, top) in enumerate(new, first + shown):
+            answer.shown.append(logprobs_at(token, top, params.logprobs, answer.text_at(place)))
         logprobs = answer.shown
     text = None if answer.detokenizer is None else answer.detokenizer.snapshot()
     stays = last - first
@@ -149,8 +151,8 @@ def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None
     if len(request.prompt_tops) < len(request.prompt) - 1:
         return [None]
     if not request.shown_prompt_logprobs:
-        places = range(1, len(request.prompt))
-        made = (logprobs_at(request.prompt[place], request.prompt_tops[place], count, request.text_of) for place in places)
+        places, text_at = range(1, len(request.prompt)), request.answers[0].text_at
+        made = (logprobs_at(request.prompt[place], request.prompt_tops[place], count, text_at(place)) for place in places)
         request.shown_prompt_logprobs = [None, *made]
     return request.shown_prompt_logprobs
 

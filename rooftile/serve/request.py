@@ -11,6 +11,7 @@ from rooftile.serve.beam_search import BeamSearch
 from rooftile.serve.grammar import Matcher
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.detokenizer import Detokenizer
+from rooftile.serve.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -70,11 +71,23 @@ class Answer:
     """The answer's place in its grammar."""
     detokenizer: Detokenizer | None = None
     """Builds the text, if the model has a tokenizer."""
+    silent: int = 0
+    """How many of the first tokens are known to have no text."""
 
     @property
     def generated(self) -> int:
         """How many tokens of the answer are known."""
         return len(self.ids) - len(self.request.prompt)
+
+    def text_at(self, place: int) -> Callable[[int], str] | None:
+        """Returns what tells the text of a token at a place of `ids`; None without a tokenizer."""
+        tokenizer = self.request.tokenizer
+        if tokenizer is None:
+            return None
+        skip = self.request.params.skip_special_tokens
+        while self.silent < place and tokenizer.is_silent(self.ids[self.silent], skip):
+            self.silent += 1
+        return tokenizer.text_of if self.silent < place else tokenizer.first_text_of
 
     @property
     def unread(self) -> int:
@@ -114,10 +127,8 @@ class Request:
     sits_out: bool = False
     """Whether an answer sits steps out until its last token has reached the host, which then decides: where its grammar stands,
     which beams go on, which tokens would complete a bad word."""
-    text_of: Callable[[int], str] | None = None
-    """Returns the text of one token, if the model has a tokenizer."""
-    bytes_of: Callable[[int], bytes] | None = None
-    """Returns the bytes of one token, likewise."""
+    tokenizer: Tokenizer | None = None
+    """The model's tokenizer, which has the texts of single tokens."""
     cached_tokens: int | None = None
     """How many tokens of the prompt the prefix cache had when the request first ran."""
     error: str | None = None

@@ -24,6 +24,8 @@ MESSAGES = 1024
 PROMPTS = 64
 ANSWERS = 128
 BEST_OF = 16
+# logprobs of prompts in one answer, those of other tokens and of each of n answers counted: some 50 MB of JSON
+PROMPT_SCORES = 2**20
 BIASES = 1024
 # names that a client chooses
 NAME_CHARACTERS = 128

@@ -103,12 +103,17 @@ def test_dtype(key: str, said: str) -> None:
     assert described("llama", **{key: said}).dtype == torch.bfloat16
 
 
-def test_ids_of_generation_config_come_first(tmp_path: Path) -> None:
+def test_ends_of_text_of_both_files_count(tmp_path: Path) -> None:
     written(tmp_path, **OLD, model_type="llama", eos_token_id=5, bos_token_id=4)
     assert ModelConfig.from_folder(tmp_path).eos_ids == (5,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "bos_token_id": None}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 8], "bos_token_id": None}))
     config = ModelConfig.from_folder(str(tmp_path))
-    assert (config.bos_ids, config.eos_ids) == ((4,), (7, 8))
+    assert (config.bos_ids, config.eos_ids) == ((4,), (5, 7, 8))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 6, "bos_token_id": 3}))
+    config = ModelConfig.from_folder(str(tmp_path))
+    assert (config.bos_ids, config.eos_ids) == ((3,), (5, 6))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert ModelConfig.from_folder(tmp_path).eos_ids == (5,)
 
 
 def test_no_folder_no_file_no_json(tmp_path: Path) -> None:

@@ -18,14 +18,32 @@ MUTATIONS = {
         ("tests/serve/test_native_sparse.py", "-k", "without_a_cache"),
     ),
     "stop string, overlap": Mutation(
-        "serve/text/detokenizer.py", "            while self.matched and self.text[self.matched] != character:\n"
+        "serve/text/stops.py", "            while self.matched and self.text[self.matched] != character:\n"
         "                self.matched = self._borders[self.matched]",
         "            if self.text[self.matched] != character:\n                self.matched = 0",
         ("tests/serve/test_detokenizer.py",),
     ),
     "stop string, held back": Mutation(
-        "serve/text/detokenizer.py", "text[: len(text) - held], text[len(text) - held :]", 'text, ""',
+        "serve/text/detokenizer.py", "self._released.append(text[: len(text) - held])", "self._released.append(text)",
         ("tests/serve/test_detokenizer.py",),
+    ),
+    "stop string, hidden characters": Mutation(
+        "serve/text/stops.py", "left -= length", "left -= 0", ("tests/serve/test_ends.py", "-k", "another_stop"),
+    ),
+    "text, the space behind a prompt": Mutation(
+        "serve/text/border.py", "            window.append(id)", "            pass",
+        ("tests/serve/test_continuations.py", "-k", "keeps_its_space"),
+    ),
+    "text, a character that a prompt begins": Mutation(
+        "serve/text/border.py", "len(text) - half + broken", "len(text) + broken",
+        ("tests/serve/test_continuations.py", "-k", "character_that"),
+    ),
+    "echo, where an answer begins": Mutation(
+        "server/http/app.py", "start=len(echo)", "start=0", ("tests/server/test_prompt_logprobs.py", "-k", "offsets"),
+    ),
+    "ends of text of the tokenizer": Mutation(
+        "serve/engine.py", "() if tokenizer is None else tokenizer.eos_ids", "()",
+        ("tests/serve/test_ends.py", "-k", "every_end"),
     ),
     "text, half a character of several tokens": Mutation(
         "serve/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",

@@ -14,7 +14,8 @@ from tests.serve.folders import CORPUS, KINDS, SPECIAL, TEXTS, save
 
 STOPS = [
     ["stop"], ["stop", "stops", "st"], ["abcd", "bc"], ["b", "ab"], ["aab"], ["😀"], ["👩‍👧", "é"], [" the", "e"], ["\n\n"],
-    ["<|end|>"], ["d|>a"], ["\ufffd"], ["\ufffd\ufffdx", "\ufffd "], [" "], [" . ", "n't"], ["Don't stop!", "."], ["aa", "aaaa"],
+    ["<|end|>"], ["d|>a"], ["a<|end|>", "<|user|>"], ["<|end|><|end|>", "<|end|>t"], ["\ufffd"], ["\ufffd\ufffdx", "\ufffd "],
+    [" "], [" . ", "n't"], ["Don't stop!", "."], ["aa", "aaaa"],
 ]  # fmt: skip
 
 
@@ -84,6 +85,37 @@ def oracle(text: str, params: SamplingParams) -> tuple[str, str | None]:
     return text, None
 
 
+def shown(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, bool]]:
+    """Characters of text without special tokens, and between them the spellings of these, which are not in the text."""
+    found: list[tuple[str, bool]] = []
+    text = ""
+    for place, id in enumerate(ids, 1):
+        ends = place == len(ids) or ids[place] not in tokenizer.byte_ids
+        now = tokenizer.decode(ids[:place]) if ends else text
+        now = now if place == len(ids) else now.rstrip("\ufffd")
+        found += [(character, True) for character in now[len(text) :]]
+        text = max(now, text, key=len)
+        if id in tokenizer._special_ids:
+            found += [(character, False) for character in tokenizer.token(id)]
+    return found
+
+
+def oracle_of_special(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> tuple[str, str | None]:
+    """The same, where a stop string with a special token in it is searched among all characters, and others in the text."""
+    stream = shown(tokenizer, ids)
+    for end in range(1, len(stream) + 1):
+        every = "".join(character for character, _ in stream[:end])
+        text = "".join(character for character, visible in stream[:end] if visible)
+        for stop in sorted(params.stops, key=len, reverse=True):
+            special = any(spelt in stop for spelt in SPECIAL)
+            if not (every if special else text).endswith(stop) or not (special or stream[end - 1][1]):
+                continue
+            start = end - len(stop)
+            kept = "".join(character for character, visible in stream[:start] if visible) if special else text[: -len(stop)]
+            return kept + (stop if params.include_stop else ""), stop
+    return text if stream else "", None
+
+
 # few in `make test`, many in `make test-sweep`
 rounds = pytest.mark.parametrize("rounds", [250, pytest.param(1000, marks=pytest.mark.sweep)])
 
@@ -118,7 +150,12 @@ def test_random_stops(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, i
             stops.append(whole[start : start + draw.randrange(1, 9)])
         params = SamplingParams(stop=stops, include_stop=include, skip_special_tokens=skip)
         text, _ = run(tokenizer, params, chunks(ids, draw))
-        assert (text.text, text.stopped) == oracle(whole, params), (ids, stops)
+        if skip and any(spelt in stop for stop in stops for spelt in SPECIAL):
+            # where a character is torn by a special token, or spaces go, the two are not told apart
+            if "\ufffd" not in whole and not tokenizer.cleans_up:
+                assert (text.text, text.stopped) == oracle_of_special(tokenizer, ids, params), (ids, stops)
+        else:
+            assert (text.text, text.stopped) == oracle(whole, params), (ids, stops)
         found.add(text.stopped)
     assert len(found) > 30
 

@@ -69,12 +69,13 @@ def test_an_engine_without_a_tokenizer_sends_neither(llm, monkeypatch) -> None:
 def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, skip: bool) -> None:
     draw, tokenizer, params = random.Random(seed), made(kind), {"skip_special_tokens": skip}
     answers = [chunks(stream(tokenizer, draw), draw) for _ in range(2)]
-    due = [Detokenizer(tokenizer, SamplingParams(stop=NEVER, **params)) for _ in answers]
+    prompt = stream(tokenizer, draw)
+    due = [Detokenizer(tokenizer, SamplingParams(stop=NEVER, **params), prompt) for _ in answers]
     for text in due:
         text.follow()
 
     async def test() -> None:
-        call, answer_texts, steps = Call(1), AnswerTexts(Texts(tokenizer), params), max(map(len, answers))
+        call, answer_texts, steps = Call(1), AnswerTexts(Texts(tokenizer), params, [prompt]), max(map(len, answers))
         tokens = [0, 0]
         for step in range(steps):
             last, pieces = step + 1 == steps, []
@@ -103,7 +104,7 @@ def texts_of(tokenizer: Tokenizer, parts: Sequence[list[int]]) -> list[str]:
 
     async def go() -> list[str]:
         texts, found = Texts(tokenizer), []
-        answer_texts = AnswerTexts(texts, {})
+        answer_texts = AnswerTexts(texts, {}, [[]])
         for part in parts:
             news = News(1, [Piece(0, "", 0, ids=part)])
             await answer_texts.fill(0, news)
@@ -137,7 +138,7 @@ def test_a_long_text_is_made_in_a_thread(monkeypatch) -> None:
 def test_a_request_with_tokens_only_needs_no_tokenizer() -> None:
     async def go() -> None:
         news = News(1, [Piece(0, "", 3)])
-        await AnswerTexts(Texts(None), {}).fill(0, news)
+        await AnswerTexts(Texts(None), {}, [[]]).fill(0, news)
         assert news.pieces == [Piece(0, "", 3)]
 
     asyncio.run(go())

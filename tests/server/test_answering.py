@@ -192,7 +192,7 @@ def test_a_token_does_not_wait_for_the_metrics() -> None:
 
 def test_the_text_of_an_echo_is_made_within_the_time_and_before_the_engine_is_asked() -> None:
     class SlowTexts:
-        async def decode(self, ids: list[int], *, skip_special: bool) -> str:
+        async def prompt_text(self, ids: list[int], *, skip_special: bool) -> str:
             return await asyncio.Event().wait() or ""
 
     async def test() -> None:

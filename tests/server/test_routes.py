@@ -102,7 +102,7 @@ def test_unknown_paths_and_methods(server) -> None:
 
 
 def test_an_error_comes_before_the_first_byte_of_a_stream(server) -> None:
-    for fields in ({"n": 17}, {"prompt": [1] * 3000}, {"logit_bias": {"9999": 1}}, {"max_tokens": 0}):
+    for fields in ({"n": 17}, {"prompt": [1] * 3000}, {"logit_bias": {"9999": 1}}, {"max_tokens": -1}):
         answer = server.post(COMPLETIONS, TEXT | {"stream": True} | fields)
         assert answer.status_code == 400
         assert answer.headers["content-type"] == "application/json"

@@ -51,10 +51,12 @@ class SamplingParams:
         seed: the same seed, prompt and position give the same token, whatever else is in the batch; None for random samples.
         max_tokens: the most tokens of an answer; None for as many as the longest sequence leaves.
         min_tokens: an answer with fewer tokens is ended neither by the end of text nor by a stop.
-        stop: a string or several; the first one that appears ends the answer and is cut off, unless include_stop is set.
+        stop: a string or several; the first one that appears ends the answer and is cut off, unless include_stop is set. One
+            with a special token in it ("<|im_end|>") is found also where the text leaves special tokens out.
         stop_token_ids: tokens that end the answer.
-        include_stop: keep the stop string in the text; include_stop_str_in_output is the same.
-        ignore_eos: go on past the end of text.
+        include_stop: keep the stop string in the text, all of it, also a special token that the text would leave out;
+            include_stop_str_in_output is the same.
+        ignore_eos: go on past the tokens that the tokenizer, config.json or generation_config.json names as ends of text.
         logprobs: return the logprob of each token, and of this many of the most likely ones; None for no logprobs.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.

@@ -3,8 +3,9 @@
 Without stop strings nobody needs the text of a token before somebody reads it: tokens are kept, and decoded together when text is
 read (`pieces.py`). With stop strings each token is decoded when it comes.
 
-The decoded text is then searched for the stop strings. Each is matched with its table of borders (Knuth, Morris and Pratt, 1977):
-text that may still become a stop string is held back, no character is looked at twice, and all other text is released at once.
+The decoded text is then searched for the stop strings (`stops.py`). Text that may still become a stop string is held back, and
+all other text is released at once. A stop string that is spelt with a special token is searched in the text with all special
+tokens in it, also where they are left out of the text that is returned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.growing import GrowingText, TextSnapshot
 from rooftile.serve.text.pieces import Pieces
+from rooftile.serve.text.stops import Hidden, StopString
 from rooftile.serve.text.tokenizer import Tokenizer
 
 
@@ -22,11 +24,13 @@ class Detokenizer:
     """Builds the text of one answer from its tokens.
 
     The stop string that is complete first ends the answer; if several are complete at the same character, the longest is taken.
-    A stop string that is complete within the first min_tokens tokens is text like any other.
+    A stop string that is complete within the first min_tokens tokens is text like any other. With include_stop the text ends with
+    the stop string, special tokens in it included.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
         params: stop, include_stop, min_tokens and skip_special_tokens are used.
+        prompt: the tokens that the answer continues; the text is what they add to the prompt's.
 
     Example:
         >>> text = Detokenizer(tokenizer, SamplingParams(stop="."))                       # doctest: +SKIP
@@ -35,10 +39,14 @@ class Detokenizer:
         ('.', 'One')
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.stopped: str | None = None
-        self._pieces = Pieces(tokenizer, params.skip_special_tokens)
-        self._stops = [_Stop(stop) for stop in params.stops]
+        self._tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer, params.skip_special_tokens, prompt)
+        self._stops = [StopString(stop, tokenizer.spells_special(stop)) for stop in params.stops]
+        self._sees_special = any(stop.spells_special for stop in self._stops)
+        self._hides_special = self._sees_special and params.skip_special_tokens
+        self._hidden = Hidden()
         self._include_stop = params.include_stop
         self._min_tokens = params.min_tokens
         self._released = GrowingText()
@@ -84,6 +92,16 @@ class Detokenizer:
         return bisect_left(self._pieces.begins, self._length - len(self._held))
 
     @property
+    def begins(self) -> list[int]:
+        """How many characters come before the text of each token that is decoded (see `Pieces`)."""
+        return self._pieces.begins
+
+    @property
+    def length(self) -> int:
+        """How many characters are decoded, final or not."""
+        return self._length
+
+    @property
     def tokens_kept(self) -> int:
         """How many tokens belong to the text: all of them, or after a stop string those that begin before its end."""
         begins = self._pieces.begins
@@ -99,6 +117,14 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self._release(self._pieces.add(id))
+            if self._hides_special and self._tokenizer.is_special(id):
+                self._pass(id)
+
+    def add_end(self, id: int) -> None:
+        """Takes the token that ends the answer. It has no text, unless it spells a stop string that is to be shown."""
+        if self._sees_special and self._include_stop and self.stopped is None and self._tokenizer.is_special(id):
+            self._pieces.count_silent()
+            self._pass(id)
 
     def finish(self) -> None:
         """Ends the answer and releases the text that was held back, in which a stop string may still be found."""
@@ -119,8 +145,15 @@ class Detokenizer:
                 self._released.append(self._held)
                 self._held = ""
 
-    def _release(self, piece: str) -> None:
-        """Searches a piece of text for stop strings, and releases what is now final."""
+    def _pass(self, id: int) -> None:
+        """Shows a special token to the stop strings that are spelt with one."""
+        # what waits for more bytes comes before it
+        self._release(self._pieces.finish())
+        if self.stopped is None:
+            self._release(self._tokenizer.token(id), hidden=True)
+
+    def _release(self, piece: str, *, hidden: bool = False) -> None:
+        """Searches a piece of text for stop strings, and releases what is now final; a hidden piece is not in the text."""
         if not piece:
             return
         if not self._stops:
@@ -129,46 +162,34 @@ class Detokenizer:
             return
         begins = self._pieces.begins
         # a stop string may end after this many characters at the earliest: its last one belongs to a token past min_tokens
-        least = begins[self._min_tokens] + 1 if self._min_tokens < len(begins) else self._length + len(piece) + 1
-        ends = [(end, stop) for stop in self._stops if (end := stop.find(piece, least - self._length)) is not None]
-        text = self._held + piece
+        least = (begins[self._min_tokens] + 1 - self._length) if self._min_tokens < len(begins) else len(piece) + 1
+        stops = [stop for stop in self._stops if stop.spells_special] if hidden else self._stops
+        ends = [(end, stop) for stop in stops if (end := stop.find(piece, least)) is not None]
         if ends:
-            end, stop = min(ends, key=lambda found: (found[0], -len(found[1].text)))
-            self.stopped = stop.text
-            kept = len(self._held) + end - (0 if self._include_stop else len(stop.text))
-            self._length += kept - len(self._held)
-            text, self._held = text[:kept], ""
+            self._stop(piece, min(ends, key=lambda found: (found[0], -len(found[1].text))), hidden)
+            return
+        self._take(piece, hidden)
+        held = max([stop.matched for stop in self._stops])
+        if held and self._hides_special:
+            held = max(self._hidden.visible(stop, stop.matched, self._length) for stop in self._stops)
+        text = self._held
+        self._held = text[len(text) - held :] if held else ""
+        self._released.append(text[: len(text) - held])
+
+    def _take(self, piece: str, hidden: bool) -> None:
+        if hidden:
+            self._hidden.add(self._length, piece)
         else:
             self._length += len(piece)
-            held = max(stop.matched for stop in self._stops)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
+            self._held += piece
+
+    def _stop(self, piece: str, found: tuple[int, StopString], hidden: bool) -> None:
+        """Ends the answer at the stop string that is complete after so many characters of a piece."""
+        end, stop = found
+        self._take(piece[:end], hidden)
+        self.stopped = stop.text
+        cut = self._hidden.visible(stop, len(stop.text), self._length)
+        text = self._held[: len(self._held) - cut] + (stop.text if self._include_stop else "")
+        self._length += len(text) - len(self._held)
+        self._held = ""
         self._released.append(text)
-
-
-class _Stop:
-    """A stop string, and how many of its characters the text so far ends with."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        # borders[n]: the length of the longest proper prefix of text[:n] that is also its suffix
-        self._borders = [0, 0]
-        for character in text[1:]:
-            border = self._borders[-1]
-            while border and text[border] != character:
-                border = self._borders[border]
-            self._borders.append(border + (text[border] == character))
-
-    def find(self, piece: str, least: int) -> int | None:
-        """Reads a piece of text; returns how many of its characters there are up to the stop string's end, at least `least`."""
-        if not self.matched and self.text[0] not in piece:
-            return None
-        for i, character in enumerate(piece):
-            while self.matched and self.text[self.matched] != character:
-                self.matched = self._borders[self.matched]
-            self.matched += self.text[self.matched] == character
-            if self.matched == len(self.text):
-                if i + 1 >= least:
-                    return i + 1
-                self.matched = self._borders[self.matched]
-        return None

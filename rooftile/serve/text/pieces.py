@@ -1,12 +1,12 @@
 """Decodes the tokens of an answer into final pieces of text.
 
-The text of a token depends on its neighbours: the first token loses its leading space, and the bytes of several tokens can make
-one character. So a few tokens are decoded together, in a window that moves along:
+The text of a token depends on its neighbours: the first of a text loses its leading space, and the bytes of several tokens can
+make one character. So a few tokens are decoded together, in a window that moves along:
 
     text(1 .. n+k) = text(1 .. n) + (decode(window + tokens n+1 .. n+k) without its beginning, decode(window))
 
-Only the window is decoded again, at most 2 SPAN tokens, so a token costs the same however long the answer is. The difference is
-right for these reasons:
+The first window begins with the prompt's last tokens (`border.py`). Only the window is decoded again, at most 2 SPAN tokens, so a
+token costs the same however long the answer is. The difference is right for these reasons:
 
 - What happens at the beginning of a text (a space removed, a "##" kept) happens to the window's first token in both decodes.
 - A character has at most 4 bytes. For an incomplete one decode writes one U+FFFD at the very end, which is held back. SPAN tokens
@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from rooftile.serve.text.border import border_of
 from rooftile.serve.text.tokenizer import Tokenizer
 
 SPAN = 4
@@ -49,12 +50,15 @@ class Pieces:
     Args:
         tokenizer: the checkpoint's tokenizer.
         skip_special: whether special tokens have no text.
+        prompt: the tokens that the answer continues.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: Sequence[int] = ()) -> None:
         self.begins: list[int] = []
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        # None when its border has been read; text that nobody reads costs nothing
+        self._prompt: Sequence[int] | None = prompt
         self._span, self._margin = (SPAN_CLEANED, HELD_CLEANED) if tokenizer.cleans_up else (SPAN, 0)
         self._window: list[int] = []
         # characters of the window's text that were returned, and that are decoded
@@ -65,14 +69,14 @@ class Pieces:
         # characters of the whole decoded text
         self._length = 0
         # the run of byte tokens at the end: ids with their bytes, None for a token without text among them
-        self._run: list[tuple[int, int | None]] = []
+        self._run: list[tuple[int, int] | None] = []
 
     def add(self, id: int) -> str:
         """Takes a token; returns the text that it makes final."""
+        if self._prompt is not None:
+            self._begin_behind(self._prompt)
         if self._tokenizer.is_silent(id, self._skip_special):
-            if self._run:
-                self._run.append((id, None))
-            self._begin()
+            self.count_silent()
             return ""
         byte = self._tokenizer.byte_ids.get(id)
         if byte is not None:
@@ -89,6 +93,8 @@ class Pieces:
 
     def add_all(self, ids: Sequence[int]) -> str:
         """Takes tokens; returns the text that they make final, from few decodes."""
+        if self._prompt is not None:
+            self._begin_behind(self._prompt)
         plain = not self._run and not self._margin and len(ids) <= AT_ONCE
         if plain and all(map(self._tokenizer.spells_bytes, ids)):
             state, start = self._state(), self._length
@@ -111,6 +117,13 @@ class Pieces:
             found += [self.add(id) for id in ids[start:end]]
             start = end
         return "".join(found)
+
+    def _begin_behind(self, prompt: Sequence[int]) -> None:
+        """Begins the window with a prompt's last tokens."""
+        self._prompt = None
+        border = border_of(self._tokenizer, prompt, self._skip_special, SPAN)
+        self._window, self._half, self._run = border.window, border.half, [*border.run]
+        self._shown = self._decoded = border.shown
 
     def _end_of_plain(self, ids: Sequence[int], start: int) -> int:
         """Returns where tokens end that decode neither skips nor joins to runs; they are at most AT_ONCE."""
@@ -151,24 +164,35 @@ class Pieces:
         # removing spaces before punctuation may shorten the text below where the previous token began
         self.begins.append(max(self._length, self.begins[-1] if self.begins else 0))
 
+    def count_silent(self) -> None:
+        """Counts a token that has no text."""
+        if self._run:
+            self._run.append(None)
+        self._begin()
+
     def finish(self) -> str:
         """Returns the rest: a run of byte tokens, or half a character."""
+        if self._prompt is not None:
+            self._begin_behind(self._prompt)
         before = self._read_run(0) if self._run else ""
         return before + self._read([], 0, ended=True)
 
     def _read_run(self, margin: int) -> str:
-        ids = [id for id, byte in self._run if byte is not None]
+        ids = [each[0] for each in self._run if each is not None]
         start, first = self._length, len(self.begins) - len(self._run)
         piece = self._read(ids, margin, ended=True)
-        spans = _spans(bytes(byte for _, byte in self._run if byte is not None))
-        # decode removes one space at the beginning of an answer
+        spans = _spans(bytes(each[1] for each in self._run if each is not None))
+        # what is not the answer's: bytes of the prompt, and one space that decode removes where a text begins
         lost = sum(1 for span in spans if span) - (self._length - start)
         # characters that are complete before each byte; a token without text begins where the next byte does
         before = [0, *accumulate(spans)]
         place = 0
-        for i, (_, byte) in enumerate(self._run):
-            self.begins[first + i] = start + max(0, before[place] - lost)
-            place += byte is not None
+        for i, each in enumerate(self._run):
+            # the first bytes may be the prompt's
+            if first + i >= 0:
+                least = self.begins[first + i - 1] if first + i else 0
+                self.begins[first + i] = max(least, start + before[place] - lost)
+            place += each is not None
         self._run = []
         return piece
 

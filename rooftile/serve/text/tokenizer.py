@@ -7,6 +7,7 @@ template comes only from the folder, never with a request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +74,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
         self._place = place
         self._texts: dict[int, str] = {}
+        self._first_texts: dict[int, str] = {}
         self._spelling: dict[int, bool] = {}
         # a prompt is neither cut nor padded
         core.no_truncation()
@@ -165,20 +167,38 @@ class Tokenizer:
         return _cleaned(text) if self.cleans_up else text
 
     def text_of(self, id: int) -> str:
-        """Returns the text of one token by itself; half of a character is a replacement character."""
+        """Returns the text that a token has behind others, with its leading space; half of a character is U+FFFD."""
         text = self._texts.get(id)
         if text is None:
-            text = self._texts[id] = self.decode([id], skip_special=False)
+            text = self._texts[id] = self._text_behind_others(id)
+        return text
+
+    def first_text_of(self, id: int) -> str:
+        """Returns the text that a token has where a text begins: many tokenizers leave out its leading space there."""
+        text = self._first_texts.get(id)
+        if text is None:
+            text = self._first_texts[id] = self.decode([id], skip_special=False)
         return text
 
     def bytes_of(self, id: int) -> bytes:
-        """Returns the bytes of one token by itself, also of one that is half of a character."""
+        """Returns the bytes that a token has behind others, also of one that is half of a character."""
+        raw = self._raw(id)
+        return self.text_of(id).encode() if raw is None else raw
+
+    def _raw(self, id: int) -> bytes | None:
+        """Returns the bytes of a token that stands for bytes; None for one that stands for text."""
         byte = self.byte_ids.get(id)
         if byte is not None:
             return bytes([byte])
-        if self.spells_bytes(id):
-            return bytes(BYTES[character] for character in self.token(id))
-        return self.text_of(id).encode()
+        return bytes(BYTES[character] for character in self.token(id)) if self.spells_bytes(id) else None
+
+    def _text_behind_others(self, id: int) -> str:
+        raw = self._raw(id)
+        if raw is not None:
+            return raw.decode(errors="replace")
+        # the second of two is not at the beginning, whatever decode does there
+        once, twice = self.decode([id], skip_special=False), self.decode([id, id], skip_special=False)
+        return twice[len(once) :] if twice.startswith(once) else once
 
     def spells_bytes(self, id: int) -> bool:
         """Tells whether a token adds bytes to a text, the same ones beside any others: its spelling has a character for each."""
@@ -216,6 +236,20 @@ class Tokenizer:
         """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
         return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None
 
+    def is_special(self, id: int) -> bool:
+        """Tells whether a token is a special one."""
+        return id in self._special_ids
+
+    def spells_special(self, text: str) -> bool:
+        """Tells whether a text has the spelling of a special token in it."""
+        return self._special_spellings is not None and self._special_spellings.search(text) is not None
+
+    @cached_property
+    def plain_id(self) -> int | None:
+        """A token whose text is letters of ASCII, perhaps behind a space; None if there is none."""
+        ids = (id for id in range(self.vocab_size) if id not in self._added_ids and id not in self.byte_ids)
+        return next((id for id in ids if (text := self.text_of(id)).strip().isalpha() and text.isascii()), None)
+
     @cached_property
     def byte_ids(self) -> dict[int, int]:
         """The byte of each token that stands for one byte (byte fallback), by id; decode joins neighbouring ones."""
@@ -241,6 +275,11 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(id for id, token in self._core.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _special_spellings(self) -> re.Pattern[str] | None:
+        spelt = [re.escape(self.token(id)) for id in self._special_ids if self.token(id)]
+        return re.compile("|".join(spelt)) if spelt else None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rooftile.server.engine.messages import News, Piece
+from rooftile.server.engine.messages import News, Piece, Ranked
 
 
 class EngineDown(RuntimeError):
@@ -33,6 +33,8 @@ def _joined(pieces: list[Piece]) -> Piece:
             newest.logprobs = [scored for piece in pieces for scored in piece.logprobs or ()]
         if newest.ids is not None:
             newest.ids = [token for piece in pieces for token in piece.ids or ()]
+        if newest.offsets is not None:
+            newest.offsets = [offset for piece in pieces for offset in piece.offsets or ()]
     return newest
 
 
@@ -52,6 +54,7 @@ class Call:
         # pieces of each answer that its client has not read yet
         self._unread: dict[int, list[Piece]] = {}
         self._last: News | None = None
+        self._prompt: list[Ranked] | None = None
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
@@ -60,6 +63,7 @@ class Call:
         for piece in news.pieces:
             self._unread.setdefault(piece.index, []).append(piece)
         self._last = news
+        self._prompt = self._prompt if news.prompt is None else news.prompt
         self._changed.set()
 
     @property
@@ -95,4 +99,5 @@ class Call:
             raise self._error
         assert self._last is not None
         pieces, self._unread = [_joined(pieces) for pieces in self._unread.values()], {}
-        return News(self.id, pieces, self._last.finished, self._last.cached, self._last.error)
+        prompt, self._prompt = self._prompt, None
+        return News(self.id, pieces, self._last.finished, self._last.cached, self._last.error, prompt)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rooftile.serve.output import logprobs_at
 from rooftile.serve.request import Answer, Request
-from rooftile.server.engine.messages import News, Piece, Scored
+from rooftile.serve.text.detokenizer import Detokenizer
+from rooftile.server.engine.messages import News, Piece, Ranked, Scored
 
 
 class Followed:
@@ -28,6 +29,7 @@ class Followed:
         params = request.params
         self._sends_ids = request.search is None and not params.stops and params.logprobs is None
         self._sent: dict[int, int] = {}
+        self._owes_prompt = params.prompt_logprobs is not None
         self._ended: set[int] = set()
         for answer in request.answers:
             if answer.detokenizer is not None and not self._sends_ids:
@@ -42,7 +44,17 @@ class Followed:
         if not finished and not self.streams:
             return None
         pieces = [self._piece(answer) for answer in request.answers[: request.params.n] if answer.index not in self._ended]
-        return News(self.id, pieces, finished, request.cached_tokens or 0) if pieces or finished else None
+        if not pieces and not finished:
+            return None
+        return News(self.id, pieces, finished, request.cached_tokens or 0, None, self._prompt())
+
+    def _prompt(self) -> list[Ranked] | None:
+        """Returns the logprobs of the prompt's tokens when all are known, once."""
+        request = self.request
+        if not self._owes_prompt or len(request.prompt_tops) < len(request.prompt) - 1:
+            return None
+        self._owes_prompt = False
+        return [Ranked(*request.prompt_tops[place]) for place in range(1, len(request.prompt))]
 
     def _piece(self, answer: Answer) -> Piece:
         detokenizer, tokens = answer.detokenizer, answer.generated
@@ -55,24 +67,33 @@ class Followed:
         if answer.finish_reason is None and detokenizer is not None:
             # a stop string may still take away tokens whose text is held back
             tokens = min(tokens, detokenizer.tokens_released)
-        wants = self.request.params.logprobs is not None
+        if self.request.params.logprobs is None:
+            return Piece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
+        before = self._sent.get(answer.index, 0)
         return Piece(
-            answer.index, text, tokens, self._logprobs(answer, tokens) if wants else None, answer.finish_reason,
-            answer.stop_reason, answer.logprob if wants else None, answer.score,
+            answer.index, text, tokens, self._logprobs(answer, tokens), answer.finish_reason, answer.stop_reason, answer.logprob,
+            None, None, None if detokenizer is None else self._offsets(detokenizer, before, tokens),
         )  # fmt: skip
+
+    def _offsets(self, detokenizer: Detokenizer, first: int, last: int) -> list[int]:
+        """Returns where the texts of tokens begin; a token that ends the answer has none, and comes after it."""
+        offsets = detokenizer.begins[first:last]
+        return offsets + [detokenizer.length] * (last - first - len(offsets))
 
     def _logprobs(self, answer: Answer, tokens: int) -> list[list[Scored]]:
         """Returns the logprobs of the tokens that have not been sent."""
         request = answer.request
         first, self._sent[answer.index] = self._sent.get(answer.index, 0), tokens
-        ids, count = answer.ids[len(request.prompt) + first : len(request.prompt) + tokens], request.params.logprobs or 0
+        start, count = len(request.prompt) + first, request.params.logprobs or 0
+        ids = answer.ids[start : len(request.prompt) + tokens]
         found = []
-        for token, top in zip(ids, answer.tops[first:tokens], strict=True):
-            shown = logprobs_at(token, top, count, request.text_of)
+        for place, (token, top) in enumerate(zip(ids, answer.tops[first:tokens], strict=True), start):
+            shown = logprobs_at(token, top, count, answer.text_at(place))
             scored = {id_: self._scored(id_, one.logprob, one.decoded_token or "") for id_, one in shown.items()}
             found.append([scored[token], *(scored[id_] for id_ in top.ids[:count])])
         return found
 
     def _scored(self, token: int, logprob: float, text: str) -> Scored:
-        bytes_of = self.request.bytes_of
-        return Scored(token, logprob, text, bytes_of(token) if bytes_of is not None and "\ufffd" in text else None)
+        tokenizer = self.request.tokenizer
+        raw = tokenizer.bytes_of(token) if tokenizer is not None and "\ufffd" in text else None
+        return Scored(token, logprob, text, raw)

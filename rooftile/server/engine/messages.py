@@ -65,6 +65,15 @@ class Scored(Struct, array_like=True, gc=False):
     """The token's bytes where its text does not tell them: half of a character."""
 
 
+class Ranked(Struct, array_like=True, gc=False):
+    """The logprob and rank of a prompt's token, and the most likely tokens in its place with their logprobs."""
+
+    logprob: float
+    rank: int
+    ids: list[int]
+    logprobs: list[float]
+
+
 class Piece(Struct, array_like=True, gc=False):
     """The growth of one answer since the last message about it."""
 
@@ -81,6 +90,8 @@ class Piece(Struct, array_like=True, gc=False):
     score: float | None = None
     ids: list[int] | None = None
     """The new tokens that belong to the text, where the server's process makes the text; None where it is in `text`."""
+    offsets: list[int] | None = None
+    """For each token in `logprobs`, the characters of the answer's text before it."""
 
 
 class News(Struct, array_like=True, gc=False):
@@ -92,6 +103,8 @@ class News(Struct, array_like=True, gc=False):
     cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
     error: str | None = None
+    prompt: list[Ranked] | None = None
+    """The prompt's tokens but the first, once, where their logprobs are asked for."""
 
 
 class Refused(Struct, array_like=True):

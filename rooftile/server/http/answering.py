@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from rooftile.errors import InvalidInput
+from rooftile.server import limits
 from rooftile.server.admission import Ticket
 from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
 from rooftile.server.engine.messages import News
@@ -19,6 +20,7 @@ from rooftile.server.http.envelope import mistake
 from rooftile.server.http.openai.asks import Ask, refusal_of
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.gathered import Usage
+from rooftile.server.http.openai.prompts import ScoredPrompt
 from rooftile.server.http.texts import AnswerTexts
 from rooftile.server.observe.log import Account, log
 from rooftile.server.refusals import Refusal
@@ -42,7 +44,9 @@ class Answering:
         self.ask = ask
         self.usage = Usage()
         self.tokens: list[list[int]] = []
-        """The token ids of each prompt."""
+        """The tokens of each prompt that are read."""
+        self.scored: dict[int, ScoredPrompt] = {}
+        """The logprobs of prompts, by their places, where they are asked for."""
         self._service = service
         self._account = account
         self._deadline = deadline
@@ -62,11 +66,12 @@ class Answering:
             Refusal: it cannot be answered, or not now.
         """
         engine, texts, _ = self._service.check()
-        self._engine, self._answer_texts = engine, AnswerTexts(texts, self.ask.params)
+        self._engine = engine
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
                 self.tokens = await self.ask.tokens(texts)
+                self._answer_texts = AnswerTexts(texts, self.ask.params, self.tokens)
                 # the server may have begun to drain meanwhile
                 self._service.check()
                 await self._send(engine)
@@ -87,12 +92,14 @@ class Answering:
             raise Refusal("engine_down", str(error)) from None
 
     async def _send(self, engine: RemoteEngine) -> None:
-        ask, cut = self.ask, self.ask.params.get("truncate_prompt_tokens")
-        sizes = [len(each) if cut is None else min(cut, len(each)) for each in self.tokens]
+        ask, sizes = self.ask, [len(each) for each in self.tokens]
         longest = self._service.check()[2].max_len
         if max(sizes) >= longest:
             why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
             raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
+        if ask.forms.most is not None and sum(sizes) * (1 + ask.forms.most) * ask.n > limits.PROMPT_SCORES:
+            why = f"the prompts have {sum(sizes):,} tokens, of which logprobs of {ask.forms.most} others each are asked for"
+            raise Refusal("invalid_value", f"{why}; may be {limits.PROMPT_SCORES:,} in all", param="prompt_logprobs")
         self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
         # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
         salt = f"{self._account.key}\0{ask.salt}"
@@ -117,6 +124,10 @@ class Answering:
                 left -= news.finished
                 if self._answer_texts is not None:
                     await self._answer_texts.fill(place, news)
+                    if news.prompt is not None:
+                        self.scored[place] = await self._answer_texts.score_prompt(place, news.prompt, self.ask.forms)
+                if self.ask.prompt_only:
+                    _leave_out(news)
                 self._note(place, news)
                 yield place, news
         except EngineDown as error:
@@ -124,6 +135,14 @@ class Answering:
         finally:
             timer.cancel()
             merged.close()
+
+    def echoed(self, place: int) -> dict[str, list[Any]] | None:
+        """Returns the logprobs of a prompt that is echoed, in the form of completions."""
+        return self.scored[place].echoed if place in self.scored else None
+
+    def listed(self, place: int) -> dict[str, Any]:
+        """Returns the field with the logprobs of a prompt, if they were asked for."""
+        return {} if self.ask.prompt_logprobs is None else {"prompt_logprobs": self.scored[place].listed}
 
     def stop(self, refusal: Refusal) -> None:
         """Ends what still runs; the client is told why, after what it has."""
@@ -175,6 +194,13 @@ class Answering:
                 self._ended.add(index)
                 metrics.note_end(piece.finish)
                 account.end = piece.finish
+
+
+def _leave_out(news: News) -> None:
+    """Leaves out what a prompt was answered, where nothing was to be answered."""
+    for piece in news.pieces:
+        piece.text, piece.tokens, piece.stop, piece.logprobs, piece.offsets = "", 0, None, [], []
+        piece.finish = None if piece.finish is None else "length"
 
 
 class _Merged:

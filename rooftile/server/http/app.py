@@ -204,10 +204,15 @@ async def whole(answering: Answering, objects: Objects) -> dict[str, Any]:
         found = [answers[key] for key in sorted(answers) if key[0] == place]
         chosen = best(found, ask.n) if len(found) > ask.n else found
         for index, answer in enumerate(chosen):
-            text = (ask.echoes[place] if ask.echo else "") + answer.text
-            logprobs = answer.logprobs if ask.logprobs is not None else None
-            choices.append(objects.choice(place * ask.n + index, text, answer.finish, answer.stop, logprobs))
-    return objects.whole(choices, answering.usage.object())
+            echo, logprobs = ask.echoes[place] if ask.echo else "", None
+            if ask.logprobs is not None:
+                before = answering.echoed(place) if ask.echo else None
+                logprobs = objects.logprobs(answer.logprobs, answer.offsets, start=len(echo), before=before)
+            made = objects.choice(place * ask.n + index, echo + answer.text, answer.finish, answer.stop, logprobs)
+            choices.append(made if ask.chat else made | answering.listed(place))
+    said = objects.whole(choices, answering.usage.object())
+    # in vLLM's places
+    return said | answering.listed(0) if ask.chat else said
 
 
 def _seconds(request: Request, most: float) -> float:

@@ -121,11 +121,14 @@ class _Chunks:
         """Yields what is new in the answers to a prompt."""
         ask, objects = self._answering.ask, self._objects
         for piece in news.pieces:
-            index, text = place * ask.n + piece.index, piece.text
+            index, text, before = place * ask.n + piece.index, piece.text, None
             if ask.echo and index not in self._echoed:
                 self._echoed.add(index)
-                text = ask.echoes[place] + text
-            logprobs = piece.logprobs if ask.logprobs is not None else None
+                text, before = ask.echoes[place] + text, self._answering.echoed(place)
+            logprobs = None
+            if ask.logprobs is not None and (piece.logprobs or before):
+                start = len(ask.echoes[place]) if ask.echo else 0
+                logprobs = objects.logprobs(piece.logprobs or [], piece.offsets, start=start, before=before)
             # a token may have no text yet: half of a character, or the beginning of a stop string
             if text or logprobs or piece.finish is not None or ask.continuous_usage:
                 delta = objects.delta(index, text, piece.finish, piece.stop, logprobs)

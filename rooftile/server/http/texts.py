@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
-from rooftile.server.engine.messages import News
+from rooftile.server.engine.messages import News, Ranked
 from rooftile.server.engine.pauses import give_way
+from rooftile.server.http.openai.prompts import PromptForms, ScoredPrompt, score_prompt
 from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
@@ -58,13 +59,23 @@ class Texts:
         """Returns the text of token ids."""
         return await self._run(lambda own: own.decode(ids, skip_special))
 
-    def growing(self, skip_special: bool) -> Detokenizer:
-        """Returns what makes the text of one answer, whose tokens nobody searches for stop strings here."""
+    async def prompt_text(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """Returns the text of a prompt, up to a character that only its answer may complete."""
+        from rooftile.serve.text.border import prompt_text
+
+        return await self._run(lambda own: prompt_text(own, ids, skip_special))
+
+    async def score_prompt(self, ids: Sequence[int], ranked: Sequence[Ranked], forms: PromptForms) -> ScoredPrompt:
+        """Returns the logprobs of a prompt as its client gets them."""
+        return await self.in_thread(lambda: score_prompt(self._tokenizer, ids, ranked, forms))
+
+    def growing(self, skip_special: bool, prompt: Sequence[int]) -> Detokenizer:
+        """Returns what makes the text of one answer to a prompt, whose tokens nobody searches for stop strings here."""
         from rooftile.serve.sampling.params import SamplingParams
         from rooftile.serve.text.detokenizer import Detokenizer
 
         assert self._tokenizer is not None, "tokens that belong to a text come from an engine with a tokenizer"
-        return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special))
+        return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special), prompt)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns in one of the threads."""
@@ -98,10 +109,12 @@ class AnswerTexts:
     Args:
         texts: the tokenizer.
         params: the request's keywords of `SamplingParams`.
+        prompts: the tokens of each prompt that are read.
     """
 
-    def __init__(self, texts: Texts, params: Mapping[str, Any]) -> None:
+    def __init__(self, texts: Texts, params: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> None:
         self._texts = texts
+        self._prompts = prompts
         self._skip_special = params.get("skip_special_tokens", True)
         self._growing: dict[tuple[int, int], Detokenizer] = {}
 
@@ -116,6 +129,14 @@ class AnswerTexts:
         else:
             self._fill(place, news)
 
+    async def score_prompt(self, place: int, ranked: Sequence[Ranked], forms: PromptForms) -> ScoredPrompt:
+        """Returns the logprobs of a prompt as its client gets them.
+
+        Raises:
+            Refusal: the server is shutting down.
+        """
+        return await self._texts.score_prompt(self._prompts[place], ranked, forms)
+
     def _fill(self, place: int, news: News) -> None:
         for piece in news.pieces:
             if piece.ids is None:
@@ -123,7 +144,7 @@ class AnswerTexts:
             answer = place, piece.index
             text = self._growing.get(answer)
             if text is None:
-                text = self._growing[answer] = self._texts.growing(self._skip_special)
+                text = self._growing[answer] = self._texts.growing(self._skip_special, self._prompts[place])
             text.add(piece.ids)
             if piece.finish is None:
                 piece.text = text.take()

@@ -20,6 +20,7 @@ from rooftile.server.http.openai.forms import (
     StructuredOutputs,
 )
 from rooftile.server.http.openai.grammars import grammar_of
+from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.refusals import Refusal
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 # fields of a form that `SamplingParams` has under the same name
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "prompt_logprobs", "seed", "max_tokens", "min_tokens", "stop",
+    "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
 _FLOATS = {
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
@@ -58,18 +59,35 @@ class Ask:
     echo: bool = False
     echoes: list[str] = field(default_factory=list)
     """The prompts' texts, which come before the answers."""
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
+    """Whether max_tokens is 0: a prompt is read, and nothing is answered."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
 
+    @property
+    def forms(self) -> PromptForms:
+        """The forms in which the prompts' logprobs are asked for."""
+        echoed = self.logprobs if self.echo else None
+        return PromptForms(echoed, self.prompt_logprobs, self.params.get("skip_special_tokens", True))
+
     async def tokens(self, texts: Texts) -> list[list[int]]:
-        """Returns the token ids of each prompt; with `echo` it also makes the prompts' texts."""
-        if self.echo:
-            given = self.prompts
-            self.echoes = [each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in given]
+        """Returns the tokens of each prompt that are read; with `echo` it also makes the prompts' texts."""
         if self.messages is not None:
-            return [await texts.chat(self.messages, self.add_generation_prompt)]
-        return [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
+            found = [await texts.chat(self.messages, self.add_generation_prompt)]
+        else:
+            found = [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
+        cut = self.params.get("truncate_prompt_tokens")
+        found = [each if cut is None else each[-cut:] for each in found]
+        if self.echo:
+            # a text comes back as it was sent, unless its tokens have places in what they decode to
+            verbatim, skip = cut is None and self.logprobs is None, self.forms.skip_special
+            self.echoes = [
+                given if verbatim and isinstance(given, str) else await texts.prompt_text(ids, skip_special=skip)
+                for given, ids in zip(self.prompts, found, strict=True)
+            ]
+        return found
 
 
 def completion_ask(form: CompletionForm, ready: Ready) -> Ask:
@@ -84,11 +102,17 @@ def completion_ask(form: CompletionForm, ready: Ready) -> Ask:
         raise _bad("best_of", f"best_of is {best_of}; must be from n, which is {n}, to {limits.BEST_OF}")
     if best_of is not None and best_of > n and (form.stream or form.beam_width is not None):
         raise _bad("best_of", "best_of is given with stream or beam_width; the best answers are known when all are complete")
-    if form.echo and form.logprobs is not None:
-        raise Refusal("unsupported", "echo is given with logprobs; logprobs are those of the answer only", param="echo")
+    prompt_only = form.max_tokens == 0
+    if prompt_only:
+        if form.min_tokens:
+            raise _bad("min_tokens", f"min_tokens is {form.min_tokens} and max_tokens 0; it must not be more")
+        # the engine samples one token behind each prompt that it has read; it is left out
+        form.max_tokens = 1
     ask = _ask(form, ready, chat=False, logprobs=form.logprobs, sampled=best_of)
+    ask.prompt_only = prompt_only
     ask.prompts = list_prompts(form.prompt, ready)
     ask.echo = bool(form.echo)
+    _add_prompt_logprobs(ask, form)
     _check_answers(ask)
     return ask
 
@@ -111,7 +135,18 @@ def chat_ask(form: ChatForm, ready: Ready) -> Ask:
         ask.params["max_tokens"] = None
     ask.messages = read_messages(form.messages)
     ask.add_generation_prompt = form.add_generation_prompt is not False
+    _add_prompt_logprobs(ask, form)
     return ask
+
+
+def _add_prompt_logprobs(ask: Ask, form: Sampling) -> None:
+    """Asks the engine for the logprobs of the prompts where an echo or prompt_logprobs wants them."""
+    ask.prompt_logprobs = form.prompt_logprobs
+    if ask.stream and ask.prompt_logprobs is not None:
+        raise _bad("prompt_logprobs", "prompt_logprobs is given with stream; they come with whole answers: leave stream out")
+    most = ask.forms.most
+    if most is not None:
+        ask.params["prompt_logprobs"] = most
 
 
 def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, sampled: int | None) -> Ask:

@@ -41,7 +41,7 @@ REFUSED = {
     "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
     "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
     "logits_processors": "nothing of a request is run", "priority": "requests are answered in their order",
-    "prompt_embeds": "prompts are text or token ids", "prompt_logprobs": "ask the library: SamplingParams(prompt_logprobs=...)",
+    "prompt_embeds": "prompts are text or token ids",
     "safety_identifier": "write user", "background": "answers are sent to who asks for them",
 }  # fmt: skip
 # values of these that ask for what happens anyway

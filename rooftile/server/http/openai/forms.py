@@ -68,6 +68,7 @@ class Sampling(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: Number | None = None
     early_stopping: bool | None = None

@@ -14,6 +14,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
     logprobs: list[list[Scored]] = field(default_factory=list)
+    offsets: list[int] | None = None
     finish: str | None = None
     stop: int | str | None = None
     logprob: float = 0.0
@@ -23,6 +24,8 @@ class Answer:
         self.texts.append(piece.text)
         self.tokens = piece.tokens
         self.logprobs += piece.logprobs or ()
+        if piece.offsets is not None:
+            self.offsets = [*(self.offsets or ()), *piece.offsets]
         self.finish, self.stop = piece.finish, piece.stop
         self.logprob = piece.logprob or 0.0
 
