@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.methods import refuse_gguf
+from rooftile.models.checkpoints.folder import check_folder
 from rooftile.models.families import fields_of
 from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
@@ -166,15 +166,7 @@ class ModelConfig:
         Raises:
             InvalidInput: the folder has no checkpoint, or one that `Decoder` does not support.
         """
-        folder = Path(path)
-        if not (folder / "config.json").is_file():
-            refuse_gguf(folder)
-        if not folder.is_dir():
-            raise InvalidInput(
-                f"{folder} is not a folder; give one with config.json and *.safetensors, downloaded beforehand"
-            )
-        if not (folder / "config.json").is_file():
-            raise InvalidInput(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        folder = check_folder(path)
         settings = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")

@@ -4,6 +4,7 @@
     async_engine   AsyncEngine: the same for many callers at once, as in a server
     checkpoint     finds the folder of a model's name, and its authors' sampling parameters
     config         EngineConfig: the settings of an engine
+    settings       the table of all settings, for Python and for the commands
     build          builds an engine from a checkpoint folder
     engine         one step at a time: requests in, tokens out
     scheduler      which requests the model reads in the next step (continuous batching)

@@ -56,7 +56,7 @@ class Service:
         await self.engine.changed.wait()
         if self.engine.ready is None or self.engine.cause is not None:
             return False
-        self.texts = await Texts.load(self.engine.ready.folder)
+        self.texts = await Texts.load(self.engine.ready.folder, self.settings.engine.get("chat_template"))
         ready = self.engine.ready
         self._note(State(free=ready.blocks))
         return True

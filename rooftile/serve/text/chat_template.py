@@ -7,11 +7,13 @@ for a limited number of steps. It finds there what Transformers gives to templat
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -54,6 +56,24 @@ def render(
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
     return written
+
+
+def template_of(value: str | Path, name: str = "chat_template") -> str:
+    """Returns a chat template: the text of a file, or a text that is a template itself, as vLLM takes both.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if not isinstance(value, str | Path):
+        raise InvalidInput(f"{name} is {value!r}; must be a file with a chat template, or its text")
+    is_text = isinstance(value, str) and ("{" in value or "\n" in value)
+    if is_text:
+        return str(value)
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "it is no text in UTF-8"
+        raise InvalidInput(f"{name} is {str(value)!r}, which cannot be read: {why}; give a file, or a template's text") from None
 
 
 @lru_cache(maxsize=8)
