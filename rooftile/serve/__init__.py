@@ -10,6 +10,7 @@
     scheduler      which requests the model reads in the next step (continuous batching)
     runner         runs a step on a device
     request        a request and its answers while they are being computed
+    grammar        structured output, and in grammar_errors what is wrong with one
     output         what a caller gets back
     growth         outputs that hold only what is new
     stats          how an engine stands after a step

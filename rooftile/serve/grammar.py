@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.grammar_errors import reason_of
 from rooftile.serve.text.tokenizer import Tokenizer
 
 # compiled grammars that are kept, and their bytes together
@@ -95,7 +96,7 @@ class Grammars:
         try:
             return Matcher(matcher, self._words)
         except GrammarFailed as error:
-            raise refused(f"{error}; is there a text that it allows?") from None
+            raise InvalidInput(f"the grammar cannot be used: {str(error).rpartition(': ')[2]}") from None
 
     def _tokens(self) -> Any:
         """Returns llguidance's tree of the tokenizer's tokens, made at the first use."""
@@ -155,8 +156,7 @@ class Matcher:
         return mask
 
     def _failure(self) -> GrammarFailed:
-        why = " ".join(self._matcher.get_error().split())[:200]
-        return GrammarFailed(f"the answer's grammar has failed: {why or 'it has stopped'}")
+        return GrammarFailed(f"the answer's grammar has failed: {reason_of(self._matcher.get_error()) or 'it has stopped'}")
 
 
 def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
@@ -186,6 +186,5 @@ def check_version(installed: str) -> None:
 
 
 def refused(why: str) -> InvalidInput:
-    """Returns the error for a grammar that cannot be used, with the reason, but without its place in llguidance's own words."""
-    reason = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n +\d+ \| ", why)[0])
-    return InvalidInput(f"the grammar cannot be used: {' '.join(reason.split())[:200]}")
+    """Returns the error for a grammar that cannot be used, with the reason in our words."""
+    return InvalidInput(f"the grammar cannot be used: {reason_of(why)}")

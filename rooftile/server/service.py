@@ -35,7 +35,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.metrics_prefix)
+        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name)
         self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
         self.engine: RemoteEngine | None = None

@@ -90,7 +90,7 @@ def test_flags_of_vllm_get_the_sentence_of_an_llm(tmp_path: Path) -> None:
     assert refusal("generate", "x", "-q", "awq") == (
         "generate has no --quantization awq: a quantised checkpoint is read as it is; --weights quantises one in 16 bits"
     )
-    assert refusal("serve", "x", "--speculative_config={}").startswith("serve has no --speculative-config {}: tokens are computed")
+    assert refusal("serve", "x", "--speculative_config={}").startswith("serve has no --speculative-config {}: tokens are")
     # a switch takes no word of the line
     assert refusal("serve", "--trust-remote-code", "x").startswith("serve has no --trust-remote-code: no code of a checkpoint")
 
@@ -105,7 +105,7 @@ def test_what_happens_anyway_may_be_asked_for_by_flags(tmp_path: Path) -> None:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value != "":
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    # what is refused then is the folder
+    # then the folder is refused
     assert len(words) > 40
     assert refusal("serve", str(tmp_path), *words, "-tp", "1", "--max_num_seqs", "3") == (
         f"{tmp_path} has no config.json; give the folder of a Hugging Face checkpoint"
@@ -142,10 +142,10 @@ def test_flags_reach_the_llm(speaker: Path, monkeypatch: pytest.MonkeyPatch, tmp
         "--dtype torch.bfloat16 --device cpu --max-model-len 48 --block-size 8 --num-gpu-blocks-override 30 "
         "--max-num-batched-tokens 100 --gpu-memory-utilization 0.5 --kv-cache-dtype fp8_e4m3 -tp 1 --max_num_seqs 3 "
         f"--enforce-eager --no-enable-prefix-caching --deterministic --tokenizer {speaker} --chat-template {template} "
-        "--no-download --generation-config none"
+        "--no-download --generation-config none -p a --chat --max-tokens 2 --json"
     )
     found = CliRunner().invoke(
-        app, ["generate", str(speaker), "-p", "a", "--chat", "--max-tokens", "2", "--json", *words.split(), "--weights", '{"*.mlp.*": "int8"}'],
+        app, ["generate", str(speaker), *words.split(), "--weights", '{"*.mlp.*": "int8"}'],
     )  # fmt: skip
     assert found.exit_code == 0, found.output
     assert made[0].config == EngineConfig(
@@ -169,7 +169,7 @@ def test_a_chat_template_of_ones_own(speaker: Path, tmp_path: Path) -> None:
     assert LLM(speaker, device="cpu", num_blocks=20, chat_template=TEMPLATE).get_tokenizer().chat(talk) == (
         plain.get_tokenizer().chat(talk)
     )
-    with pytest.raises(InvalidInput, match="chat_template is 'no.jinja', which cannot be read: No such file"):
+    with pytest.raises(InvalidInput, match=r"chat_template is 'no\.jinja', which cannot be read: No such file"):
         EngineConfig(chat_template="no.jinja")
     with pytest.raises(InvalidInput, match="chat_template is 5; must be a file with a chat template, or its text"):
         EngineConfig(chat_template=5)
