@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from rooftile.errors import InvalidInput
@@ -117,20 +118,28 @@ def answers_foreign_words(function: Callable[P, R]) -> Callable[P, R]:
     Python finds such a keyword when it binds the arguments, so the error has no frame below this one. A good call costs one more
     frame, and a TypeError from inside the function passes unchanged.
     """
+    return answers_with({})(function)
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            trace = error.__traceback__
-            own = _own(function)
-            word = next((name for name in kwargs if name not in own), None)
-            if word is None or trace is None or trace.tb_next is not None:
-                raise
-            raise unknown_word(_owner(function), word, own) from None
 
-    return call
+def answers_with(more: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns `answers_foreign_words` with answers for further words, which concern one function."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                trace = error.__traceback__
+                own = _own(function)
+                word = next((name for name in kwargs if name not in own), None)
+                if word is None or trace is None or trace.tb_next is not None:
+                    raise
+                raise unknown_word(_owner(function), word, own, more) from None
+
+        return call
+
+    return decorate
 
 
 def answers_words(cls: type[T]) -> type[T]:
@@ -140,9 +149,11 @@ def answers_words(cls: type[T]) -> type[T]:
     return cls
 
 
-def unknown_word(owner: str, word: str, own: Sequence[str]) -> InvalidInput:
+def unknown_word(owner: str, word: str, own: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> InvalidInput:
     """Returns the error for a keyword that a function does not have: what to write in its place, or what there is."""
-    names = [name for name in own if name != "self"]
+    names = [name for name in own if name not in ("self", "cls")]
+    if word in more:
+        return InvalidInput(f"{owner} has no argument {word}: {more[word]}")
     answer = ARGUMENTS.get(word)
     due = re.match(r"write (\w+)=", answer or "")
     # the same word may be another thing elsewhere

@@ -15,6 +15,7 @@ from rooftile.models.families import fields_of
 from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.models.settings import read_json
+from rooftile.words import answers_words
 
 # limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24
@@ -22,6 +23,7 @@ MOST_DIMS = 1 << 16
 MOST_NUMBERS = 1 << 40
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder: its sizes, and everything in which families differ.

@@ -17,8 +17,10 @@ from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.checkpoints.plan import Weights, check_device, plan_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
+from rooftile.words import answers_foreign_words, answers_words
 
 
+@answers_words
 class Decoder(nn.Module):
     """A decoder for inference: tokens in, hidden states and logits out; the caller supplies attention.
 
@@ -60,6 +62,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     @classmethod
+    @answers_foreign_words
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
         *, max_len: int | None = None, weights: Weights = "auto",
@@ -99,6 +102,7 @@ class Decoder(nn.Module):
         return places.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
+    @answers_foreign_words
     def random(
         cls,
         config: ModelConfig,

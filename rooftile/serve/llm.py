@@ -24,7 +24,14 @@ from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.serve.text.tokenizer import Tokenizer
-from rooftile.serve.vllm_names import LLM_REFUSED, LLM_RENAMED, takes_vllm_names
+from rooftile.serve.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
+from rooftile.words import answers_with
+
+# words that callers of `generate` may mean for something else: fields of SamplingParams, and vLLM's
+ASKED = GENERATE_WORDS | {
+    name: f"write SamplingParams({name}=...), after the prompts"
+    for name in (*(each.name for each in fields(SamplingParams)), *SAMPLING_RENAMED)
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +140,7 @@ class LLM:
         """Makes an LLM with the settings of `config`."""
         return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})
 
+    @answers_with(ASKED)
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, use_tqdm: bool | None = None,
@@ -166,6 +174,7 @@ class LLM:
                     answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
         return [outputs[place] for place in sorted(outputs)]
 
+    @answers_with(ASKED)
     def chat(
         self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -216,6 +225,7 @@ class LLM:
             f"{engine.max_len:,} tokens per sequence)"
         )
 
+    @answers_with(ASKED)
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:

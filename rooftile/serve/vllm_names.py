@@ -163,6 +163,23 @@ LLM_REFUSED = {
     "worker_cls": Refused(("auto",), "an engine runs in one process"),
     "worker_extension_cls": Refused(("",), "an engine runs in one process"),
 }
+# words of vLLM's `generate` and `chat`, and of its asynchronous engine: what to write
+GENERATE_WORDS = {
+    "chat_template": "give it to LLM(chat_template=...)",
+    "chat_template_content_format": "templates get the content as text",
+    "chat_template_kwargs": "set them in a template of your own, and give it to LLM(chat_template=...)",
+    "continue_final_message": "an answer is not continued; give the prompt's text to generate",
+    "documents": "write them into a message",
+    "inputs": "prompts come first, by position",
+    "lora_request": _LORA,
+    "mm_processor_kwargs": _TEXT,
+    "params": "write sampling_params=",
+    "priority": "requests are answered in their order",
+    "prompt_token_ids": 'a prompt may be token ids, or {"prompt_token_ids": ids}',
+    "request_id": "leave it out: an output has its number, and leaving the loop aborts a request",
+    "tokenization_kwargs": "encode the prompt, and give its token ids",
+    "tools": "there are no tools; ask for JSON with SamplingParams(structured=...)",
+}
 SAMPLING_RENAMED = {"include_stop_str_in_output": "include_stop", "structured_outputs": "structured"}
 SAMPLING_REFUSED = {
     "best_of": Refused((1,), "ask for n answers with logprobs, and take those with the best cumulative_logprob"),
