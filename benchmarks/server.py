@@ -268,8 +268,8 @@ class Seen:
     async def of(cls, port: int) -> Seen:
         """Reads the metrics."""
         text, at = (await get(port, "/metrics")).decode(), time.perf_counter()
-        (tokens,) = re.findall(r"^rooftile:generation_tokens_total (\S+)$", text, re.MULTILINE)
-        lags = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+        (tokens,) = re.findall(r"^rooftile:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+        lags = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)",.*\} (\S+)$', text, re.MULTILINE)
         return cls(at, float(tokens), {float(le): float(count) for le, count in lags})
 
 

@@ -137,7 +137,8 @@ async def idle(port: int) -> None:
     until = time.perf_counter() + 60
     while time.perf_counter() < until:
         text = (await get(port, "/metrics")).decode()
-        if 'rooftile:kv_blocks{state="used"} 0.0' in text and "rooftile:num_requests_running 0.0" in text:
+        held = re.findall(r'^rooftile:(?:kv_blocks\{.*state="used"\}|num_requests_running\{.*\}) (\S+)$', text, re.MULTILINE)
+        if held == ["0.0", "0.0"]:
             return
         await asyncio.sleep(0.1)
     raise RuntimeError("blocks are still used a minute after the last client")

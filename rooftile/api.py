@@ -402,6 +402,7 @@ def prepare_paged(
     return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
 
 
+@answers_foreign_words
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from its (o, lse) over each. Exact and differentiable.
 

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import InvalidInput
+from rooftile.words import answers_foreign_words, answers_words
 
 if TYPE_CHECKING:
     import torch
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, repr=False)
 class Mask:
     """An intersection of window, prefix and chunk conditions in normal form: equal masks compare equal.
@@ -137,6 +139,7 @@ FULL = Mask()
 CAUSAL = Mask(right=0)
 
 
+@answers_foreign_words
 def Window(left: int | None, right: int | None = None) -> Mask:  # noqa: N802 - reads as a noun beside CAUSAL
     """Sees i - left <= j <= i + right, both ends inclusive; None leaves a side open.
 
@@ -146,6 +149,7 @@ def Window(left: int | None, right: int | None = None) -> Mask:  # noqa: N802 - 
     return Mask(left=_bound(left, "Window: left"), right=_bound(right, "Window: right"))
 
 
+@answers_foreign_words
 def Prefix(n: int) -> Mask:  # noqa: N802
     """Sees j < n or j <= i: a prefix that all queries see, causal after it."""
     # no prefix at all is causal
@@ -153,6 +157,7 @@ def Prefix(n: int) -> Mask:  # noqa: N802
     return Mask(prefix=n) if n else CAUSAL
 
 
+@answers_foreign_words
 def Chunk(n: int) -> Mask:  # noqa: N802
     """Sees j // n == i // n: blocks of n tokens that do not see each other."""
     return Mask(chunks=(_size(n, "Chunk: n", 1),))

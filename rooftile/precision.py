@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rooftile.errors import InvalidInput
+from rooftile.words import answers_words
 
 # how the values of a `QuantisedQKV` are laid out: like v itself, or transposed into the columns that Hopper's kernel reads
 ValueOrder = Literal["rows", "columns"]
@@ -18,6 +19,7 @@ _HAS = {
 }
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Precision:
     """The number formats of attention's two matrix products, and how tensors are quantised to them.

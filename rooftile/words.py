@@ -5,14 +5,18 @@ American spellings mean the same and are accepted (`AMERICAN`). Every other word
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 from rooftile.errors import InvalidInput
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 AMERICAN = {
     "attention_quantized": "attention_quantised",
@@ -114,24 +118,82 @@ def answers_foreign_words(function: Callable[P, R]) -> Callable[P, R]:
     Python finds such a keyword when it binds the arguments, so the error has no frame below this one. A good call costs one more
     frame, and a TypeError from inside the function passes unchanged.
     """
+    return answers_with({})(function)
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            trace = error.__traceback__
-            own = _own(function)
-            word = next((name for name in kwargs if name not in own), None)
-            if word is None or trace is None or trace.tb_next is not None:
-                raise
-            answer = ARGUMENTS.get(word) or "it has " + ", ".join(name for name in own if name != "self")
-            raise InvalidInput(f"{function.__qualname__} has no argument {word}: {answer}") from None
 
-    return call
+def answers_with(more: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns `answers_foreign_words` with answers for further words, which concern one function."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                trace = error.__traceback__
+                own = _own(function)
+                word = next((name for name in kwargs if name not in own), None)
+                if word is None or trace is None or trace.tb_next is not None:
+                    raise
+                raise unknown_word(_owner(function), word, own, more) from None
+
+        return call
+
+    return decorate
+
+
+def answers_words(cls: type[T]) -> type[T]:
+    """Makes a class answer unknown keywords, like `answers_foreign_words` for its constructor."""
+    made: Any = cls
+    made.__init__ = answers_foreign_words(made.__init__)
+    return cls
+
+
+def unknown_word(owner: str, word: str, own: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> InvalidInput:
+    """Returns the error for a keyword that a function does not have: what to write in its place, or what there is."""
+    names = [name for name in own if name not in ("self", "cls")]
+    if word in more:
+        return InvalidInput(f"{owner} has no argument {word}: {more[word]}")
+    answer = ARGUMENTS.get(word)
+    due = re.match(r"write (\w+)=", answer or "")
+    # the same word may be another thing elsewhere
+    if answer is None or (due is not None and due[1] not in names):
+        near = get_close_matches(word, names, n=1, cutoff=0.75)
+        answer = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+    return InvalidInput(f"{owner} has no argument {word}: {answer}")
+
+
+def rename(sentence: str, names: Mapping[str, str]) -> str:
+    """Writes arguments in an error as its reader knows them: as flags of a command, or as fields of a request.
+
+    A name with an underscore is always an argument. A plain word is one only where a sentence about an argument has it: at the
+    start, after "and" or "with", or before "=".
+
+    Example:
+        >>> rename("top_k is 5 with beam_width 2; give seed=", {"top_k": "--top-k", "seed": "--seed"})
+        '--top-k is 5 with beam_width 2; give --seed'
+    """
+    for name, shown in names.items():
+        whole = rf"(?<![\w./\"'=-]){name}"
+        sentence = re.sub(rf"{whole}=(True\b|(?=[\s;,.:)]|$))", shown, sentence)
+        sentence = re.sub(rf"{whole}(?==)", shown, sentence)
+        if "_" in name:
+            sentence = re.sub(rf"{whole}(?![\w/\"'])", shown, sentence)
+        else:
+            sentence = re.sub(rf"^{name}(?= (is|are|has|names|of|and)\b)", shown, sentence)
+            sentence = re.sub(rf"(?<= and ){name}(?= (is|are)\b)", shown, sentence)
+            sentence = re.sub(rf"(?<= with ){name}(?= \d|[,;]|$)", shown, sentence)
+    return sentence
+
+
+def _owner(function: Callable[..., object]) -> str:
+    """Returns the name of a function; a constructor has the name of its class."""
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def _own(function: Callable[..., object]) -> tuple[str, ...]:
     """Returns the names of a function's arguments."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
     code = function.__code__
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -15,13 +15,14 @@ from rooftile.errors import InvalidInput
 from rooftile.masks import whole
 from rooftile.reference.approximate.performer import KINDS, phi
 from rooftile.validate import shown
-from rooftile.words import answers_foreign_words
+from rooftile.words import answers_foreign_words, answers_words
 
 LENGTHS = ("gaussian", "sqrt")
 # kinds that make two features of each row of the projection
 _IN_PAIRS = ("hyperbolic", "trigonometric")
 
 
+@answers_words
 class Features:
     """Random features whose products of queries and keys are, on average, the exponentials of their scores.
 

@@ -13,12 +13,14 @@ from rooftile.approximate.chosen.arguments import check_fraction
 from rooftile.approximate.chosen.loki import Loki, read_tensors, write_tensors
 from rooftile.errors import InvalidInput
 from rooftile.validate import shown
+from rooftile.words import answers_words
 
 FORMAT = "rooftile loki layers 1"
 # numbers of a model are rounded when its dtype changes, by at most 2**-8 in bf16
 TOLERANCE = 2**-6
 
 
+@answers_words
 class LokiLayers:
     """Loki for each layer of a model: what `rooftile calibrate` makes, and `LLM(approximate=)` takes.
 

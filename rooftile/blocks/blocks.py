@@ -21,10 +21,12 @@ from torch import Tensor
 from rooftile.blocks.block_mask import lists_of_block_mask
 from rooftile.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpacked
 from rooftile.errors import InvalidInput
+from rooftile.words import answers_words
 
 _OF_BLOCK_MASKS: WeakKeyDictionary[Any, Blocks] = WeakKeyDictionary()
 
 
+@answers_words
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Lists of key blocks, an argument of `rooftile.attention`.

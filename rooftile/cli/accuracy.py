@@ -14,6 +14,7 @@ from rooftile.cli.accuracy_methods import methods_lose
 from rooftile.cli.accuracy_model import formats_lose
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.drawing.units import duration, times
+from rooftile.dtypes import dtype_word
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, FULL
 
@@ -59,20 +60,20 @@ def accuracy(
 
     Example: rooftile accuracy --distribution sink --dim 64
     """
-    from rooftile.bench.methods.way import Sizes
-    from rooftile.hardware.device import device_of
-    from rooftile.spec import DTYPES
-
-    if dtype not in DTYPES or dtype == "fp64":
-        raise InvalidInput(f"--dtype is {dtype!r}; has bf16, fp16, fp32")
-    target = device_of(device)
+    dtype = dtype_word(dtype, has=("bf16", "fp16", "fp32"))
     if model is not None or data is not None:
         others = {"--methods": methods, "--distribution": distribution, "--tensors": tensors, "--mask": mask}
         given = next((name for name, value in others.items() if value), None)
         if given is not None:
             raise InvalidInput(f"{given} is for tensors, and a model reads --data; leave one of them out")
-        formats_lose(model, data, format, length or 512, pieces, target, json)
+        formats_lose(model, data, format, length or 512, pieces, device, json)
         return
+    if tensors is not None and not tensors.is_file():
+        raise InvalidInput(f"--tensors is {tensors}, which is no file; give one with q, k and v")
+    from rooftile.bench.methods.way import Sizes
+    from rooftile.hardware.device import device_of
+
+    target = device_of(device)
     if methods:
         if distribution is not None or mask is not None:
             given = "--mask" if distribution is None else "--distribution"

@@ -12,17 +12,14 @@ from rooftile.drawing.units import size
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
-    import torch
-
     from rooftile.bench.model_accuracy import Accuracy
 
 
 def formats_lose(
-    model: str | None, data: Path | None, formats: Sequence[str] | None, length: int, pieces: int, target: torch.device,
+    model: str | None, data: Path | None, formats: Sequence[str] | None, length: int, pieces: int, device: str,
     json: bool,
 ) -> None:  # fmt: skip
     """Prints what each format loses on a text."""
-    from rooftile.bench.model_accuracy import FORMATS, measure
     from rooftile.serve.checkpoint import find_folder
 
     if model is None or data is None:
@@ -31,8 +28,14 @@ def formats_lose(
     if not data.is_file():
         raise InvalidInput(f"--data is {data}, which is no file; give a text")
     text = data.read_text(encoding="utf-8", errors="replace")
+    folder = find_folder(model)
+    # all that can be refused without torch is refused by now, before its import
+    from rooftile.bench.model_accuracy import FORMATS, measure
+    from rooftile.hardware.device import device_of
+
+    target = device_of(device)
     with progress() as say:
-        found = measure(find_folder(model), text, target, formats=formats or FORMATS, length=length, pieces=pieces, say=say)
+        found = measure(folder, text, target, formats=formats or FORMATS, length=length, pieces=pieces, say=say)
     if json:
         print_json({"model": model, "data": str(data), "device": str(target), "formats": [asdict(one) for one in found]})
         return

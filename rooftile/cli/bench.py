@@ -158,6 +158,9 @@ def compare(
 
     Example: rooftile bench compare benchmarks/results/h200.jsonl --backend triton --peer torch-flash
     """
+    for each in (file, after):
+        if each is not None and not each.is_file():
+            raise InvalidInput(f"{each} does not exist; `rooftile bench attention --json {each}` writes such a file")
     from rooftile.bench import compare as comparison
     from rooftile.bench import results
 

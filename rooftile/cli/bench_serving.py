@@ -9,12 +9,16 @@ import typer
 
 from rooftile.cli.output import DeviceOption, print_table, progress
 from rooftile.cli.rows import FileOption, collect, show
+from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
 
     from rooftile.bench.results import Row
     from rooftile.bench.workloads import Workload
+
+# those of `rooftile.bench.models`, which needs torch
+MODELS = ("tiny", "0.6b", "1b", "8b")
 
 
 def serving(
@@ -43,6 +47,8 @@ def serving(
 
     Example: rooftile bench serving --workload W1 --workload W8 --model 1b --json serving.jsonl
     """
+    if model and model not in MODELS and not url and not Path(model).is_dir():
+        raise InvalidInput(f"--model is {model!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
     from rooftile.bench import workloads
     from rooftile.bench.serving import measure
     from rooftile.bench.session import open_session

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
+from rooftile.dtypes import dtype_word
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,27 +37,26 @@ def calibrate(
 
     Example: rooftile calibrate Llama-3.2-1B --text book.txt --dims 0.25 --keep 0.25 --out loki.pt
     """
-    from rooftile.hardware.device import device_of
-    from rooftile.spec import DTYPES
+    from rooftile.serve.checkpoint import find_folder
 
-    if dtype != "auto" and (dtype not in DTYPES or dtype == "fp64"):
-        raise InvalidInput(f"--dtype is {dtype!r}; has auto, bf16, fp16, fp32")
+    dtype = dtype_word(dtype, has=("bf16", "fp16", "fp32"), auto=True)
     for name, share in (("--dims", dims), ("--keep", keep)):
         if not 0 < share <= 1:
             raise InvalidInput(f"{name} is {share}; must be above 0 and at most 1")
     if out.is_dir() or not out.parent.is_dir():
         raise InvalidInput(f"--out is {out}, where no file can be written; give a file in a folder that is there")
-    target, words = device_of(device), _words_of(text)
+    words, folder = _words_of(text), find_folder(model, download=download)
+    # all that can be refused without torch is refused by now, before its import
+    from rooftile.hardware.device import device_of
     from rooftile.models import Decoder
     from rooftile.serve import calibration
-    from rooftile.serve.checkpoint import find_folder
     from rooftile.serve.text.tokenizer import Tokenizer
 
-    folder = find_folder(model, download=download)
+    target = device_of(device)
     tokens = Tokenizer.from_folder(folder).encode(words)
     with progress() as say:
         say(f"reading {model}")
-        decoder = Decoder.from_folder(folder, DTYPES.get(dtype, dtype), target)
+        decoder = Decoder.from_folder(folder, dtype, target)
         loki = calibration.calibrate(decoder, tokens, dims=dims, keep=keep, length=length, say=say)
     loki.save(out)
     _show(loki, model, len(tokens), out, json)

@@ -10,6 +10,7 @@ import typer
 
 from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.folder import check_folder
 
 if TYPE_CHECKING:
     from rooftile.diagnosis.diagnosis import Diagnosis
@@ -81,13 +82,18 @@ def diagnose(
 
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
-    from rooftile.diagnosis import ranks
-    from rooftile.hardware.device import device_of
-
     if bool(script) + bool(checkpoint) + tour != 1:
         raise InvalidInput("diagnose takes a script, --checkpoint FOLDER or --tour; give one of them")
     files = Files(json, html, trace)
     files.check()
+    if script and not Path(script).is_file():
+        raise InvalidInput(f"{script} is not a file; give the path of a Python script")
+    if checkpoint:
+        check_folder(checkpoint)
+    # all that can be refused without torch is refused by now, before its import
+    from rooftile.diagnosis import ranks
+    from rooftile.hardware.device import device_of
+
     on = str(device_of(device))
     if json is not None:
         ranks.forget(json)

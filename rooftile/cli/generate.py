@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.cli.output import DeviceOption, JsonOption, print_json, progress
+from rooftile.cli.engine_flags import takes_engine_flags
+from rooftile.cli.output import JsonOption, print_json, progress
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rooftile.serve import LLM, RequestOutput, SamplingParams
 
 
+@takes_engine_flags
 def generate(
     model: Annotated[
         str, typer.Argument(help="A checkpoint's folder (config.json, *.safetensors, tokenizer.json), or its name on the Hub.")
@@ -47,67 +49,39 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be given several times.")
     ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Maximum number of tokens of a prompt and its answer.")
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option("--num-blocks", help="Blocks of the KV cache; by default, as many as fit into memory.")
-    ] = None,
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Dtype of the KV cache; auto for the model's.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
-    ] = "auto",
-    weights: Annotated[
-        str, typer.Option("--weights", help="Format of the projections: fp8, int8, w8, int4:64, 2:4, ...; auto takes theirs.")
-    ] = "auto",
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits whatever runs beside a prompt, at the price of speed.")
-    ] = False,
-    download: Annotated[
-        bool, typer.Option("--download", help="Download a named model that is not in the Hugging Face Hub's cache here.")
-    ] = False,
-    approximate: Annotated[
-        Path | None, typer.Option("--approximate", help="A file of `rooftile calibrate`: answers read a share of the keys.")
-    ] = None,
-    device: DeviceOption = "auto",
     json: JsonOption = False,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Generates text with a checkpoint's model. Streams answers to stdout; prints speed and memory to stderr.
 
     Example: rooftile generate Llama-3.2-1B -p "The roof" --max-tokens 50 --temperature 0.7
     """
-    from rooftile.hardware.device import device_of
-    from rooftile.spec import DTYPES
-
     prompts = [*(prompt or []), *([] if prompt_file is None else [_text_of(prompt_file)])]
     if not prompts:
         raise InvalidInput("generate got no prompt; give one with -p or --prompt-file")
-    if dtype != "auto" and (dtype not in DTYPES or dtype == "fp64"):
-        raise InvalidInput(f"--dtype is {dtype!r}; has auto, bf16, fp16, fp32")
-    target = device_of(device)
-    from rooftile.serve import LLM, SamplingParams
-    from rooftile.serve.build import TOKENIZER_FILES
     from rooftile.serve.checkpoint import find_folder
+    from rooftile.serve.sampling.params import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         beam_width=beam_width, stop=stop or (),
     )  # fmt: skip
-    folder = find_folder(model, download=download)
-    # check before reading the model, which takes a while
-    if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    folder = find_folder(model, download=settings.get("download", False))
+    # all that can be refused without torch is refused by now, before its import and the model's
+    from rooftile.serve import LLM
+    from rooftile.serve.build import TOKENIZER_FILES
+
+    if "tokenizer" not in settings and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidInput(f"{model} has no tokenizer.json; text prompts need a tokenizer")
     with progress() as say:
         say(f"reading {model}")
-        llm = LLM(
-            folder, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
-            kv_dtype=kv_dtype, deterministic=deterministic, approximate=approximate, weights=weights,
-        )  # fmt: skip
+        llm = LLM(folder, **settings)
     run = _Run(llm, prompts, params, chat=chat)
     if json:
         with progress() as say:
             run.go(lambda: say(f"{run.tokens:,} tokens"))
-        print_json({"model": str(model), "device": str(target)} | run.json())
+        print_json({"model": str(model), "device": str(llm.pages.storage.device)} | run.json())
         return
     writer = _Writer(run)
     run.go(writer.write)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rooftile.cli.command import Command, with_flags_named
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[
 def add_command(app: typer.Typer, name: str, command: Callable[..., None]) -> None:
     """Adds a command whose line in the list of commands is the first sentence of its docstring, whole."""
     sentence = " ".join((command.__doc__ or "").split("\n\n")[0].split())
-    app.command(name, short_help=sentence)(command)
+    app.command(name, short_help=sentence, cls=Command)(with_flags_named(command))
 
 
 @contextmanager

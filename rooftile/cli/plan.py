@@ -59,22 +59,34 @@ def plan(
         raise InvalidInput(f"--prompt-share is {share}; must be from 0 to 1")
     if prompt_share is not None and not prompt:
         raise InvalidInput(f"--prompt-share is {share} and no step reads prompts; give --prompt, or leave it out")
-    from rooftile.planning.run import plan as make
     from rooftile.serve.checkpoint import find_folder
 
+    text = None if data is None else _read(data)
     folder = find_folder(model, download=download)
+    # all that can be refused without torch is refused by now, before its import
+    from rooftile.planning.run import plan as make
+
     rows = {"decode": batch} | ({"prompt": prompt} if prompt else {})
     found = make(
         folder, rows=rows, shares={"decode": 1 - share, "prompt": share} if prompt else None, context=context,
         formats=tuple(word.strip() for word in formats.split(",")) if formats else None, max_loss=max_loss, measure=measure,
-        data=None if data is None else _tokens(data, folder, context), device=device,
+        data=None if data is None or text is None else _tokens(data, text, folder, context), device=device,
     )  # fmt: skip
     if html is not None:
         html.write_text(found.to_html(), encoding="utf-8")
     print(found.to_json() if json else found)
 
 
-def _tokens(file: Path, folder: Path, context: int | None) -> list[torch.Tensor]:
+def _read(file: Path) -> str:
+    """Reads the text of --data."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.reason
+        raise InvalidInput(f"--data {file} cannot be read: {why}; give a text file in UTF-8") from None
+
+
+def _tokens(file: Path, text: str, folder: Path, context: int | None) -> list[torch.Tensor]:
     """The text's tokens, in pieces of the context; its bytes where a checkpoint of bytes has no tokenizer."""
     import torch
 
@@ -82,10 +94,6 @@ def _tokens(file: Path, folder: Path, context: int | None) -> list[torch.Tensor]
     from rooftile.planning.run import CONTEXT
     from rooftile.serve.text.tokenizer import Tokenizer
 
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--data {file} cannot be read: {error}; give a text file in UTF-8") from None
     if (folder / "tokenizer.json").exists() or ModelConfig.from_folder(folder).vocab_size != 256:
         ids = Tokenizer.from_folder(folder).encode(text)
     else:

@@ -33,10 +33,11 @@ def quantise(
 
     Example: rooftile quantise Llama-3.2-1B Llama-3.2-1B-int4 --format int4 --group 128
     """
-    from rooftile.models.checkpoints.write import quantise_folder
     from rooftile.serve.checkpoint import find_folder
 
     folder = find_folder(model, download=download)
+    from rooftile.models.checkpoints.write import quantise_folder
+
     with progress() as say:
         quantise_folder(folder, out, format, group=group, say=say)
     before, after = (sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (folder, out))

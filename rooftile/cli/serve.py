@@ -5,24 +5,34 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rooftile.cli.output import DeviceOption
+from rooftile.cli.engine_flags import takes_engine_flags
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.folder import check_folder
+from rooftile.serve.checkpoint import is_hub_name
 
 
+@takes_engine_flags
 def serve(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, or its name on the Hub.")] = "",
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="The port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str, typer.Option("--served-model-name", help="The model's name for clients.")] = "",
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="A file of lines name:sha256.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", help="A key; may be given several times. Who lists programs here sees it.")
+    ] = None,
     new_key: Annotated[str, typer.Option("--new-key", help="Print a new key of this name and its line, and exit.")] = "",
     open: Annotated[bool, typer.Option("--open", help="Let everybody in who reaches the address, without a key.")] = False,
     allowed_host: Annotated[
         list[str] | None, typer.Option("--allowed-host", help="A Host header to answer; may be given several times.")
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-origins", help="Origins whose pages may ask, as https://a.example; * for all."),
     ] = None,
     max_waiting: Annotated[int, typer.Option("--max-waiting", help="Answers that may wait.")] = 256,
     max_waiting_tokens: Annotated[int, typer.Option("--max-waiting-tokens", help="Prompt tokens that may wait.")] = 262_144,
@@ -33,14 +43,9 @@ def serve(
     stall: Annotated[float, typer.Option("--stall", help="Seconds after which a step is taken for dead.")] = 120.0,
     metrics_prefix: Annotated[str, typer.Option("--metrics-prefix", help="The first word of each metric.")] = "rooftile",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the model; auto for the checkpoint's.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Tokens of a prompt and its answer.")] = None,
-    num_blocks: Annotated[int | None, typer.Option("--num-blocks", help="Blocks of the KV cache.")] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Answers that run at once.")] = 256,
-    max_batched_tokens: Annotated[int, typer.Option("--max-batched-tokens", help="Tokens read in one step.")] = 8192,
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Dtype of the KV cache; auto for the model's.")] = "auto",
-    device: DeviceOption = "auto",
     json: Annotated[bool, typer.Option("--json", help="Write the log as JSON lines.")] = False,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Serves a checkpoint's model over HTTP, in the form of OpenAI's API.
 
@@ -55,21 +60,21 @@ def serve(
         return
     if not model:
         raise InvalidInput("serve got no model; give a checkpoint's folder or name")
+    if not is_hub_name(model):
+        check_folder(model)
     try:
         from rooftile.server.run import run
-        from rooftile.server.settings import ServerSettings
+        from rooftile.server.settings import ServerSettings, origins_of
     except ImportError as error:
         raise InvalidInput(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
-    settings = ServerSettings(
+    served = ServerSettings(
         model=model, host=host, port=port, served_model_name=served_model_name,
-        keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY")), open=open, allowed_hosts=tuple(allowed_host or ()),
+        keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY"), api_key or ()), open=open,
+        allowed_hosts=tuple(allowed_host or ()), allowed_origins=origins_of(allowed_origins or ()),
         max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key, max_body=max_body,
         deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json, log_prompts=log_prompts,
-        engine={
-            "dtype": dtype, "device": device, "max_model_len": max_model_len, "num_blocks": num_blocks,
-            "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens, "kv_dtype": kv_dtype,
-        },
+        engine=settings,
     )  # fmt: skip
-    sys.exit(run(settings))
+    sys.exit(run(served))

@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from rooftile.words import answers_foreign_words
 
+
+@answers_foreign_words
 def enable(*, backend: str | None = None) -> None:
     """Let F.scaled_dot_product_attention run on Rooftile, and undo `disable` for Transformers (attn_implementation="rooftile").
 
@@ -40,6 +43,7 @@ def enable(*, backend: str | None = None) -> None:
     transformers.enable()
 
 
+@answers_foreign_words
 def disable() -> None:
     """Undo `enable`; harmless without one. Models with attn_implementation="rooftile" say so when they run, until `enable`."""
     from rooftile.integrations import torch_sdpa, transformers
@@ -48,6 +52,7 @@ def disable() -> None:
     torch_sdpa.disable()
 
 
+@answers_foreign_words
 def is_enabled() -> bool:
     """Whether F.scaled_dot_product_attention runs on Rooftile: `enable` was called, and no `disable` after it.
 
@@ -61,6 +66,7 @@ def is_enabled() -> bool:
 
 
 @contextmanager
+@answers_foreign_words
 def enabled(*, backend: str | None = None) -> Iterator[None]:
     """`enable` inside a `with` block; afterwards all is as before, also if it was enabled with another backend.
 
@@ -103,6 +109,7 @@ class Status(NamedTuple):
         return "\n".join(lines)
 
 
+@answers_foreign_words
 def status() -> Status:
     """Says what ran since the process began: calls by backend, and calls of SDPA that stayed with PyTorch's kernel by reason.
 

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from rooftile.errors import InvalidInput
+from rooftile.words import answers_words
 
 
 class OutOfBlocks(RuntimeError):
@@ -68,6 +69,7 @@ class _Contents(NamedTuple):
     tokens: bytes
 
 
+@answers_words
 class BlockPool:
     """A pool of `total` blocks of `size` tokens each.
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from rooftile.fused import Rotation, runs_on
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
+from rooftile.words import answers_words
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedKV:
     """One layer's keys and values in blocks, and the block tables of the sequences: what `attention_paged` reads.
@@ -100,6 +102,7 @@ class PagedKV:
         return q.flatten(0, 1), q.shape[1] * torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
 
 
+@answers_words
 class Pages:
     """The memory of a KV cache: keys and values of `blocks` blocks in all layers.
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
+from rooftile.words import answers_words
 
 
+@answers_words
 class ReservedPool(BlockPool):
     """A pool of `total` blocks of `size` tokens each, in which every sequence takes the blocks of `reserve` tokens at once.
 

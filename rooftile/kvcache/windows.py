@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
+from rooftile.words import answers_words
 
 
+@answers_words
 class WindowPool(BlockPool):
     """A pool of `total` blocks of `size` tokens each, with `rows` rows for what only the last `window` tokens read.
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.methods import refuse_gguf
+from rooftile.models.checkpoints.folder import check_folder
 from rooftile.models.families import fields_of
 from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.models.settings import read_json
+from rooftile.words import answers_words
 
 # limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24
@@ -22,6 +23,7 @@ MOST_DIMS = 1 << 16
 MOST_NUMBERS = 1 << 40
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder: its sizes, and everything in which families differ.
@@ -168,15 +170,7 @@ class ModelConfig:
         Raises:
             InvalidInput: the folder has no checkpoint, or one that `Decoder` does not support.
         """
-        folder = Path(path)
-        if not (folder / "config.json").is_file():
-            refuse_gguf(folder)
-        if not folder.is_dir():
-            raise InvalidInput(
-                f"{folder} is not a folder; give one with config.json and *.safetensors, downloaded beforehand"
-            )
-        if not (folder / "config.json").is_file():
-            raise InvalidInput(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        folder = check_folder(path)
         settings = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")

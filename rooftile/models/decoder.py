@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rooftile.errors import InvalidInput
+from rooftile.dtypes import dtype_word, torch_dtype
 from rooftile.fused import Rotation, add_norm, normalise
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.checkpoints.plan import Weights, check_device, plan_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
+from rooftile.words import answers_foreign_words, answers_words
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-
+@answers_words
 class Decoder(nn.Module):
     """A decoder for inference: tokens in, hidden states and logits out; the caller supplies attention.
 
@@ -62,6 +62,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     @classmethod
+    @answers_foreign_words
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
         *, max_len: int | None = None, weights: Weights = "auto", on_layer: Callable[[Layer], None] | None = None,
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
 
         Args:
             path: the folder.
-            dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
+            dtype: the dtype of weights and computation, or its word such as "bf16"; "auto" takes the checkpoint's.
             device: None takes torch's default device.
             max_len: the longest sequence that it will read; None for as long as the checkpoint says.
             weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
@@ -81,11 +82,10 @@ class Decoder(nn.Module):
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
             Unsupported: the weights are in FP8, and the GPU has no products in it.
         """
-        if dtype != "auto" and dtype not in _DTYPES:
-            raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
+        asked = None if dtype_word(dtype, auto=True) == "auto" else torch_dtype(dtype)
         config = ModelConfig.from_folder(path)
         files = checkpoint.files_of(Path(path))
-        computed = dtype if isinstance(dtype, torch.dtype) else config.dtype
+        computed = config.dtype if asked is None else asked
         reader = plan_of(weights, Path(path))
         check_device(reader, torch.get_default_device() if device is None else torch.device(device))
         if reader is not None:
@@ -103,15 +103,16 @@ class Decoder(nn.Module):
         return places.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
+    @answers_foreign_words
     def random(
         cls,
         config: ModelConfig,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> Decoder:
         """Makes a decoder with random weights on the device, for benchmarks without a checkpoint."""
-        decoder = cls(config, dtype=dtype, device=device)
+        decoder = cls(config, dtype=torch_dtype(dtype), device=device)
         generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
         for part in decoder.modules():
             for name, weight in part.named_parameters(recurse=False):

@@ -17,6 +17,7 @@ from rooftile.approximate.chosen.compression import check_lengths
 from rooftile.approximate.chosen.selection import check_counts
 from rooftile.errors import InvalidInput
 from rooftile.models.settings import Settings
+from rooftile.words import answers_words
 
 Mixer = Literal["attention", "native_sparse"]
 MIXERS = ("attention", "native_sparse")
@@ -24,6 +25,7 @@ MIXERS = ("attention", "native_sparse")
 BRANCHES = 3
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeSparseSizes:
     """The sizes of a model's layers with Native Sparse Attention; `rooftile.approximate.native_sparse` explains them.

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftile.dtypes import torch_dtype
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
     # a tokenizer's settings are read where there is no torch
     import torch
 
-_DTYPES = ("float32", "float16", "bfloat16")
 _DUE: Any = object()
 # a downloaded file may ask for more than any model has
 MOST_LAYERS = 1000
@@ -151,10 +151,8 @@ class Settings:
 
     def dtype(self) -> torch.dtype:
         """Returns the checkpoint's dtype; float32 if none is given."""
-        import torch
-
-        name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
-        if name not in _DTYPES:
-            raise self.refused(f"has dtype {name!r}; must be one of {', '.join(_DTYPES)}")
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        given = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
+        try:
+            return torch_dtype(given, has=("fp32", "fp16", "bf16"))
+        except InvalidInput as error:
+            raise self.refused(f"has a dtype that is not read: {error}") from None

@@ -26,6 +26,7 @@ from rooftile.numerics.formats import (
     decode,
     encode,
 )
+from rooftile.words import answers_foreign_words
 
 Rule = Literal["floor", "round_up"]
 RULES = get_args(Rule)
@@ -57,6 +58,7 @@ class BlockScaled:
         return scaled.masked_fill((self.exponents == _NAN).unsqueeze(-1), torch.nan).flatten(-2).to(dtype)
 
 
+@answers_foreign_words
 def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floor") -> BlockScaled:
     """Quantises a tensor to block floating point, in blocks of 32 along its last axis.
 

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from rooftile.numerics.formats import encode, format_of
 from rooftile.numerics.scaling import Granularity, Scaled, quantise
+from rooftile.words import answers_foreign_words
 
 
+@answers_foreign_words
 def fake_quantise(
     x: Tensor, format: str = "int8", *, granularity: Granularity = "tensor", scales: Tensor | None = None
 ) -> Tensor:

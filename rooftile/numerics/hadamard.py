@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.words import answers_foreign_words
 
 # the longest row that one transform covers
 LONGEST = 512
 SHORTEST = 16
 
 
+@answers_foreign_words
 def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     """Multiplies rows by the signed Hadamard matrix, in fp32.
 
@@ -47,6 +49,7 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
 
 
+@answers_foreign_words
 def inverse_hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     """Inverts `hadamard`: H is its own inverse, and the signs are applied last."""
     D = x.shape[-1]
@@ -68,6 +71,7 @@ def pieces(D: int) -> list[int]:
 # not created as inference tensors, even in inference mode: a later call may need gradients through them
 @cache
 @torch.inference_mode(False)
+@answers_foreign_words
 def signs_of(D: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """Returns D signs, fp32, the same for a seed on every machine. Cached, because a copy to a GPU makes the host wait."""
     if torch.device(device).type != "cpu":

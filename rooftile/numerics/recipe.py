@@ -15,6 +15,7 @@ from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, signs_of
 from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
 from rooftile.precision import Precision, ValueOrder
+from rooftile.words import answers_foreign_words
 
 # the mean key is taken over at least this many keys, or over all
 MEAN_OF = 1024
@@ -86,6 +87,7 @@ def columns_of(v: Tensor, cu: Tensor | None) -> Tensor:
     return ordered.contiguous().view(v.dtype)
 
 
+@answers_foreign_words
 def quantise_qkv(
     q: Tensor, k: Tensor, v: Tensor, precision: Precision, cu_q: Tensor | None = None, cu_k: Tensor | None = None
 ) -> QuantisedQKV:

@@ -15,6 +15,7 @@ from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
 from rooftile.operators import call, define, replaced
+from rooftile.words import answers_foreign_words
 
 # numbers of a row that the kernel quantises at once
 LONGEST_ROW = 1 << 16
@@ -56,6 +57,7 @@ def as_rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
 
 
+@answers_foreign_words
 def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | float | None = None) -> QuantisedRows:
     """Quantises each row of activations; computed in fp32.
 

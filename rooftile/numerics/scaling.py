@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import Format, decode, encode, format_of
+from rooftile.words import answers_foreign_words
 
 Granularity = Literal["tensor", "head", "block", "row", "channel"]
 GRANULARITIES = get_args(Granularity)
@@ -46,6 +47,7 @@ class Scaled:
         return self.scales.repeat_interleave(BLOCK, dim=-3)[..., : self.values.shape[-3], :, :]
 
 
+@answers_foreign_words
 def quantise(x: Tensor, format: str = "fp8_e4m3", *, granularity: Granularity = "tensor") -> Scaled:
     """Quantises a tensor: values in a format, and scales.
 

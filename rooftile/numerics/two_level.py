@@ -15,6 +15,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, decode, encode
 from rooftile.numerics.scaling import divided, set_aside
+from rooftile.words import answers_foreign_words
 
 # elements that share a scale
 SHARED = 16
@@ -44,6 +45,7 @@ class TwoLevelScaled:
         return (numbers * self.scales.float().unsqueeze(-1) * self.outer).flatten(-2).to(dtype)
 
 
+@answers_foreign_words
 def quantise_nvfp4(x: Tensor, *, outer: Tensor | None = None) -> TwoLevelScaled:
     """Quantises a tensor to NVFP4, in groups of 16 along its last axis.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from rooftile.dtypes import WORDS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import weight_format
 from rooftile.matmul.formats import ROW, TILE, group_of, parsed
@@ -32,6 +33,7 @@ def check_formats(formats: Sequence[str] | str | None, *, backward: bool, counts
     if formats is not None and not isinstance(formats, Iterable):
         raise InvalidInput(f"formats is {formats!r}; must be names of formats, such as ('bf16', 'int4:32')")
     words = default if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
+    words = tuple(KEPT if str(word).removeprefix("torch.") in WORDS[KEPT] else word for word in words)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
     for word in words:

@@ -18,6 +18,7 @@ from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.quantised_linear import sparse_weight
 from rooftile.qat.sharded import shards, whole, writes
 from rooftile.qat.two_four import LAYOUT
+from rooftile.words import answers_foreign_words
 
 # bytes of one file, at most
 SHARD = 5 << 30
@@ -34,6 +35,7 @@ class Checkpointed(Protocol):
         """Yields each tensor by its name in the checkpoint."""
 
 
+@answers_foreign_words
 def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
     """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 

@@ -137,6 +137,7 @@ def prepare(
     return model
 
 
+@answers_foreign_words
 def restore(model: Model) -> Model:
     """Undoes `prepare`, and returns the model. Weights stay as they were trained.
 
@@ -149,6 +150,7 @@ def restore(model: Model) -> Model:
 
 
 @contextmanager
+@answers_foreign_words
 def off(model: nn.Module) -> Iterator[None]:
     """Computes without rounding inside the block, to compare with.
 
@@ -203,6 +205,7 @@ class Status:
         return "\n".join(lines)
 
 
+@answers_foreign_words
 def status(model: nn.Module) -> Status:
     """Returns what each prepared layer rounds to or keeps, and what that changes now.
 

@@ -19,6 +19,7 @@ from rooftile.qat.product import rounded_activations
 from rooftile.qat.sharded import shards
 from rooftile.qat.sparse_linear import SparseLinear, held, keep_dtypes
 from rooftile.sparsity import TwoFour, compress
+from rooftile.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
@@ -85,6 +86,7 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.format}{activations}"
 
 
+@answers_foreign_words
 def convert(model: Model) -> Model:
     """Replaces each prepared layer by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.qat.preparation import prepared_layers
+from rooftile.words import answers_foreign_words
 
 
+@answers_foreign_words
 def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Returns what a resumed run needs beside the parameters: of each prepared layer its steps, and its mask.
 
@@ -33,6 +35,7 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
+@answers_foreign_words
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Resumes a run: sets the steps and masks of a prepared model to those that `state_dict` returned. Load its parameters, too.
 

@@ -25,11 +25,12 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.serve.calls import Call, Order, notify, stopped
 from rooftile.serve.growth import growth_of
-from rooftile.serve.llm import LLM
+from rooftile.serve.llm import ASKED, LLM
 from rooftile.serve.output import RequestOutput
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.stats import EngineStats, stats_of, waiting_in
 from rooftile.serve.text.prompt import Prompt, parse_prompt
+from rooftile.words import answers_with, answers_words
 
 # answers that may wait for their first step, and tokens of their prompts; what comes on top is refused
 MAX_WAITING, MAX_WAITING_TOKENS = 1024, 1 << 20
@@ -43,6 +44,7 @@ class Overloaded(RuntimeError):
     """Too much waits already, so this request was refused. A server answers it with status 429."""
 
 
+@answers_words
 class AsyncEngine:
     """An LLM that many callers use at once, from one event loop or several.
 
@@ -92,6 +94,7 @@ class AsyncEngine:
         # a thread in the middle of a step must not outlive the interpreter
         atexit.register(self._stop_at_exit)
 
+    @answers_with(ASKED)
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", deltas: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -117,6 +120,7 @@ class AsyncEngine:
         searches = params is not None and params.beam_width is not None
         return growth_of(outputs, at_end=searches) if deltas else outputs
 
+    @answers_with(ASKED)
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> RequestOutput:
         """Answers a prompt like `generate`, and returns only the complete answers; no output is built on the way."""
         (output,) = [output async for output in self._read(prompt, params, salt, streams=False)]

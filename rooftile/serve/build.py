@@ -46,6 +46,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
     check_mixers(shape, config)
+    config.cache_dtype(_computed(model, shape, config))
     check_weights(model, config, device)
     loki = find_loki(shape, config)
     decoder = load_decoder(model, shape, config, device, max_len)
@@ -105,6 +106,13 @@ def find_device(model: str | Path | Decoder, config: EngineConfig) -> torch.devi
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 
+def _computed(model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig) -> torch.dtype:
+    """Returns the dtype that the model computes in."""
+    if isinstance(model, Decoder):
+        return model.embedding.dtype
+    return config.dtype if isinstance(config.dtype, torch.dtype) else shape.dtype
+
+
 def longest_sequence(shape: ModelConfig, config: EngineConfig) -> int:
     """Returns the longest sequence in tokens that the model allows and the caller asks for."""
     longest = config.max_model_len
@@ -119,8 +127,7 @@ def load_decoder(
     model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig, device: torch.device, max_len: int
 ) -> Decoder:
     """Loads the weights; on a GPU the kernels are compiled meanwhile, and are ready when this returns."""
-    given = model.embedding.dtype if isinstance(model, Decoder) else shape.dtype if config.dtype == "auto" else config.dtype
-    compilation = start_compiling(shape, given, config, device, max_len)
+    compilation = start_compiling(shape, _computed(model, shape, config), config, device, max_len)
     try:
         if isinstance(model, Decoder):
             decoder = model
@@ -154,10 +161,10 @@ def lay_out(decoder: Decoder) -> None:
 
 
 def start_compiling(
-    shape: ModelConfig, computed: torch.dtype | str, config: EngineConfig, device: torch.device, max_len: int
+    shape: ModelConfig, computed: torch.dtype, config: EngineConfig, device: torch.device, max_len: int
 ) -> Compilation | None:
     """Starts to compile the model's kernels in threads; None where there is nothing to compile."""
-    if device.type != "cuda" or not isinstance(computed, torch.dtype):
+    if device.type != "cuda":
         return None
     return Compilation(
         shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
@@ -235,14 +242,12 @@ def allocate_pages(decoder: Decoder, layout: CacheLayout, config: EngineConfig, 
 
 def find_tokenizer(model: str | Path | Decoder, config: EngineConfig) -> Tokenizer | None:
     """Loads the tokenizer that is asked for, or the checkpoint's; None if its folder has no file of one."""
-    if config.tokenizer is not None:
-        return Tokenizer.from_folder(config.tokenizer)
-    if isinstance(model, Decoder):
-        return None
-    folder = Path(model)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return Tokenizer.from_folder(folder)
+    folder = config.tokenizer
+    if folder is None and not isinstance(model, Decoder) and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+        folder = model
+    if folder is None and config.chat_template is not None:
+        raise InvalidInput("chat_template is given, and the model has no tokenizer; give a folder with one as tokenizer=")
+    return None if folder is None else Tokenizer.from_folder(folder, template=config.chat_template)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:

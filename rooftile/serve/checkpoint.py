@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.folder import check_folder
 from rooftile.models.settings import read_json
 from rooftile.serve.sampling.params import SamplingParams
 
@@ -15,7 +16,7 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def find_folder(model: str | Path, *, download: bool = False) -> Path:
-    """Returns the folder of a checkpoint.
+    """Returns the folder of a checkpoint. Needs no torch, so that a wrong path is refused at once.
 
     Args:
         model: the folder, or a name on the Hugging Face Hub such as "Qwen/Qwen3-0.6B", which is looked up in the Hub's cache on
@@ -23,11 +24,11 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
         download: whether to download what the cache lacks.
 
     Raises:
-        InvalidInput: the name is neither a folder nor in the cache, or cannot be downloaded.
+        InvalidInput: the name is neither a folder nor in the cache, or cannot be downloaded; or the folder has no checkpoint.
     """
-    folder = Path(model)
-    if folder.is_dir() or isinstance(model, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
-        return folder
+    name = str(model)
+    if not is_hub_name(model):
+        return check_folder(model)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -36,7 +37,7 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
             f"{model} is not a folder; a name on the Hub needs huggingface_hub: pip install huggingface_hub"
         ) from None
     try:
-        return Path(snapshot_download(model, local_files_only=not download, allow_patterns=list(FILES)))
+        return check_folder(snapshot_download(name, local_files_only=not download, allow_patterns=list(FILES)))
     except LocalEntryNotFoundError as error:
         if download:
             raise InvalidInput(f"{model} cannot be downloaded: the Hugging Face Hub does not answer") from error
@@ -47,6 +48,12 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
     except (HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidInput(f"{model} cannot be downloaded: {reason}") from error
+
+
+def is_hub_name(model: str | Path) -> bool:
+    """Tells whether a model is named as on the Hugging Face Hub, and is no folder here."""
+    is_named = isinstance(model, str) and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) is not None
+    return is_named and not Path(model).is_dir()
 
 
 def recommended_params(folder: Path) -> SamplingParams:

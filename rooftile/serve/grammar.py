@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.grammar_errors import reason_of
 from rooftile.serve.text.tokenizer import Tokenizer
 
 # compiled grammars that are kept, and their bytes together
@@ -99,9 +100,11 @@ class Grammars:
         try:
             made = Matcher(matcher, self._vocabulary, None if self._ends else self._no_end)
         except GrammarFailed as error:
-            raise refused(str(error)) from None
+            raise InvalidInput(f"the grammar cannot be used: {str(error).rpartition(': ')[2]}") from None
         if not made.mask.any():
-            raise refused("it allows no token of this model where an answer begins; is there a text that it allows?")
+            raise InvalidInput(
+                "the grammar cannot be used: it allows no token of this model where an answer begins; is there a text that it allows?"
+            )
         return made
 
     def _tokens(self) -> Any:
@@ -183,8 +186,7 @@ class Matcher:
     def _failure(self) -> GrammarFailed:
         if self._matcher.stop_reason() in ("LexerTooComplex", "ParserTooComplex"):
             return GrammarFailed("the answer's grammar has become too complex to follow")
-        why = " ".join(self._matcher.get_error().removesuffix("<non-verbose/>").split())[:200]
-        return GrammarFailed(f"the answer's grammar has failed: {why or 'it has stopped'}")
+        return GrammarFailed(f"the answer's grammar has failed: {reason_of(self._matcher.get_error()) or 'it has stopped'}")
 
 
 def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
@@ -229,6 +231,5 @@ def check_version(installed: str) -> None:
 
 
 def refused(why: str) -> InvalidInput:
-    """Returns the error for a grammar that cannot be used, with the reason, but without its place in llguidance's own words."""
-    reason = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n +\d+ \| ", why)[0])
-    return InvalidInput(f"the grammar cannot be used: {' '.join(reason.split())[:200]}")
+    """Returns the error for a grammar that cannot be used, with the reason in our words."""
+    return InvalidInput(f"the grammar cannot be used: {reason_of(why)}")

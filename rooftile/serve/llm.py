@@ -24,7 +24,14 @@ from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.serve.text.tokenizer import Tokenizer
-from rooftile.serve.vllm_names import LLM_REFUSED, LLM_RENAMED, takes_vllm_names
+from rooftile.serve.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
+from rooftile.words import answers_with
+
+# words that callers of `generate` may mean for something else: fields of SamplingParams, and vLLM's
+ASKED = GENERATE_WORDS | {
+    name: f"write SamplingParams({name}=...), after the prompts"
+    for name in (*(each.name for each in fields(SamplingParams)), *SAMPLING_RENAMED)
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +53,16 @@ class LLM:
     Args:
         model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), the name of a model in the Hugging Face
             Hub's cache on this machine ("Qwen/Qwen3-0.6B"), or a `rooftile.models.Decoder`.
-        dtype: the dtype of weights and computation, as torch.bfloat16 or "bfloat16"; "auto" takes the checkpoint's.
-        device: None takes a GPU if there is one.
+        dtype: the dtype of weights and computation, as torch.bfloat16, "bfloat16" or "bf16"; "auto" takes the checkpoint's.
+        device: None or "auto" takes a GPU if there is one.
         max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
             or what the cache has room for if that is less.
         block_size: tokens per block of the KV cache, a power of two of at least 8.
         num_blocks: blocks in the KV cache; None takes what fits into memory.
         max_batched_tokens: the most tokens that the model reads in one step.
         gpu_memory_utilization: the share of a GPU's memory that model and cache may take.
-        kv_dtype: the dtype of the KV cache: "auto" takes the model's; "fp8" takes half of 16 bits, plus a scale per token, head,
-            key and value.
+        kv_dtype: the dtype of the KV cache: "auto" takes the model's, which may be named, too; "fp8" takes half of 16 bits, plus
+            a scale per token, head, key and value.
         allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
         tensor_parallel_size: must be 1.
         max_num_seqs: the most answers that run at once.
@@ -67,6 +74,7 @@ class LLM:
             computes by Triton's kernels alone, a CPU reads the weights for each sequence.
         seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
+        chat_template: a file with a chat template, or its text, in place of the model's.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k and repetition_penalty of requests without SamplingParams from
             the checkpoint's generation_config.json; "none" takes the usual ones.
@@ -77,8 +85,8 @@ class LLM:
             the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
             {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
 
-    vLLM's names kv_cache_dtype and max_num_batched_tokens are taken too; its other keywords are refused one by one, with the
-    reason, unless they ask for what happens anyway.
+    vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
+    one by one, with the reason, unless they ask for what happens anyway.
 
     Raises:
         InvalidInput: the folder holds no model that can be loaded, or a setting makes no sense; the sentence says which and why.
@@ -97,16 +105,17 @@ class LLM:
         gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
-        tokenizer: str | Path | None = None, download: bool = False, generation_config: Literal["auto", "none"] = "auto",
-        approximate: LokiLayers | str | Path | None = None, weights: Weights = "auto",
+        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
+        generation_config: Literal["auto", "none"] = "auto", approximate: LokiLayers | str | Path | None = None,
+        weights: Weights = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
-            deterministic=deterministic, seed=seed, tokenizer=tokenizer, download=download, generation_config=generation_config,
-            approximate=approximate, weights=weights,
+            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
+            generation_config=generation_config, approximate=approximate, weights=weights,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self._default_params = SamplingParams()
@@ -131,6 +140,7 @@ class LLM:
         """Makes an LLM with the settings of `config`."""
         return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})
 
+    @answers_with(ASKED)
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, use_tqdm: bool | None = None,
@@ -164,6 +174,7 @@ class LLM:
                     answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
         return [outputs[place] for place in sorted(outputs)]
 
+    @answers_with(ASKED)
     def chat(
         self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -214,6 +225,7 @@ class LLM:
             f"{engine.max_len:,} tokens per sequence)"
         )
 
+    @answers_with(ASKED)
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:

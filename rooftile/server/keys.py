@@ -5,13 +5,14 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from rooftile.errors import InvalidInput
 
 PREFIX = "rt-"
+SHORTEST = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -58,8 +59,10 @@ def new_key(name: str) -> tuple[str, str]:
     return key, f"{name}:{_digest(key)}"
 
 
-def read_keys(file: Path | None, from_environment: str | None = None) -> Keys:
-    """Reads the file of --api-key-file, and the key of ROOFTILE_API_KEY, whose name is "environment".
+def read_keys(file: Path | None, from_environment: str | None = None, given: Sequence[str] = ()) -> Keys:
+    """Reads the file of --api-key-file, the key of ROOFTILE_API_KEY, whose name is "environment", and those of --api-key.
+
+    The first key of --api-key has the name "command-1", the second "command-2".
 
     Raises:
         InvalidInput: the file cannot be read, holds no key, or has a line that is no name with a digest.
@@ -85,12 +88,14 @@ def read_keys(file: Path | None, from_environment: str | None = None) -> Keys:
             found[name] = digest
         if not found:
             raise InvalidInput(f"--api-key-file {file} holds no key; `rooftile serve --new-key NAME` prints a line for it")
-    if from_environment is not None:
-        if len(from_environment) < 16:
-            raise InvalidInput("ROOFTILE_API_KEY is too short; must have at least 16 characters")
-        if "environment" in found:
-            raise InvalidInput(f"{file} has a key named environment, which is the name of ROOFTILE_API_KEY's; give it another")
-        found["environment"] = _digest(from_environment)
+    others = {} if from_environment is None else {"environment": ("ROOFTILE_API_KEY", from_environment)}
+    others |= {f"command-{number}": ("--api-key", key) for number, key in enumerate(given, 1)}
+    for name, (source, key) in others.items():
+        if len(key) < SHORTEST:
+            raise InvalidInput(f"{source} is too short; must have at least {SHORTEST} characters")
+        if name in found:
+            raise InvalidInput(f"{file} has a key named {name}, which is the name of {source}'s; give it another")
+        found[name] = _digest(key)
     return Keys(found)
 
 

@@ -35,7 +35,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.metrics_prefix)
+        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name)
         self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
         self.engine: RemoteEngine | None = None
@@ -56,7 +56,7 @@ class Service:
         await self.engine.changed.wait()
         if self.engine.ready is None or self.engine.cause is not None:
             return False
-        self.texts = await Texts.load(self.engine.ready.folder)
+        self.texts = await Texts.load(self.engine.ready.folder, self.settings.engine.get("chat_template"))
         ready = self.engine.ready
         self._note(State(free=ready.blocks))
         return True

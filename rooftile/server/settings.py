@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.settings import check_settings
 from rooftile.server import limits
 from rooftile.server.keys import Keys
 
@@ -25,6 +28,7 @@ class ServerSettings:
         keys: the keys that open the server; none lets everybody in.
         open: whether a server without keys may listen on another host than loopback.
         allowed_hosts: Host headers that are answered beside those of loopback.
+        allowed_origins: origins whose pages may ask and read answers, as "https://a.example"; "*" for all.
         max_waiting, max_waiting_tokens: how many answers and prompt tokens may wait.
         max_per_key: how many requests of one key may wait or run; None for any number.
         max_body: the most bytes of a body.
@@ -45,6 +49,7 @@ class ServerSettings:
     keys: Keys = field(default_factory=lambda: Keys({}), repr=False)
     open: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
     max_per_key: int | None = None
@@ -58,6 +63,10 @@ class ServerSettings:
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_settings(self.engine)
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s*,]+", origin):
+                raise InvalidInput(f"--allowed-origins has {origin[:80]!r}; must be *, or origins such as https://a.example")
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", Path(self.model.rstrip("/")).name or self.model)
         if len(self.served_model_name) > limits.NAME_CHARACTERS:
@@ -82,6 +91,28 @@ class ServerSettings:
     def on_loopback(self) -> bool:
         """Whether only programs on this machine can reach the server."""
         return is_loopback(self.host)
+
+
+def origins_of(given: Sequence[str]) -> tuple[str, ...]:
+    """Returns the origins of --allowed-origins: each a word, words with commas, or a list in JSON as vLLM's command takes it.
+
+    Raises:
+        InvalidInput: it begins like JSON, and is no list of texts.
+    """
+    found: list[str] = []
+    for each in given:
+        if not each.lstrip().startswith("["):
+            found += [word.strip() for word in each.split(",") if word.strip()]
+            continue
+        try:
+            listed = json.loads(each)
+        except ValueError:
+            listed = [None]
+        if not all(isinstance(word, str) for word in listed):
+            raise InvalidInput(f"--allowed-origins is {each[:80]!r}; must be a list of texts in JSON")
+        found += listed
+    # a browser sends an origin in small letters, and without a slash at its end
+    return tuple(word.lower().removesuffix("/") for word in found)
 
 
 # asked for every request, nearly always about the same few names

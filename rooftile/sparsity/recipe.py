@@ -8,8 +8,10 @@ from numbers import Integral, Real
 
 from rooftile.errors import InvalidInput
 from rooftile.sparsity.where import check_flag
+from rooftile.words import answers_words
 
 
+@answers_words
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """SR-STE, for `rooftile.qat.prepare(model, sparsity=Recipe())`: a layer multiplies with W * mask, and all of W is trained.

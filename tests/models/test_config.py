@@ -171,7 +171,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("llama", {"head_dim": 5}, "head_dim is 5 and rotary.dim 5; the second must be even, and from 2 to the"),
         ("llama", {"hidden_act": "swish"}, "has hidden_act 'swish'; must be one of gelu, gelu_new"),
         ("llama", {"hidden_act": ["silu"]}, r"has hidden_act \['silu'\]; must be one of"),
-        ("llama", {"dtype": "float8_e4m3fn"}, "has dtype 'float8_e4m3fn'; must be one of float32"),
+        ("llama", {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; must be one of fp32 \\(float32, float\\)"),
         ("llama", {"eos_token_id": "2"}, "has eos_token_id '2'; must be a token's id, or a list of them"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "has rope_type 'dynamic'; supported are default, linear"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "has short_factor None; must be a list of numbers"),

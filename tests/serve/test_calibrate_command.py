@@ -85,7 +85,7 @@ def test_json_says_how_much_variance_the_leading_dimensions_have(run, folder: Pa
         (("--text", "short.txt"), "the text has 2 tokens; must have at least 10"),
         (("--text", "text.txt", "--dims", "0"), "--dims is 0.0; must be above 0 and at most 1"),
         (("--text", "text.txt", "--keep", "1.5"), "--keep is 1.5; must be above 0 and at most 1"),
-        (("--text", "text.txt", "--dtype", "fp8"), "--dtype is 'fp8'; has auto, bf16, fp16, fp32"),
+        (("--text", "text.txt", "--dtype", "fp8"), "--dtype is 'fp8'; must be one of auto, bf16 (bfloat16), fp16"),
         (("--text", "text.txt", "--out", "no/where.pt"), "--out is no/where.pt, where no file can be written"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_a_name_is_looked_up_in_the_cache(cache: Path, peers) -> None:
 
 
 def test_only_download_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{}")
     asked, answers = [], [tmp_path, LocalEntryNotFoundError("offline"), OSError("no\nroute")]
 
     def snapshot_download(name: str, **given) -> str:
@@ -65,7 +67,7 @@ def test_only_download_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(SystemExit) as left:
         main(["generate", NAME, "-p", "a", "--device", "cpu"])
     assert left.value.code == 2
-    assert MISSING in capsys.readouterr().err
+    assert MISSING.replace("download=True", "--download") in capsys.readouterr().err
     assert asked[-1][1]["local_files_only"] is True
     answers.append(tmp_path)
     with pytest.raises(SystemExit):
@@ -75,7 +77,15 @@ def test_only_download_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize("model", ["nowhere", "../a/b", "/a/b", "a/b/c", Path("a/b"), "~/b"])
 def test_a_path_is_no_name(model: str | Path, cache: Path) -> None:
-    assert find_folder(model, download=True) == Path(model)
+    with pytest.raises(InvalidInput, match=f"^{re.escape(str(model))} is not a folder; give one with config.json"):
+        find_folder(model, download=True)
+
+
+def test_a_folder_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert find_folder("a/b", download=True) == Path("a/b")
 
 
 @pytest.fixture

@@ -118,7 +118,8 @@ def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
         ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
         ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be a whole number of at least 1"),
         ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be a whole number of at least 1"),
-        ({"device": "xpu"}, Unsupported, "device is 'xpu'; has \"cuda\" and \"cpu\""),
+        ({"device": "xpu"}, InvalidInput, "device is 'xpu'; must be cpu, cuda or cuda:N"),
+        ({"device": torch.device("xpu")}, Unsupported, "device is 'xpu'; has \"cuda\" and \"cpu\""),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )
@@ -144,7 +145,7 @@ def test_a_decoder_is_what_it_is(peers) -> None:
     with pytest.raises(InvalidInput, match=r"dtype is torch.bfloat16 and the decoder's torch.float32; make it with that dtype"):
         LLM(decoder, dtype=torch.bfloat16, **ROOM)
     with pytest.raises(InvalidInput, match=r"device is meta and the decoder is on cpu; make it there"):
-        LLM(decoder, device="meta", **ROOM)
+        LLM(decoder, device=torch.device("meta"), **ROOM)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_decoder_is_what_it_is(peers) -> None:
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization is '0.9'; must be above 0 and at most 1"),
         ({"num_blocks": 10**14}, "no memory for a cache: 100,000,000,000,000 blocks (num_blocks) of 7,680 bytes take 768,"),
         ({"max_num_seqs": 10**9}, "max_num_seqs is 1,000,000,000; may be at most 65,536"),
-        ({"device": "gpu"}, "device is 'gpu'; must be a device of torch, such as"),
+        ({"device": "gpu"}, "device is 'gpu'; must be cpu, cuda or cuda:N"),
     ],
 )
 def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str, peers) -> None:

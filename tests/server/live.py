@@ -27,6 +27,7 @@ class Server:
 
     def __init__(self, folder: Path | str, *options: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
         self.lines: list[str] = []
+        self.name = Path(folder).name
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rooftile", "serve", str(folder), "--port", "0", *SETTINGS, *options],
             cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
@@ -85,9 +86,9 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns a series' value."""
-        said = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        said = ",".join(f'{key}="{value}"' for key, value in sorted((labels | {"model_name": self.name}).items()))
         text = self.client.get("/metrics").text
-        found = re.search(rf"^rooftile:{name}{re.escape('{' + said + '}') if said else ''} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^rooftile:{name}{re.escape('{' + said + '}')} (\S+)$", text, re.MULTILINE)
         assert found, f"{name} is not in:\n{text}"
         return float(found[1])
 

@@ -45,7 +45,7 @@ class FakeEngine:
 def made(engine: FakeEngine, prompts: int = 2, deadline_s: float = 60.0) -> Answering:
     ready = SimpleNamespace(max_len=100)
     service: Any = SimpleNamespace(
-        check=lambda: (engine, None, ready), live=set(), admission=Admission(9, 99), metrics=Metrics("test")
+        check=lambda: (engine, None, ready), live=set(), admission=Admission(9, 99), metrics=Metrics("test", "tiny")
     )
     ask = Ask(chat=False, prompts=[[5]] * prompts, params={}, salt="", n=1, sampled=1, stream=True)
     return Answering(service, ask, Account(id="abc"), asyncio.get_running_loop().time() + deadline_s)

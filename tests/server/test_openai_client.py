@@ -113,7 +113,7 @@ def test_an_answers_message_goes_back_in_the_next_turn(client) -> None:
     ]
     assert found[0] == found[1] == found[2]
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls is not supported: messages are text"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls is not supported: there are no tools"):
         client.chat.completions.create(**asked, messages=[MESSAGES[0], said.model_dump() | {"tool_calls": calls}])
 
 

@@ -152,7 +152,10 @@ def test_store_is_refused(server) -> None:
         ([{"role": "user", "content": 5}], "a text"), ([{"role": "r" * 129, "content": "x"}], "128 characters"),
         ([{"role": "user", "content": "x"}] * 1025, "at most 1,024"),
         ([{"role": "system", "content": "x"}], "no system here"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}], "a part that is not"),
+        ([{"role": "user", "content": [{"type": "text", "texts": "a"}]}], "a part without a text"),
+        ([{"role": "user", "content": None}], "content is null"), ([{"role": "user", "content": [5]}], "a list of parts"),
+        ([{"role": "user", "content": "a", "name": 5}], "name is 5"),
+        ([{"role": "assistant", "reasoning": {}}], "reasoning is {}"),
     ],
 )  # fmt: skip
 def test_messages_are_checked(server, messages, sentence) -> None:
@@ -163,11 +166,13 @@ def test_messages_are_checked(server, messages, sentence) -> None:
 
 
 def test_a_list_of_text_parts_is_a_text(server) -> None:
-    parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "roof"}]
+    """The parts are joined by newlines, as vLLM joins them."""
+    parts = [{"type": "text", "text": "The", "cache_control": {"type": "ephemeral"}}, {"type": "input_text", "text": "roof"}, "!"]
     found = [
         server.post(
             CHATS, {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 4}
         ).json()
-        for content in (parts, "The roof")
+        for content in (parts, "The\nroof\n!")
     ]
     assert found[0]["choices"] == found[1]["choices"]
+    assert found[0]["usage"]["prompt_tokens"] == found[1]["usage"]["prompt_tokens"]

@@ -214,21 +214,21 @@ def test_warmup_runs_each_case_once(run) -> None:
             ("bench", "attention", "--case", "mha", "--backend", "nope"),
             "no backend or peer is called 'nope'; has rooftile",
         ),
-        (("bench", "attention", "--case", "mha", "--phase", "both"), "phase is 'both'; must be fwd or bwd"),
-        (("bench", "attention", "--case", "mha", "--rounds", "0"), "rounds is 0; must be at least 1"),
+        (("bench", "attention", "--case", "mha", "--phase", "both"), "--phase is 'both'; must be fwd or bwd"),
+        (("bench", "attention", "--case", "mha", "--rounds", "0"), "--rounds is 0; must be at least 1"),
         (("bench", "attention", "--backend", "", "--peers", ""), "bench got nothing to time"),
         (("bench", "serving", "--workload", "W12"), "no workload is called 'W12'; has W1, W2, W3"),
         (("bench", "engine", "--case", "nope"), "bench engine has no case 'nope'; has start, W1, W10"),
         (("bench", "overhead", "--case", "nope"), "bench overhead has no case 'nope'; has host, d64-causal-512"),
-        (("bench", "serving", "--model", "nope"), "model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
+        (("bench", "serving", "--model", "nope"), "--model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
-        (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),
+        (("doctor", "--device", "tpu"), "--device is 'tpu'; must be cpu, cuda or cuda:N"),
         (("warmup",), "warmup got no case; name some with --case or --tag"),
         (("generate", "folder"), "generate got no prompt; give one with -p or --prompt-file"),
         (("generate", "no-such-folder", "-p", "a"), "no-such-folder is not a folder; give one with config.json and"),
-        (("generate", "folder", "-p", "a", "--temperature", "-1"), "temperature is -1.0; must be a finite number of at least 0"),
-        (("generate", "folder", "-p", "a", "--beam-width", "2", "--top-k", "5"), "top_k is 5 with beam_width 2; a search draws"),
-        (("generate", "folder", "-p", "a", "--dtype", "fp4"), "--dtype is 'fp4'; has auto, bf16, fp16, fp32"),
+        (("generate", "folder", "-p", "a", "--temperature", "-1"), "--temperature is -1.0; must be a finite number"),
+        (("generate", "folder", "-p", "a", "--beam-width", "2", "--top-k", "5"), "--top-k is 5 with --beam-width 2; a"),
+        (("generate", "folder", "-p", "a", "--dtype", "fp4"), "--dtype is 'fp4'; must be one of auto, bf16 (bfloat16), fp16"),
         (("generate", "folder", "--prompt-file", "no-such-file"), "--prompt-file no-such-file cannot be read: No such file"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -245,7 +245,7 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(run, words: tuple[str, 
 def test_no_cuda_is_one_sentence_and_exit_code_2(run) -> None:
     code, _, err = run("bench", "attention", "--device", "cuda")
     assert code == 2
-    assert err.startswith("rooftile: device is 'cuda', and torch finds no CUDA device here; use cpu")
+    assert err.startswith("rooftile: --device is 'cuda', and torch finds no CUDA device here; use cpu")
 
 
 def test_the_module_is_the_command() -> None:

@@ -18,7 +18,7 @@ PACKAGE = Path(rooftile.__file__).parent
 FLOORS = {
     # below all floors: every floor may raise an error, and every package may have late names
     "errors": -1, "late_names": -1,
-    "hardware": 0, "hopper": 0, "launch": 0, "words": 0,
+    "dtypes": 0, "hardware": 0, "hopper": 0, "launch": 0, "words": 0,
     "masks": 1, "blocks": 1, "precision": 1, "operators": 1,
     "spec": 2, "numerics": 2, "sparsity": 2,
     "reference": 3, "cases": 3, "cost": 3, "fused": 3, "matmul": 3,

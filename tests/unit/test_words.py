@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import rooftile as rt
 from rooftile import numerics, words
+from rooftile.models import Decoder
+from rooftile.serve import LLM, AsyncEngine, EngineConfig
 from tests.integrations.test_flash_attn import SIGNATURES
 
 Q = torch.randn(1, 4, 2, 16)
@@ -155,3 +157,68 @@ def test_what_an_answer_tells_to_write_exists() -> None:
 def test_a_compiled_call_with_the_wrapper_has_one_graph() -> None:
     compiled = torch.compile(lambda q: rt.attention(q, q, q, rt.CAUSAL), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(Q), rt.attention(Q, Q, Q, rt.CAUSAL))
+
+
+# modules whose public functions and classes people call by keyword
+HOMES = (
+    "rooftile", "rooftile.approximate", "rooftile.fused", "rooftile.kvcache", "rooftile.models",
+    "rooftile.nn", "rooftile.numerics", "rooftile.optim", "rooftile.qat", "rooftile.serve", "rooftile.sparsity",
+)  # fmt: skip
+# what functions return or raise, what is internal to the engine, and protocols
+NOT_CALLED = {
+    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "QuantisedWeight", "TwoFour", "QuantisedLinear", "SparseLinear",
+    "Status", "BlockScaled", "Format", "Granularity", "QuantisedQKV", "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable",
+    "Copy", "Rotation", "CompletionOutput", "RequestOutput", "EngineStats", "Logprob", "Members", "Method", "Attend", "Norm",
+    "add_norm", "linear", "normalise", "rotate", "runs_on", "decode", "encode",
+}  # fmt: skip
+
+
+def test_every_public_function_answers_a_wrong_keyword() -> None:
+    asked = []
+    for home in HOMES:
+        module = importlib.import_module(home)
+        for name in module.__all__:
+            call = getattr(module, name)
+            if name in NOT_CALLED or not callable(call):
+                continue
+            asked.append(name)
+            # what is required comes first, or Python would miss it first
+            required = [
+                each for each in inspect.signature(call).parameters.values() if each.default is each.empty and each.kind < 2
+            ]
+            with pytest.raises(rt.InvalidInput, match=f"{name} has no argument '?no_such_word") as raised:
+                call(*(None for _ in required), no_such_word=1)
+            assert str(raised.value).count("\n") == 0
+    assert {"LLM", "SamplingParams", "Window", "merge", "enable", "Pages", "BlockPool", "Decoder", "ModelConfig"} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: rt.SamplingParams(max_token=3), "SamplingParams has no argument max_token: did you mean max_tokens?"),
+        (lambda: rt.Window(3, rigth=1), "Window has no argument rigth: did you mean right?"),
+        (lambda: rt.Window(size=3), "Window has no argument size: it has left, right"),
+        # a word of other libraries, for an argument that is not there
+        (lambda: rt.merge([], dropout_p=1), "merge has no argument dropout_p: it has parts"),
+        (lambda: rt.qat.save(None, "x", format="int4"), "save has no argument format: it has model, folder, layout"),
+        (lambda: LLM.generate(None, "x", max_tokens=3), "LLM.generate has no argument max_tokens: write SamplingParams(max"),
+        (lambda: LLM.chat(None, [], tools=[]), "LLM.chat has no argument tools: there are no tools; ask for JSON with"),
+        (lambda: LLM.stream(None, "x", lora_request=1), "LLM.stream has no argument lora_request: adapters are not read"),
+        (lambda: AsyncEngine.complete(None, "x", stop="."), "AsyncEngine.complete has no argument stop: write Sampling"),
+        (lambda: Decoder.random(None, sed=1), "Decoder.random has no argument sed: did you mean seed?"),
+        (lambda: rt.integrations.enabled(backends="x"), "enabled has no argument backends: did you mean backend?"),
+        (lambda: EngineConfig(max_num_seq=3), "EngineConfig has no argument max_num_seq: did you mean max_num_seqs?"),
+    ],
+)
+def test_a_slip_of_the_pen_is_one_sentence(call: Any, sentence: str) -> None:
+    with pytest.raises(rt.InvalidInput) as raised:
+        call()
+    assert str(raised.value).startswith(sentence)
+
+
+def test_compiled_programs_make_masks_and_merge() -> None:
+    def program(q: torch.Tensor) -> torch.Tensor:
+        near = rt.attention_with_lse(q, q, q, rt.CAUSAL & rt.Window(left=2))
+        return rt.merge([near, rt.attention_with_lse(q, q, q)])[0]
+
+    torch.testing.assert_close(torch.compile(program, backend="eager", fullgraph=True)(Q), program(Q))

@@ -30,12 +30,13 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
 from rooftile.reference.approximate import loki as definition
 from rooftile.validate import shown
-from rooftile.words import answers_foreign_words
+from rooftile.words import answers_foreign_words, answers_words
 
 FORMAT = "rooftile loki 1"
 UNITS = ("token", "page")
 
 
+@answers_words
 @dataclass(frozen=True, eq=False, repr=False)
 class Loki:
     """The rotation of a layer's keys, and how much is read: made by `Loki.fit` or `Loki.load`.

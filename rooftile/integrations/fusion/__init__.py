@@ -81,6 +81,7 @@ def fuse(model: nn.Module, *, logits: bool = False, verbose: bool = True) -> Fus
     return done
 
 
+@answers_foreign_words
 def unfuse(model: nn.Module) -> int:
     """Undoes `fuse`: every module has the class that it had. Returns how many modules were fused.
 

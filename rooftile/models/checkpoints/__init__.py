@@ -2,6 +2,7 @@
 
     weights    plain tensors into a decoder's parameters
     places     the parameters' names in a checkpoint
+    folder     what is a checkpoint's folder, and what is none
     methods    the ways of quantising that are read, and what to do with the others
     plan       the argument `weights=`: what is quantised, to which format
     formats    the words for formats, and weights in them

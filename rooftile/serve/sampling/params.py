@@ -184,9 +184,9 @@ class SamplingParams:
             raise InvalidInput(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it must not be more")
 
     def _check_stops(self, stops: tuple[str, ...]) -> None:
-        if len(stops) > MOST_STOPS or len(self.stop_token_ids) > MOST_STOPS:
-            count = max(len(stops), len(self.stop_token_ids))
-            raise InvalidInput(f"there are {count} stops; there may be at most {MOST_STOPS}")
+        for what, given in (("stops", stops), ("stop_token_ids", self.stop_token_ids)):
+            if len(given) > MOST_STOPS:
+                raise InvalidInput(f"there are {len(given)} {what}; there may be at most {MOST_STOPS}")
         for stop in stops:
             if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
                 shown = repr(stop) if not isinstance(stop, str) or not stop else f"{len(stop)} characters long"

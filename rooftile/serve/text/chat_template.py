@@ -7,18 +7,22 @@ for a limited number of steps. It finds there what Transformers gives to templat
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 
 # lines of compiled templates; a thousand messages take some 30,000
 MOST_STEPS = 1_000_000
+# the types of parts that are text, in OpenAI's two APIs
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def render(
@@ -41,11 +45,12 @@ def render(
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
+    written_as = [_with_text(message) for message in messages]
     try:
         program = _compiled(template)
         with _limited(MOST_STEPS):
             written: str = program.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=add_generation_prompt, **named
+                messages=written_as, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **named
             )
     except ImportError:
         raise InvalidInput("a chat template needs the package jinja2; pip install jinja2") from None
@@ -54,6 +59,60 @@ def render(
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
     return written
+
+
+def text_of(content: object, where: str = "content") -> str:
+    """Returns the content of a message as the text that a template writes.
+
+    Parts of text are joined by newlines, as vLLM joins them, and null is no text; a template would write its Python words.
+
+    Raises:
+        InvalidInput: it is neither a text, nor null, nor a list of parts.
+        Unsupported: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple) or not all(isinstance(part, str | dict) for part in content):
+        raise InvalidInput(f"{where} must be a text, or a list of parts of type text")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if part.get("type", "text") not in TEXT_PARTS:
+            kind = repr(str(part["type"])[:40])
+            raise Unsupported(f"{where} has a part of type {kind}; a model reads text, and nothing is fetched")
+        if not isinstance(part.get("text"), str):
+            raise InvalidInput(f"{where} has a part without a text; must be {{type, text}}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose content is a text."""
+    content = message.get("content")
+    # where there are tool calls a template looks for null
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    return message | {"content": text_of(content, "a message's content")}
+
+
+def template_of(value: str | Path, name: str = "chat_template") -> str:
+    """Returns a chat template: the text of a file, or a text that is a template itself, as vLLM takes both.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if not isinstance(value, str | Path):
+        raise InvalidInput(f"{name} is {value!r}; must be a file with a chat template, or its text")
+    is_text = isinstance(value, str) and ("{" in value or "\n" in value)
+    if is_text:
+        return str(value)
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "it is no text in UTF-8"
+        raise InvalidInput(f"{name} is {str(value)!r}, which cannot be read: {why}; give a file, or a template's text") from None
 
 
 @lru_cache(maxsize=8)

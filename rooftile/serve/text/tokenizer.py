@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.text.chat_template import render
+from rooftile.serve.text.chat_template import render, template_of
 from rooftile.serve.text.tokenizer_files import (
     NAMED,
     add_tokens,
@@ -81,12 +81,15 @@ class Tokenizer:
         core.no_padding()
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, place: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls, path: str | Path, *, place: str | None = None, template: str | Path | None = None
+    ) -> Tokenizer:  # fmt: skip
         """Loads the tokenizer of a checkpoint folder: tokenizer.json, or older files through Transformers.
 
         Args:
             path: the folder.
             place: how error messages about prompts name it; None names the folder.
+            template: a chat template in place of the folder's: a file, or its text.
 
         Raises:
             InvalidInput: the folder has no tokenizer, or one that needs code from the folder.
@@ -95,8 +98,9 @@ class Tokenizer:
         if not folder.is_dir():
             raise InvalidInput(f"{folder} is not a folder; a tokenizer is read from a checkpoint's folder")
         eos_ids = token_ids(read_optional(folder / "generation_config.json").get("eos_token_id"))
+        own = None if template is None else template_of(template)
         if not (folder / "tokenizer.json").is_file():
-            return _through_transformers(folder, eos_ids, place)
+            return _through_transformers(folder, eos_ids, place, own)
         settings = read_settings(folder)
         named = {name: spelling(settings[name]) for name in NAMED if settings.get(name)}
         core = read_core(folder / "tokenizer.json")
@@ -105,7 +109,7 @@ class Tokenizer:
         return cls(
             core,
             named=named,
-            template=read_template(folder, settings),
+            template=read_template(folder, settings) if own is None else own,
             cleans_up=settings.get("clean_up_tokenization_spaces") is True,
             eos_ids=eos_ids,
             place=str(folder) if place is None else place,
@@ -298,7 +302,7 @@ def _cleaned(text: str) -> str:
     return text
 
 
-def _through_transformers(folder: Path, eos_ids: tuple[int, ...], place: str | None) -> Tokenizer:
+def _through_transformers(folder: Path, eos_ids: tuple[int, ...], place: str | None, own: str | None) -> Tokenizer:
     """Loads a folder without tokenizer.json: one with a sentencepiece model, or with a vocabulary and merges."""
     refusal = f"{folder} has no tokenizer.json"
     try:
@@ -316,7 +320,7 @@ def _through_transformers(folder: Path, eos_ids: tuple[int, ...], place: str | N
         raise InvalidInput(
             f"{refusal}, and {type(theirs).__name__} of Transformers is not a fast tokenizer; save it as one"
         )
-    template = theirs.chat_template
+    template = theirs.chat_template if own is None else own
     return Tokenizer(
         core,
         named=theirs.special_tokens_map,

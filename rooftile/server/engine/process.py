@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve.settings import FLAGS
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.pauses import freeze_garbage
 from rooftile.server.engine.wire import FrameReader, frame
 from rooftile.server.observe.log import log, start_log
+from rooftile.words import rename
 
 if TYPE_CHECKING:
     from rooftile.serve.llm import LLM
@@ -87,18 +89,14 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
             link.send(Reading(told))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
-    from rooftile.hardware.device import device_of
     from rooftile.models.checkpoints.weights import reading_told
     from rooftile.serve.checkpoint import find_folder
     from rooftile.serve.llm import LLM
     from rooftile.server.engine.loop import Loop
-    from rooftile.spec import DTYPES
 
-    # the command's words: the server's process has no torch to read them with
-    dtype, device = settings.pop("dtype", "auto"), device_of(settings.pop("device", "auto"))
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     with reading_told(tell):
-        llm = LLM(model, dtype=DTYPES.get(dtype, dtype), device=device, **settings)
+        llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()
     link.send(ready_message(llm, folder))
@@ -117,7 +115,8 @@ def main() -> None:
     try:
         serve(link, settings)
     except (InvalidInput, Unsupported) as error:
-        link.send(Failed(str(error), wrong=True))
+        # whoever reads it has typed flags
+        link.send(Failed(rename(str(error), FLAGS), wrong=True))
     except Exception as error:
         log.exception("the engine has failed")
         link.send(Failed(f"{type(error).__name__}: {error}"))

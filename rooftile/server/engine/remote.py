@@ -147,12 +147,12 @@ class RemoteEngine:
             code = await asyncio.to_thread(self.process.wait)
             self._end(f"the engine's process has ended {'by signal' if code < 0 else 'with code'} {abs(code)}")
         except (OSError, WireError) as error:
-            self._end(f"the connection to the engine has failed: {error}")
+            self._end("the connection to the engine has failed", f": {error}")
             self.process.kill()
         except Exception as error:
             # whatever went wrong, no client may wait until the engine seems to stall
             log.exception("a message of the engine could not be taken")
-            self._end(f"a message of the engine could not be taken: {type(error).__name__}")
+            self._end("a message of the engine could not be taken", f": {type(error).__name__}")
             self.process.kill()
 
     async def _watch(self) -> None:
@@ -211,11 +211,11 @@ class RemoteEngine:
         if told is not None:
             told()
 
-    def _end(self, cause: str) -> None:
-        """Tells every caller that the engine answers no more."""
+    def _end(self, cause: str, exception: str = "") -> None:
+        """Tells every caller that the engine answers no more; the log alone has the words of an exception."""
         if self.cause is not None:
             return
-        self.cause, self.detail = cause, self.detail or cause
+        self.cause, self.detail = cause, self.detail or cause + exception
         if self._writer is not None:
             self._writer.close()
         calls, self._calls = list(self._calls.values()), {}

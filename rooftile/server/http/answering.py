@@ -78,7 +78,7 @@ class Answering:
         except TimeoutError:
             raise late(self._began) from None
         except InvalidInput as error:
-            refusal = refusal_of(error, _FIELDS)
+            refusal = refusal_of(error, _FIELDS, self.ask.names)
             refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
             raise refusal from None
         except EngineRefused as error:
@@ -86,14 +86,17 @@ class Answering:
                 log.error("request %s: %s", self._account.id, error)
                 raise mistake(self._account.id) from None
             if str(error).startswith("the grammar"):
-                raise Refusal("invalid_grammar", str(error), param=self.ask.grammar_field) from None
-            raise refusal_of(error, _FIELDS) from None
+                raise Refusal("invalid_grammar", str(error), param=self.ask.names.get("structured")) from None
+            raise refusal_of(error, _FIELDS, self.ask.names) from None
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None
 
     async def _send(self, engine: RemoteEngine) -> None:
         ask, sizes = self.ask, [len(each) for each in self.tokens]
         longest = self._service.check()[2].max_len
+        asked = ask.params.get("max_tokens")
+        if asked is not None and asked > longest - max(sizes):
+            self.usage.max_tokens = max(longest - max(sizes), 0)
         if max(sizes) >= longest:
             why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
             raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
@@ -172,7 +175,7 @@ class Answering:
         if news.error is not None:
             metrics.note_end("error")
             if news.error.startswith("the answer's grammar"):
-                raise Refusal("invalid_grammar", news.error)
+                raise Refusal("invalid_grammar", news.error, param=self.ask.names.get("structured"))
             log.error("request %s: %s", account.id, news.error)
             raise mistake(account.id)
         if news.cached != self._cached.get(place):

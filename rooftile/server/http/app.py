@@ -21,7 +21,8 @@ from rooftile.server.http.body import read_object
 from rooftile.server.http.envelope import Envelope
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
-from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask, read_messages
+from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask
+from rooftile.server.http.openai.conversation import read_messages
 from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
 from rooftile.server.http.openai.gathered import Answer, best
@@ -169,8 +170,10 @@ class Routes:
         try:
             await unless_gone(request.receive, answering.begin())
             if ask.stream:
-                return EventStream(events_of(answering, objects, account), answering.close, account)
-            return json_answer(await unless_gone(request.receive, whole(answering, objects)))
+                events = events_of(answering, objects, account)
+                return EventStream(events, answering.close, account, answering.usage.headers())
+            found = await unless_gone(request.receive, whole(answering, objects))
+            return json_answer(found, headers=answering.usage.headers())
         except BaseException:
             answering.close()
             raise

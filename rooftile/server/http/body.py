@@ -17,6 +17,8 @@ T = TypeVar("T")
 # so much of a body that is too long is read and thrown away, so that its sender reads the answer
 THROWN_AWAY = 4
 _NESTS = {dict, list}
+# what programs send that name no content type: nothing, or what `curl -d` writes by itself
+_OF_CURL = ("", "application/x-www-form-urlencoded")
 
 
 class ClientGone(Exception):
@@ -83,7 +85,8 @@ async def read_object(request: Request, bodies: Bodies, read: Callable[[dict[str
 def _check_kind(request: Request, most: int) -> None:
     """Refuses by its headers what will not be read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    # a page of elsewhere may send the others without asking, and a browser then names its origin
+    if kind != "application/json" and (kind not in _OF_CURL or "origin" in request.headers):
         raise Refusal("not_json", f"the content type is {kind[:80]!r}; must be application/json")
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rooftile.server import limits
 from rooftile.server.http.body import ClientGone
-from rooftile.server.http.guard import check_host
+from rooftile.server.http.guard import Headers, Origins, check_host
 from rooftile.server.observe.log import Account, log, tell
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
@@ -36,6 +36,7 @@ class Envelope:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._origins = Origins(service.settings.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -47,9 +48,13 @@ class Envelope:
         account = Account(given if _WORD.fullmatch(given) else secrets.token_hex(12), scope["method"], scope["path"][:128])
         scope.setdefault("state", {})["account"] = account
         began = time.monotonic()
-        talk = _Talk(account, receive, send, closes=b"expect" in headers)
+        talk = _Talk(account, receive, send, closes=b"expect" in headers, more=self._origins.headers(headers))
         try:
             self._check(scope, given)
+            preflight = self._origins.preflight(scope["method"], headers)
+            if preflight is not None:
+                await talk.answer(204, preflight)
+                return
             await self._app(scope, talk.receive, talk.send)
         except ClientGone:
             account.end = account.end or "gone"
@@ -86,7 +91,7 @@ class Envelope:
 
     def _finish(self, account: Account) -> None:
         if account.status >= 400:
-            self._service.metrics.rejected.labels(account.end or "other").inc()
+            self._service.metrics.note_refusal(account.end or "other")
         if account.prompt_tokens:
             self._service.metrics.note_request(account)
         # an orchestra of probes asks every second
@@ -102,27 +107,34 @@ class _Talk:
         receive, send: the client's end.
         closes: whether the client asks before it sends its body. Unless it is told to, it sends none, and its next request would
             be read as the body.
+        more: headers of the answer.
     """
 
-    def __init__(self, account: Account, receive: Receive, send: Send, *, closes: bool) -> None:
+    def __init__(self, account: Account, receive: Receive, send: Send, *, closes: bool, more: Headers) -> None:
         self.complete = False
         self._account = account
         self._receive = receive
         self._send = send
         self._closes = closes
+        self._more = more
 
     async def receive(self) -> Message:
         """Returns the client's next message."""
         self._closes = False
         return await self._receive()
 
+    async def answer(self, status: int, headers: Headers) -> None:
+        """Sends an answer without a body."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b""})
+
     async def send(self, message: Message) -> None:
         """Sends a message to the client."""
         self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         if message["type"] == "http.response.start":
             self._account.status = message["status"]
-            own = [(b"x-request-id", self._account.id.encode()), *_HEADERS]
-            message["headers"] = [*message.get("headers", ()), *own, *([(b"connection", b"close")] if self._closes else ())]
+            headers = [*message.get("headers", ()), (b"x-request-id", self._account.id.encode()), *_HEADERS, *self._more]
+            message["headers"] = [*headers, *([(b"connection", b"close")] if self._closes else ())]
         await self._send(message)
 
 

@@ -1,8 +1,8 @@
-"""Who may come in: the one dependency of the application, so that no route is forgotten."""
+"""Who may come in: keys, by the one dependency of the application, so that no route is forgotten; hosts; and pages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -10,6 +10,12 @@ from starlette.requests import Request
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings, is_loopback
+
+Headers = list[tuple[bytes, bytes]]
+
+# seconds for which a browser remembers what it was told
+_REMEMBERED = b"600"
+_SHOWN = b"x-request-id, x-max-tokens, retry-after"
 
 
 def check_host(host: str, settings: ServerSettings) -> None:
@@ -57,3 +63,42 @@ class Guard:
             why = "the request has no valid API key; send it as Authorization: Bearer KEY"
             raise Refusal("invalid_api_key", why, headers={"WWW-Authenticate": "Bearer"})
         request.state.account.key = name
+
+
+class Origins:
+    """The origins whose pages may send requests from a browser and read their answers (CORS).
+
+    Args:
+        allowed: origins such as "https://a.example", or "*"; none for no page.
+    """
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = frozenset(each.encode() for each in allowed)
+
+    def headers(self, asked: Mapping[bytes, bytes]) -> Headers:
+        """Returns the headers that let the page which has sent a request read its answer.
+
+        Args:
+            asked: the request's headers.
+        """
+        if not self._allowed:
+            return []
+        # a cache must not give one page's answer to another
+        found = [(b"vary", b"origin")]
+        origin = asked.get(b"origin")
+        if origin is not None and (b"*" in self._allowed or origin.lower() in self._allowed):
+            found += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", _SHOWN)]
+        return found
+
+    def preflight(self, method: str, asked: Mapping[bytes, bytes]) -> Headers | None:
+        """Returns what a preflight is answered beside `headers`; None if it is none, or of a page that may not ask."""
+        is_allowed = len(self.headers(asked)) > 1
+        if method != "OPTIONS" or b"access-control-request-method" not in asked or not is_allowed:
+            return None
+        found = [(b"access-control-allow-methods", b"GET, HEAD, POST"), (b"access-control-max-age", _REMEMBERED)]
+        # browsers take no * for Authorization, so what is asked for is named
+        if b"access-control-request-headers" in asked:
+            found.append((b"access-control-allow-headers", asked[b"access-control-request-headers"]))
+        if b"access-control-request-private-network" in asked:
+            found.append((b"access-control-allow-private-network", b"true"))
+        return found

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio.events import TimerHandle
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from rooftile.server import limits
 from rooftile.server.refusals import Refusal
+
+# the first bytes of every answer, and the seconds before each
+_STEPS = (
+    (b"H", 0.0), (b"T", 0.05), (b"T", 0.45), (b"P", 1.0), (b"/", 2.0), (b"1", 4.0), (b".", 8.0), (b"1", 16.0), (b" ", 32.0),
+)  # fmt: skip
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -25,6 +31,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _refusal: Refusal | None = None
+    _half_closed: HalfClosed | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes a connection, or closes it if there are too many."""
@@ -39,6 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Forgets the connection, and tells every request on it."""
         self._disarm()
         self._forget_reader()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         # uvicorn tells the newest request only; a client may have sent it before the answer to an earlier one
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -61,6 +70,17 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._timer is None and self._is_quiet():
             # the rest of a body that was refused unread may not take for ever
             self._arm()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for the answers to what has come whole, though its client sends no more."""
+        unanswered = [each for each in self._cycles if not each.response_complete]
+        if not unanswered or self.cycle.more_body or self._refusal is not None:
+            return False
+        # with the last answer the connection ends
+        self.cycle.keep_alive = False
+        if not unanswered[0].response_started:
+            self._half_closed = HalfClosed(self.transport, unanswered[0], self.loop)
+        return True
 
     def on_message_begin(self) -> None:
         """Begins a request: its head must be complete in time."""
@@ -174,3 +194,51 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+class HalfClosed:
+    """Finds out whether a client that sends no more still reads: sends the beginning of its answer ahead, byte by byte.
+
+    A client that has shut down its sending half waits for its answer. One that has closed the whole connection looks the same,
+    until something is sent to it and comes back as an error. So the first bytes of the answer are sent ahead, one by one: every
+    answer begins with them. Who is gone is noticed by the second byte, and its request ends; who still reads finds nothing odd.
+
+    Args:
+        transport: the connection.
+        cycle: the request that is answered next.
+        loop: the event loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._cycle = cycle
+        self._loop = loop
+        self._sent = 0
+        self._timer: TimerHandle | None = None
+        # the answer itself is written to this object
+        cycle.transport = self  # type: ignore[assignment]
+        self._step()
+
+    def write(self, data: bytes) -> None:
+        """Sends what has not been sent ahead."""
+        self.stop()
+        self._transport.write(data[self._sent :])
+        self._sent = 0
+        self._cycle.transport = self._transport
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a part of the transport."""
+        return getattr(self._transport, name)
+
+    def stop(self) -> None:
+        """Sends no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _step(self) -> None:
+        # to write to a connection that was reset closes it, of which the request is told
+        self._transport.write(_STEPS[self._sent][0])
+        self._sent += 1
+        if self._sent < len(_STEPS):
+            self._timer = self._loop.call_later(_STEPS[self._sent][1], self._step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -42,15 +42,19 @@ class EventStream(Response):
         events: the events.
         close: called at the end, whatever it is.
         account: the request's.
+        headers: headers of the answer.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], account: Account) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], account: Account,
+        headers: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.init_headers({"X-Accel-Buffering": "no"})
+        self.init_headers({"X-Accel-Buffering": "no"} | dict(headers))
         self._events = events
         self._close = close
         self._account = account

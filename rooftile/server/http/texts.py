@@ -40,12 +40,12 @@ class Texts:
         self._queued = 0
 
     @classmethod
-    async def load(cls, folder: str | None) -> Texts:
-        """Loads the tokenizer of a folder, in a thread."""
+    async def load(cls, folder: str | None, template: str | None = None) -> Texts:
+        """Loads the tokenizer of a folder, in a thread; `template` takes the place of its chat template."""
         if folder is None:
             return cls(None)
         with ThreadPoolExecutor(1, "loader") as thread:
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder))
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns a text's token ids."""
@@ -155,11 +155,11 @@ class AnswerTexts:
                 piece.text = text.take()
 
 
-def _load(folder: str) -> Tokenizer:
+def _load(folder: str, template: str | None) -> Tokenizer:
     """Loads a tokenizer; called in a thread that ends with it."""
     from rooftile.serve.text.tokenizer import LONG, Tokenizer
 
-    tokenizer = Tokenizer.from_folder(Path(folder), place="the checkpoint")
+    tokenizer = Tokenizer.from_folder(Path(folder), place="the checkpoint", template=template)
     # the tokenizer's own threads, which encode long texts, begin here and inherit this thread's priority
     give_way()
     tokenizer.encode("a " * LONG)

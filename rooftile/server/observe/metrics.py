@@ -1,6 +1,7 @@
-"""Prometheus's series. Those that vLLM has, too, have its names after the prefix, so that its dashboards carry over.
+"""Prometheus's series. Those of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
 
-No label has a value that a client chose, so clients cannot make new series.
+Each has the label `model_name`, the name of the served model. No label has a value that a client chose, so clients cannot make
+new series.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from rooftile.server.engine.messages import State
 from rooftile.server.observe.log import Account
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ("model_name",)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _ENDS = ("stop", "length", "abort", "error")
+# series that count the same in vLLM, with the endings that Prometheus adds. The page docs/how-to/run-a-server.md lists them
+LIKE_VLLM = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total", "generation_tokens_total",
+    "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "request_success_total",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+)  # fmt: skip
 
 
 class Metrics:
@@ -21,18 +29,20 @@ class Metrics:
 
     Args:
         prefix: the first word of each name.
+        model: the name of the served model.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, model: str) -> None:
         self._registry = CollectorRegistry()
         self._prefix = prefix
+        self._model = model
         self._seen = State()
         self.running = self._gauge("num_requests_running", "answers that run")
         self.waiting = self._gauge("num_requests_waiting", "answers that wait")
         self.queued = self._gauge("queued_prompt_tokens", "prompt tokens that wait")
         self.usage = self._gauge("kv_cache_usage_perc", "share of the KV cache's blocks that answers hold, from 0 to 1")
         self.waste = self._gauge("kv_waste_ratio", "share of the slots in used blocks that hold no token")
-        self.blocks = Gauge(f"{prefix}:kv_blocks", "blocks of the KV cache", ["state"], registry=self._registry)
+        self.blocks = Gauge(f"{prefix}:kv_blocks", "blocks of the KV cache", [*_LABELS, "state"], registry=self._registry)
         self.lag = self._histogram("loop_lag_seconds", "how late the server's event loop was, twenty times per second", _SHORT)
         self.up = self._gauge("engine_up", "whether the engine answers requests")
         self.prompt = self._counter("prompt_tokens", "tokens of prompts")
@@ -41,16 +51,18 @@ class Metrics:
         self.queries = self._counter("prefix_cache_queries", "prompt tokens that were looked up in the prefix cache")
         self.hits = self._counter("prefix_cache_hits", "prompt tokens that the prefix cache had")
         self.ended = Counter(
-            f"{prefix}:request_success", "answers that ended", ["finished_reason"], registry=self._registry
+            f"{prefix}:request_success", "answers that ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
-        self.rejected = Counter(f"{prefix}:rejected", "requests that were refused", ["reason"], registry=self._registry)
+        self.rejected = Counter(
+            f"{prefix}:rejected", "requests that were refused", [*_LABELS, "reason"], registry=self._registry
+        )
         self.first = self._histogram("time_to_first_token_seconds", "from a request to its first token", _LONG)
         self.gaps = self._histogram("inter_token_latency_seconds", "between neighbouring tokens of an answer", _SHORT)
         self.whole = self._histogram("e2e_request_latency_seconds", "from a request to its last token", _LONG)
         self.step = self._histogram("step_seconds", "one step of the engine", _SHORT)
         self.host = self._histogram("host_step_seconds", "the work of the engine's process beside a step", _SHORT)
         for end in _ENDS:
-            self.ended.labels(end)
+            self.ended.labels(model, end)
 
     def note_state(self, state: State) -> None:
         """Takes the engine's state after a step."""
@@ -59,7 +71,7 @@ class Metrics:
         self.usage.set(state.used / max(1, state.used + state.free + state.cached))
         self.waste.set(state.waste)
         for name in ("free", "used", "cached"):
-            self.blocks.labels(name).set(getattr(state, name))
+            self.blocks.labels(self._model, name).set(getattr(state, name))
         self.preemptions.inc(state.preemptions - seen.preemptions)
         self.queries.inc(state.prefix_queries - seen.prefix_queries)
         self.hits.inc(state.prefix_hits - seen.prefix_hits)
@@ -69,7 +81,11 @@ class Metrics:
 
     def note_end(self, end: str) -> None:
         """Counts an answer that has ended."""
-        self.ended.labels(end if end in _ENDS else "error").inc()
+        self.ended.labels(self._model, end if end in _ENDS else "error").inc()
+
+    def note_refusal(self, reason: str) -> None:
+        """Counts a request that was refused."""
+        self.rejected.labels(self._model, reason).inc()
 
     def note_request(self, account: Account) -> None:
         """Counts the prompt and the time of a request that the engine has taken."""
@@ -83,10 +99,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, said: str) -> Gauge:
-        return Gauge(f"{self._prefix}:{name}", said, registry=self._registry)
+        return Gauge(f"{self._prefix}:{name}", said, _LABELS, registry=self._registry).labels(self._model)
 
     def _counter(self, name: str, said: str) -> Counter:
-        return Counter(f"{self._prefix}:{name}", said, registry=self._registry)
+        return Counter(f"{self._prefix}:{name}", said, _LABELS, registry=self._registry).labels(self._model)
 
     def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{self._prefix}:{name}", said, buckets=buckets, registry=self._registry)
+        return Histogram(f"{self._prefix}:{name}", said, _LABELS, buckets=buckets, registry=self._registry).labels(self._model)

@@ -96,7 +96,7 @@ async function send() {
 function series(text) {
   const found = {};
   for (const line of text.split("\n")) {
-    const match = /^\w+:(\w+)(?:\{state="(\w+)"\})? (\S+)$/.exec(line);
+    const match = /^\w+:(\w+)\{model_name=".*?(?:",state="(\w+))?"\} (\S+)$/.exec(line);
     if (match) found[match[2] ? `${match[1]}.${match[2]}` : match[1]] = Number(match[3]);
   }
   return found;

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve.settings import FLAGS
 from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
-from rooftile.server.http.openai.fields import read_form, read_part
+from rooftile.server.http.openai.conversation import read_messages
+from rooftile.server.http.openai.fields import read_part
 from rooftile.server.http.openai.forms import (
     ChatForm,
     CompletionForm,
-    Message,
     Sampling,
     StreamOptions,
     StructuredOutputs,
@@ -22,6 +24,7 @@ from rooftile.server.http.openai.forms import (
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.refusals import Refusal
+from rooftile.words import rename
 
 if TYPE_CHECKING:
     from rooftile.server.http.texts import Texts
@@ -32,11 +35,11 @@ _SAME = (
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "prompt_logprobs", "seed", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
+# a plain word may be a field of a request, too
+_FLAGS = {name: flag for name, flag in FLAGS.items() if "_" in name}
 _FLOATS = {
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 }  # fmt: skip
-# fields of the messages that the official client makes of answers
-_SENT_BACK = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,8 +57,8 @@ class Ask:
     sampled: int
     """Answers per prompt that are computed: best_of, or the beams of a search, may be more than n."""
     logprobs: int | None = None
-    grammar_field: str | None = None
-    """The field that the grammar stands in."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The fields that the client has sent, by the library's names for them."""
     echo: bool = False
     echoes: list[str] = field(default_factory=list)
     """The prompts' texts, which come before the answers."""
@@ -152,6 +155,7 @@ def _add_prompt_logprobs(ask: Ask, form: Sampling) -> None:
 def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, sampled: int | None) -> Ask:
     given = {name: value for name in _SAME if (value := getattr(form, name)) is not None}
     params = (ready.defaults if form.beam_width is None else {}) | given
+    names = _names_of(form, chat=chat, sampled=sampled)
     if form.include_stop_str_in_output is not None:
         params["include_stop"] = form.include_stop_str_in_output
     if form.logit_bias is not None:
@@ -163,7 +167,7 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     grammar = grammar_of(form.response_format, read_part(StructuredOutputs, form.structured_outputs, "structured_outputs"))
     if grammar is not None:
         params["structured"] = grammar
-    check_params(params, type(form).model_fields, ready.vocabulary)
+    check_params(params, type(form).model_fields, ready.vocabulary, names)
     # a whole number may be larger than those that cross to the engine
     params |= {name: float(params[name]) for name in _FLOATS & params.keys()}
     if form.metadata is not None and not isinstance(form.metadata, dict):
@@ -174,13 +178,28 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     return Ask(
         chat=chat, params=params, salt=form.cache_salt or "", n=form.n or 1,
         sampled=form.beam_width or sampled or form.n or 1, logprobs=logprobs, stream=bool(form.stream),
-        grammar_field="response_format" if form.structured_outputs is None else "structured_outputs",
+        names=names,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
     )  # fmt: skip
 
 
-def check_params(params: Mapping[str, Any], fields: Collection[str], vocabulary: int) -> None:
+def _names_of(form: Sampling, *, chat: bool, sampled: int | None) -> dict[str, str]:
+    """Returns the fields that a client has sent by the library's names, where they differ."""
+    found = {"structured": "response_format" if form.structured_outputs is None else "structured_outputs"}
+    found["include_stop"] = "include_stop_str_in_output"
+    if sampled is not None:
+        found["n"] = "best_of"
+    if chat:
+        found["logprobs"] = "top_logprobs"
+    if isinstance(form, ChatForm) and form.max_completion_tokens is not None:
+        found["max_tokens"] = "max_completion_tokens"
+    return found
+
+
+def check_params(
+    params: Mapping[str, Any], fields: Collection[str], vocabulary: int, names: Mapping[str, str] = MappingProxyType({})
+) -> None:  # fmt: skip
     """Lets `SamplingParams` check its keywords, and says which field a mistake is in.
 
     Raises:
@@ -191,12 +210,19 @@ def check_params(params: Mapping[str, Any], fields: Collection[str], vocabulary:
     try:
         SamplingParams(**params).check_vocabulary(vocabulary)
     except (InvalidInput, Unsupported) as error:
-        raise refusal_of(error, fields) from None
+        raise refusal_of(error, fields, names) from None
 
 
-def refusal_of(error: Exception, fields: Collection[str]) -> Refusal:
-    """Returns an error of the library as an answer; the field is the first one that its sentence names."""
-    message = str(error)
+def refusal_of(error: Exception, fields: Collection[str], names: Mapping[str, str] = MappingProxyType({})) -> Refusal:
+    """Returns an error of the library as an answer; the field is the first one that its sentence names.
+
+    Args:
+        error: the error.
+        fields: the fields that a client may send.
+        names: the fields that it has sent, by the library's names, where they differ.
+    """
+    # settings of the server are its operator's, who gives them as flags
+    message = rename(rename(str(error), names), _FLAGS)
     named = next((word for word in re.findall(r"\w+", message) if word in fields or word.removesuffix("s") in fields), None)
     param = named if named in fields or named is None else named.removesuffix("s")
     code = "unsupported" if isinstance(error, Unsupported) else "invalid_value"
@@ -223,52 +249,6 @@ def list_prompts(given: Any, ready: Ready) -> list[str | list[int]]:
         if not 0 <= min(prompt) <= max(prompt) < ready.vocabulary:
             raise _bad("prompt", f"prompt has token ids outside of 0 to {ready.vocabulary - 1}")
     return prompts
-
-
-def read_messages(given: Any) -> list[dict[str, Any]]:
-    """Returns the messages of a chat as templates take them: with a role, and a text as content.
-
-    Raises:
-        Refusal: they are no such list, or hold more than text.
-    """
-    if isinstance(given, list) and len(given) > limits.MESSAGES:
-        raise _bad("messages", f"messages has {len(given):,} messages; may have at most {limits.MESSAGES:,}")
-    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
-        raise _bad("messages", "messages must be a list of at least one object with a role and content")
-    found = []
-    for place, each in enumerate(given):
-        where = f"messages[{place}]"
-        message = read_form(Message, _without_empty(each, where), where)
-        if len(message.role) > limits.NAME_CHARACTERS:
-            raise _bad(where, f"{where}.role has more than {limits.NAME_CHARACTERS} characters")
-        found.append({"role": message.role, "content": _text_of(message.content, where)})
-        if message.name is not None:
-            found[-1]["name"] = message.name
-    return found
-
-
-def _without_empty(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a message without the empty fields that clients send back with an answer's message."""
-    for name in _SENT_BACK & message.keys():
-        if message[name] not in (None, []):
-            raise Refusal("unsupported", f"{where}.{name} is not supported: messages are text", param=f"{where}.{name}")
-    return {name: value for name, value in message.items() if name not in _SENT_BACK}
-
-
-def _text_of(content: Any, where: str) -> str:
-    """Returns the text of a message; OpenAI's API also writes it as a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise _bad(f"{where}.content", f"{where}.content must be a text, or a list of parts of type text")
-    for part in content:
-        kind = part.get("type")
-        if kind != "text":
-            why = f"{where}.content has a part of type {str(kind)[:40]!r}; this server reads text, and fetches nothing"
-            raise Refusal("unsupported", why, param=f"{where}.content")
-        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise _bad(f"{where}.content", f"{where}.content has a part that is not {{type, text}}")
-    return "".join(part["text"] for part in content)
 
 
 def _biases(given: Any) -> dict[int, Any]:

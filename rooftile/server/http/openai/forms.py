@@ -104,12 +104,14 @@ class CompletionForm(Sampling):
 class Message(BaseModel):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
     role: str
     content: Any = Field(
-        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        default=None,
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
     )
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatForm(Sampling):

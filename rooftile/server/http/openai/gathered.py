@@ -41,16 +41,23 @@ class Usage:
 
     prompt: int = 0
     cached: int = 0
+    max_tokens: int | None = None
+    """The most tokens that an answer to the longest prompt can have, if more are asked for; None otherwise."""
     completion: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tokens of each answer, by the places of its prompt and of itself."""
 
     def object(self) -> dict[str, object]:
         """Returns the tokens in OpenAI's words."""
         completion = sum(self.completion.values())
+        limit = {} if self.max_tokens is None else {"completion_tokens_details": {"max_tokens": self.max_tokens}}
         return {
             "prompt_tokens": self.prompt, "completion_tokens": completion, "total_tokens": self.prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-        }  # fmt: skip
+        } | limit  # fmt: skip
+
+    def headers(self) -> dict[str, str]:
+        """Returns the header that says how many tokens an answer can have, if more are asked for."""
+        return {} if self.max_tokens is None else {"X-Max-Tokens": str(self.max_tokens)}
 
 
 def best(answers: list[Answer], n: int) -> list[Answer]:

@@ -1,0 +1,84 @@
+"""Reads the messages of a chat.
+
+Clients send messages back with fields of their own, or of other servers. What does not change what the model reads is left out;
+what would change it, and is not there, is refused.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve.text.chat_template import text_of
+from rooftile.server import limits
+from rooftile.server.http.openai.fields import read_form
+from rooftile.server.http.openai.forms import Message
+from rooftile.server.refusals import Refusal
+
+_TEXT = "messages are text"
+_TOOLS = "there are no tools"
+_CONTINUE = "an answer is not continued; set add_generation_prompt to false, or send a prompt to /v1/completions"
+# fields that change what a model reads, and that are not there: why. Empty ones are what clients send back with an answer
+CHANGING = {
+    "audio": _TEXT, "documents": _TEXT, "files": _TEXT, "function_call": _TOOLS, "image": _TEXT, "images": _TEXT,
+    "partial": _CONTINUE, "prefix": _CONTINUE, "refusal": _TEXT, "tool_call_id": _TOOLS, "tool_calls": _TOOLS, "tools": _TOOLS,
+    "videos": _TEXT,
+}  # fmt: skip
+_EMPTY: tuple[Any, ...] = (None, [], {}, "", False)
+# what a model has thought, by the names of several servers; templates that know it write it
+THOUGHTS = ("reasoning_content", "reasoning")
+# a name that is nearer than this to one of ours is a slip of the pen
+NEAR = 0.85
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """Returns the messages of a chat as templates take them: with a role, and a text as content.
+
+    Raises:
+        Refusal: they are no such list, or hold more than text.
+    """
+    if isinstance(given, list) and len(given) > limits.MESSAGES:
+        raise _bad("messages", f"messages has {len(given):,} messages; may have at most {limits.MESSAGES:,}")
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        raise _bad("messages", "messages must be a list of at least one object with a role and content")
+    return [_read(each, f"messages[{place}]") for place, each in enumerate(given)]
+
+
+def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = read_form(Message, _known(given, where), where)
+    if len(message.role) > limits.NAME_CHARACTERS:
+        raise _bad(where, f"{where}.role has more than {limits.NAME_CHARACTERS} characters")
+    if message.content is None and message.role != "assistant":
+        due = "must be a text, or a list of parts of type text"
+        raise _bad(f"{where}.content", f"{where}.content is {'null' if 'content' in given else 'missing'}; {due}")
+    try:
+        found: dict[str, Any] = {"role": message.role, "content": text_of(message.content, f"{where}.content")}
+    except (InvalidInput, Unsupported) as error:
+        code = "unsupported" if isinstance(error, Unsupported) else "invalid_value"
+        raise Refusal(code, str(error), param=f"{where}.content") from None
+    if message.name is not None:
+        found["name"] = message.name
+    thought = message.reasoning_content or message.reasoning
+    # vLLM gives it to a template by both names
+    return found if thought is None else found | dict.fromkeys(THOUGHTS, thought)
+
+
+def _known(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the fields of a message that are read; refuses those that would change its meaning."""
+    own = Message.model_fields
+    for name, value in message.items():
+        if name in CHANGING and not any(value == one and type(value) is type(one) for one in _EMPTY):
+            raise Refusal("unsupported", f"{where}.{name} is not supported: {CHANGING[name]}", param=f"{where}.{name}")
+    unknown = [name for name in message if name not in own and name not in CHANGING]
+    # only so many are compared: each takes time
+    near = {name: get_close_matches(name[:80], own, n=1, cutoff=NEAR) for name in unknown[:20]}
+    slip = next((name for name, found in near.items() if found), None)
+    if slip is not None:
+        why = f"{slip[:80]!r} is no field of {where}; did you mean {near[slip][0]}?"
+        raise Refusal("unknown_field", why, param=f"{where}.{slip[:80]}")
+    return {name: value for name, value in message.items() if name in own}
+
+
+def _bad(param: str, message: str) -> Refusal:
+    return Refusal("invalid_value", message, param=param)
