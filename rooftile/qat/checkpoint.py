@@ -13,9 +13,11 @@ from rooftile.errors import InvalidInput
 from rooftile.qat import two_four
 from rooftile.qat.codes import Rounding
 from rooftile.qat.compressed import configuration, tensors_of
-from rooftile.qat.layers import Prepared, PreparedEmbedding, described
+from rooftile.qat.described import described
+from rooftile.qat.layers import Prepared, PreparedEmbedding, parameter_of
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.quantised_linear import sparse_weight
+from rooftile.qat.reading import ReadWeight
 from rooftile.qat.sharded import shards, whole, writes
 from rooftile.qat.two_four import LAYOUT
 
@@ -92,7 +94,7 @@ def _stored(
     named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields the tensors of a checkpoint: those of prepared layers as they are served, all else as it is."""
-    found = {id(layer.weight): layer for _, layer in layers}
+    found = {id(layer.parameter): layer for _, layer in layers}
     learned = {id(layer.scales) for _, layer in layers}
     for name, x in named.items():
         layer = found.get(id(x))
@@ -113,23 +115,23 @@ def _stored(
 
 def _has_parts(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
     """Whether a layer is neither an embedding nor one that shares its weight, which are stored as plain numbers."""
-    return not any(isinstance(other, PreparedEmbedding) and other.weight is layer.weight for _, other in layers)
+    return not any(isinstance(other, PreparedEmbedding) and other.parameter is layer.parameter for _, other in layers)
 
 
 def _section(
     model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
 ) -> dict[str, Any]:  # fmt: skip
     """The quantization_config of a model, under its key; nothing where all weights are plain ones."""
-    found = {id(layer.weight): layer for _, layer in layers if _has_parts(layer, layers)}
+    found = {id(layer.parameter): layer for _, layer in layers if _has_parts(layer, layers)}
     modules = {name.removesuffix(".weight"): found[id(x)] for name, x in named.items() if id(x) in found}
     if layout == LAYOUT:
         return {"quantization_config": two_four.configuration(modules)}
-    rounded = {id(layer.weight) for _, layer in layers if layer.qat.rounding is not None}
+    rounded = {id(layer.parameter) for _, layer in layers if layer.qat.rounding is not None}
     if not rounded:
         return {}
     formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
-    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    stored_as_codes = {id(layer.weight) for layer in modules.values() if layer.qat.rounding is not None}
+    linear = {id(parameter_of(layer)) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    stored_as_codes = {id(layer.parameter) for layer in modules.values() if layer.qat.rounding is not None}
     # a tied head is stored under the embedding's name, and Transformers asks for its own
     names = named if isinstance(model, Checkpointed) else model.state_dict(keep_vars=True)
     kept = [name.removesuffix(".weight") for name, x in names.items() if id(x) in linear - stored_as_codes]
@@ -139,7 +141,9 @@ def _section(
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model by their names in a checkpoint, each once, and its config.json."""
     if isinstance(model, Checkpointed):
-        return dict(model.stored()), model.settings()
+        # a model may name what it reads from its layers
+        named = {name: x.owner.parameter_to_change() if isinstance(x, ReadWeight) else x for name, x in model.stored()}
+        return named, model.settings()
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise InvalidInput(
@@ -147,10 +151,10 @@ def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "save its state dict"
         )
     settings = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    named: dict[int, tuple[str, Tensor]] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        named.setdefault(id(x), (name, x))
-    return dict(named.values()), settings
+        found.setdefault(id(x), (name, x))
+    return dict(found.values()), settings
 
 
 def _check_shared(model: nn.Module) -> None:
@@ -159,7 +163,7 @@ def _check_shared(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
             words = described(layer.qat) if isinstance(layer, Prepared) else ""
-            users.setdefault(id(layer.weight), {})[name] = words.partition(",")[0]
+            users.setdefault(id(parameter_of(layer)), {})[name] = words.partition(",")[0]
     for found in users.values():
         if len(set(found.values())) == 1:
             continue

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,70 +11,45 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.launch import is_capturing
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import ROW
 from rooftile.matmul.two_four import multiply_masked
 from rooftile.operators import autocast_on, transforms_active
-from rooftile.qat import masking, product, steps
-from rooftile.qat.codes import Rounding, Taken, taken_from
-from rooftile.qat.finite import Raised, flag_for
-from rooftile.qat.masking import Masking
-from rooftile.qat.sharded import whole
-from rooftile.qat.slow import Told, tell
-
-
-@dataclass(slots=True)
-class Preparation:
-    """The state of a prepared layer.
-
-    Args:
-        rounding: how the weight is rounded; None: it is not.
-        name: of the layer in its model.
-        start_step: from which step of the optimiser on it is rounded.
-        steps: of the optimiser that holds the weight.
-        ignored: how many `rooftile.qat.off` are open.
-        kept: codes, with what tells whether they are still those of the weight.
-        masking: of a 2:4 weight.
-        told: what the layers of a model share of the warning about a device without units for their format.
-        learns: whether an optimiser holds the scales of "lsq".
-        raised: the flag of a weight that is not finite.
-    """
-
-    rounding: Rounding | None
-    name: str
-    start_step: int
-    steps: int = 0
-    ignored: int = 0
-    kept: tuple[Any, Taken] | None = None
-    masking: Masking | None = None
-    told: Told = field(default_factory=Told)
-    learns: bool = False
-    raised: Raised = field(default_factory=Raised)
-    # compiled code is compiled anew where a number that it reads changes, so it reads this
-    started: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reach(self.steps)
-
-    def reach(self, steps: int) -> None:
-        """Counts steps: there are so many now."""
-        self.steps, self.started = steps, steps >= self.start_step
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        masking, told = self.masking and replace(self.masking, seen=None), deepcopy(self.told, memo)
-        # a copy is made inside of `off` to be used outside of it
-        return replace(self, ignored=0, kept=None, learns=False, raised=Raised(), masking=masking, told=told)
-
-    def __reduce__(self) -> Any:
-        masking = self.masking and replace(self.masking, seen=None)
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, 0, None, masking, self.told)
+from rooftile.qat import masking, product, reading, steps
+from rooftile.qat.codes import Taken, taken_from
+from rooftile.qat.described import Preparation, described
+from rooftile.qat.finite import flag_for
+from rooftile.qat.numbers import numbers
+from rooftile.qat.sharded import is_sharded, whole
+from rooftile.qat.slow import tell
 
 
 class Prepared(nn.Module):
     """The parts that prepared layers share."""
 
-    weight: Tensor
     mask: Tensor
     qat: Preparation
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as others read it: rounded and masked when it is used, where the layer rounds (`reading`)."""
+        # FSDP looks after its shards by this name
+        return reading.read(self) if self.rounds and not is_sharded(self.parameter) else self.parameter
+
+    @weight.setter
+    def weight(self, x: Tensor) -> None:
+        # wrappers such as weight_norm and FSDP put tensors where the parameter was
+        vars(self)["weight"] = x
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight that is trained."""
+        found = self._parameters.get("weight")
+        if found is not None:
+            return found
+        if "parametrizations" in self._modules:
+            made: Tensor = self.parametrizations["weight"]()  # type: ignore[index, operator]
+            return made
+        put: Tensor = vars(self)["weight"]
+        return put
 
     @property
     def rounds(self) -> bool:
@@ -88,9 +61,33 @@ class Prepared(nn.Module):
         """The learned scales, a parameter named `weight_scale`, under the estimator "lsq" alone."""
         return self._parameters.get("weight_scale")
 
+    def trained(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the tensors that have a gradient: the parameter, and learned scales."""
+        return self.parameter, self.scales
+
+    def place(self) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Returns shape, dtype and device of the weight."""
+        return self.parameter.shape, self.parameter.dtype, self.parameter.device
+
+    def parameter_to_change(self) -> Tensor:
+        """Returns the parameter, for those who change `weight` in place."""
+        return self.parameter
+
+    def numbers(self) -> Tensor:
+        """Returns the weight that the layer multiplies with, in its own dtype, with its gradient."""
+        rounding = self.qat.rounding
+        kept = self.kept_weight(in_forward=True)
+        if rounding is None:
+            return kept
+        return numbers(kept, rounding, self.known_codes(), self.scales, self.training)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Returns the product of the layer with another bias; None if it has no product."""
+        return None
+
     def kept_weight(self, *, in_forward: bool = False) -> Tensor:
         """Returns the whole weight as it is now, with zeros where a mask leaves it out; its gradient passes to all of it."""
-        weight = whole(self.weight)
+        weight = whole(self.parameter)
         if self.qat.masking is None:
             return weight
         return masking.masked(weight, masking.kept(self, weight, in_forward=in_forward))
@@ -107,7 +104,7 @@ class Prepared(nn.Module):
         """The codes of the weight as it is now; in training an error about it may come later (`finite`)."""
         name, rounding = self.qat.name, self.qat.rounding
         assert rounding is not None, "a weight that is not rounded has no codes"
-        weight = whole(self.weight)
+        weight = whole(self.parameter)
         mask = None if self.qat.masking is None else masking.kept(self, weight, in_forward=in_forward)
         flag = flag_for(weight, in_training, self.qat.raised)
         try:
@@ -133,13 +130,13 @@ class Prepared(nn.Module):
             return None
         is_distributed = distributed.is_available() and distributed.is_initialized()
         # a captured graph is replayed for other weights
-        captured = self.weight.is_cuda and is_capturing()
+        captured = self.parameter.is_cuda and is_capturing()
         trains = self.training and torch.is_grad_enabled() and self.qat.steps > 0
         if not self.training:
             self.qat.kept = None
         if not trains or is_distributed or captured:
             return self._taken(self.training)
-        now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)
+        now: tuple[int, ...] = (self.parameter.data_ptr(), self.parameter._version, self.qat.steps)
         if self.scales is not None:
             now = (*now, self.scales.data_ptr(), self.scales._version)
         if self.qat.kept is None or self.qat.kept[0] != now:
@@ -168,7 +165,11 @@ class PreparedLinear(Prepared, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
         if not self.rounds:
-            return super().forward(x)
+            return nn.functional.linear(x, self.parameter, self.bias)
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns x times the rounded weight, plus a bias."""
         if self.qat.masking is not None:
             masking.check_trains(self)
         if not x.is_floating_point():
@@ -182,16 +183,16 @@ class PreparedLinear(Prepared, nn.Linear):
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable
                 kept = self.kept_weight(in_forward=True).to(x.dtype)
-                return multiply_masked(x, kept, self.bias, transposable=transposable)
+                return multiply_masked(x, kept, bias, transposable=transposable)
             if not torch.compiler.is_compiling():
                 tell(self.qat.rounding.format, x.device, self.qat.told)
             taken = self.known_codes()
             # a copy with zeros in place would live until the backward
             if self._tells(taken):
-                weight, mask = whole(self.weight), self._buffers.get("mask")
+                weight, mask = whole(self.parameter), self._buffers.get("mask")
             else:
                 weight, mask = self.kept_weight(in_forward=True), None
-            return product.linear(x, weight, self.bias, self.qat.rounding, taken, self.scales, self.training, mask)
+            return product.linear(x, weight, bias, self.qat.rounding, taken, self.scales, self.training, mask)
 
     def _tells(self, taken: Taken | None) -> bool:
         """Whether codes tell all that the gradients of a rounded weight need."""
@@ -204,10 +205,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens, integers of any shape, to (..., embedding_dim)."""
-        if not self.rounds:
-            return super().forward(tokens)
-        assert self.qat.rounding is not None, "an embedding is prepared to be rounded"
-        numbers = product.numbers(self.weight, self.qat.rounding, self.known_codes(), self.scales)
+        numbers = self.numbers() if self.rounds else self.parameter
         return nn.functional.embedding(tokens, numbers, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
@@ -244,19 +242,6 @@ def restore_layer(layer: Prepared) -> None:
     layer.__class__ = plain  # type: ignore[assignment]
 
 
-def described(preparation: Preparation) -> str:
-    """Returns the format in words, such as "int4:32", "2:4", "int4:32 2:4" or "mxfp4 round_up, activations in mxfp4"."""
-    rounding = preparation.rounding
-    words = [] if rounding is None else [word_of(rounding)]
-    if rounding is not None and rounding.rule != "floor":
-        words.append(rounding.rule)
-    words += ["2:4"] * (preparation.masking is not None)
-    activations = "" if rounding is None or rounding.activations is None else f", activations in {rounding.activations}"
-    return " ".join(words) + activations
-
-
-def word_of(rounding: Rounding) -> str:
-    """Returns a format with its group."""
-    if rounding.group is None:
-        return rounding.format
-    return f"{rounding.format}:{'row' if rounding.group == ROW else rounding.group}"
+def parameter_of(layer: nn.Module) -> Tensor:
+    """Returns the weight of a layer as it is trained, which a prepared one shows to nobody else."""
+    return layer.parameter if isinstance(layer, Prepared) else layer.weight  # type: ignore[return-value]

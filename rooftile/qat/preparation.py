@@ -15,8 +15,10 @@ from rooftile.matmul.formats import group_of, parsed, weight_format
 from rooftile.matmul.quantise import check_rule
 from rooftile.matmul.weight import dequantised
 from rooftile.numerics.block_floating import RULES, Rule
+from rooftile.qat import fast_paths
 from rooftile.qat.codes import Rounding, inside
-from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
+from rooftile.qat.described import Preparation, described, word_of
+from rooftile.qat.layers import PREPARED, Prepared, prepare_layer, restore_layer
 from rooftile.qat.learned import RANGES, first_scales
 from rooftile.qat.masking import Masking
 from rooftile.qat.patterns import SKIPPED, check_patterns, means, skip_given, skipped
@@ -134,6 +136,7 @@ def prepare(
             # a weight with NaN has no mask
             restore(model)
             raise
+    fast_paths.close(model, Prepared)
     return model
 
 
@@ -145,6 +148,7 @@ def restore(model: Model) -> Model:
     """
     for _, layer in prepared_layers(model):
         restore_layer(layer)
+    fast_paths.reopen(model)
     return model
 
 
@@ -216,7 +220,7 @@ def status(model: nn.Module) -> Status:
 
 
 def _status(name: str, layer: Prepared) -> LayerStatus:
-    w, kept = whole(layer.weight).detach().float(), layer.kept_weight().detach()
+    w, kept = whole(layer.parameter).detach().float(), layer.kept_weight().detach()
     clipped, masking = 0.0, layer.qat.masking
     if layer.qat.rounding is None:
         nbytes, rounded = compress(kept, layer.mask).nbytes, kept.float()

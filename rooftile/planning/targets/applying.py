@@ -34,7 +34,11 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     for name, word in words.items():
         layer = inside.get_submodule(name)
         weight, bias = weight_in(weight_of(layer), word, name), cast("nn.Parameter | None", layer.bias)
-        made[id(layer)] = SparseLinear(weight, bias) if isinstance(weight, TwoFour) else QuantisedLinear(weight, bias)
+        dtype = weight_of(layer).dtype
+        if isinstance(weight, TwoFour):
+            made[id(layer)] = SparseLinear(weight, bias, dtype)
+        else:
+            made[id(layer)] = QuantisedLinear(weight, bias, dtype=dtype)
     put_in_place(inside, made)
     return model
 
