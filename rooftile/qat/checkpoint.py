@@ -14,11 +14,13 @@ from rooftile.qat import two_four
 from rooftile.qat.codes import Rounding
 from rooftile.qat.compressed import configuration, tensors_of
 from rooftile.qat.described import described
-from rooftile.qat.layers import Prepared, PreparedEmbedding, parameter_of
-from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.layers import parameter_of
+from rooftile.qat.found import prepared_layers
 from rooftile.qat.quantised_linear import sparse_weight
 from rooftile.qat.reading import ReadWeight
+from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards, whole, writes
+from rooftile.qat.shared import check_shared
 from rooftile.qat.two_four import LAYOUT
 
 # bytes of one file, at most
@@ -62,7 +64,7 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
     if (is_sharded or writes()) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
     _check_layout(layers, layout)
-    _check_shared(model)
+    check_shared(model)
     # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
     held: dict[str, Tensor] = {}
@@ -79,19 +81,19 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         distributed.barrier()
 
 
-def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
+def _check_layout(layers: Sequence[tuple[str, Rounded]], layout: str) -> None:
     if layout not in ("dense", LAYOUT):
         raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
     for name, layer in layers:
         rounding = layer.qat.rounding
         fits = layer.qat.masking is not None and (rounding is None or rounding.format in ("fp8", "int8"))
-        if layout == LAYOUT and not fits and not isinstance(layer, PreparedEmbedding):
+        if layout == LAYOUT and not fits and layer.stores_codes:
             words = described(layer.qat)
             raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8 or int8: leave layout out")
 
 
 def _stored(
-    named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+    named: Mapping[str, Tensor], layers: Sequence[tuple[str, Rounded]], layout: str
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields the tensors of a checkpoint: those of prepared layers as they are served, all else as it is."""
     found = {id(layer.parameter): layer for _, layer in layers}
@@ -103,7 +105,7 @@ def _stored(
         if layer is None:
             yield name, whole(x.detach())
         elif not _has_parts(layer, layers):
-            yield name, layer.codes().dequantise(x.dtype)
+            yield name, layer.as_stored(layer.codes().dequantise(x.dtype))
         elif layout != LAYOUT and layer.qat.rounding is None:
             # a weight that is masked alone is a plain one with zeros
             yield name, layer.kept_weight().detach()
@@ -113,13 +115,13 @@ def _stored(
                 yield f"{name.removesuffix('.weight')}.{suffix}", part
 
 
-def _has_parts(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
-    """Whether a layer is neither an embedding nor one that shares its weight, which are stored as plain numbers."""
-    return not any(isinstance(other, PreparedEmbedding) and other.parameter is layer.parameter for _, other in layers)
+def _has_parts(layer: Rounded, layers: Sequence[tuple[str, Rounded]]) -> bool:
+    """Whether a layer is stored as codes, and no other that shares its weight as plain numbers."""
+    return layer.stores_codes and all(other.stores_codes for _, other in layers if other.parameter is layer.parameter)
 
 
 def _section(
-    model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+    model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Rounded]], layout: str
 ) -> dict[str, Any]:  # fmt: skip
     """The quantization_config of a model, under its key; nothing where all weights are plain ones."""
     found = {id(layer.parameter): layer for _, layer in layers if _has_parts(layer, layers)}
@@ -155,23 +157,6 @@ def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, x in model.state_dict(keep_vars=True).items():
         found.setdefault(id(x), (name, x))
     return dict(found.values()), settings
-
-
-def _check_shared(model: nn.Module) -> None:
-    """Refuses a weight that one layer rounds or masks as another does not."""
-    users: dict[int, dict[str, str]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Embedding):
-            words = described(layer.qat) if isinstance(layer, Prepared) else ""
-            users.setdefault(id(parameter_of(layer)), {})[name] = words.partition(",")[0]
-    for found in users.values():
-        if len(set(found.values())) == 1:
-            continue
-        (one, words), *_ = ((name, words) for name, words in found.items() if words)
-        other, others = next((name, others) for name, others in found.items() if others != words)
-        if not others:
-            raise InvalidInput(f"{one} and {other} share a weight, and only {one} is prepared; prepare both, or neither")
-        raise InvalidInput(f"{one} is {words} and {other} {others}, and they share a weight; prepare both for one format")
 
 
 def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class Converted(nn.Module):
             "rooftile.qat.convert, or call rooftile.qat.dequantise(model)"
         )
 
+    def part(self, index: object) -> Tensor | None:
+        """Returns nothing: all numbers are made."""
+        return None
+
     def numbers(self) -> Tensor:
         """Returns the weight in `dtype`."""
         raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from rooftile.ops.linear import linear
 from rooftile.qat import fast_paths
 from rooftile.qat.converted import Converted, guard_saving, unguard_saving
 from rooftile.qat.layers import Prepared, PreparedEmbedding
-from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.found import prepared_layers
 from rooftile.qat.product import rounded_activations
+from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards
 from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.qat.tensors import PreparedTensor, restore_module
 from rooftile.sparsity import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,7 +91,8 @@ def convert(model: Model) -> Model:
     """Replaces each prepared layer by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 
     Codes come from the parameters as they are, in their own dtype. So a prepared layer and its converted one compute the same
-    bits for the same rows. An embedding keeps a parameter, of rounded numbers. A layer that is 2:4 and not rounded becomes a
+    bits for the same rows. An embedding keeps a parameter, of rounded numbers, and so do modules that multiply themselves: fused
+    experts and `nn.MultiheadAttention`. A layer that is 2:4 and not rounded becomes a
     `SparseLinear`; one that is both keeps its codes with zeros between.
 
     Raises:
@@ -106,7 +109,12 @@ def convert(model: Model) -> Model:
         )
     # a buffer that is made in inference mode would keep all other layers from being trained
     with torch.inference_mode(False), torch.no_grad():
-        made = {id(layer): _converted(layer) for _, layer in layers}
+        made = {id(_module_of(layer)): _converted(layer) for _, layer in layers if not _stays(layer)}
+        kept = [(layer, layer.rounded_parameter()) for _, layer in layers if _stays(layer)]
+    for tensor, numbers in kept:
+        tensor.module._parameters[tensor.attribute] = numbers
+    for module in {id(tensor.module): tensor.module for tensor, _ in kept}.values():
+        restore_module(module)
     put_in_place(model, made)
     return model
 
@@ -149,25 +157,35 @@ def put_in_place(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
         fast_paths.close(model, Converted)
 
 
-def _converted(layer: Prepared) -> nn.Module:
-    rounding = layer.qat.rounding
+def _stays(layer: Rounded) -> TypeGuard[PreparedTensor]:
+    """Whether a weight is one of a module that stays, such as fused experts."""
+    return isinstance(layer, PreparedTensor) and layer.stays
+
+
+def _module_of(layer: Rounded) -> nn.Module:
+    module = layer.module if isinstance(layer, PreparedTensor) else layer
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _converted(layer: Rounded) -> nn.Module:
+    rounding, dtype = layer.qat.rounding, layer.parameter.dtype
+    if isinstance(layer, PreparedEmbedding):
+        rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
+        return nn.Embedding.from_pretrained(layer.codes().dequantise(dtype), freeze=True, **rest)  # type: ignore[arg-type]
+    bias = cast("nn.Parameter | None", _module_of(layer).bias)
     if rounding is None:
-        return SparseLinear(sparse_weight(layer), layer.bias, layer.parameter.dtype)  # type: ignore[arg-type]
-    codes = layer.codes()
-    if not isinstance(layer, PreparedEmbedding):
-        return QuantisedLinear(  # type: ignore[arg-type]
-            codes, layer.bias, rounding.activations, rounding.rule, layer.parameter.dtype
-        )
-    numbers = codes.dequantise(layer.parameter.dtype)
-    rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
-    return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]
+        return SparseLinear(sparse_weight(layer), bias, dtype)
+    return QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
 
 
-def sparse_weight(layer: Prepared) -> TwoFour:
+def sparse_weight(layer: Rounded) -> TwoFour:
     """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8 or INT8."""
+    mask = layer.held_mask
+    assert mask is not None, "a 2:4 layer has a mask"
     # either chooses the mask anew where that is due
     if layer.qat.rounding is None:
         kept = layer.kept_weight()
-        return compress(kept, layer.mask)
+        return compress(kept, mask)
     codes = layer.codes()
-    return compress(codes.codes, layer.mask, codes.scales)
+    return compress(codes.codes, mask, codes.scales)

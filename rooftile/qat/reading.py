@@ -37,6 +37,9 @@ class Readable(Protocol):
     def numbers(self) -> Tensor:
         """Returns the rounded weight, with its gradient."""
 
+    def part(self, index: object) -> Tensor | None:
+        """Returns the rounded numbers of weight[index] alone; None where all of them are needed."""
+
     def parameter_to_change(self) -> Tensor:
         """Returns the tensor that an operation in place changes.
 
@@ -85,6 +88,10 @@ class ReadWeight(Tensor):
                 return func(*args, **kwargs)
         if func is functional.linear:
             made = _product(*args, **kwargs)
+            if made is not None:
+                return made
+        if func is Tensor.__getitem__ and isinstance(args[0], ReadWeight):
+            made = args[0].owner.part(args[1])
             if made is not None:
                 return made
         if _changes(func):
