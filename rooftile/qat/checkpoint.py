@@ -12,7 +12,9 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.qat import two_four
 from rooftile.qat.codes import Rounding
+from rooftile.qat.codes_saved import check_converted, converted_layers, roundings, stored
 from rooftile.qat.compressed import configuration, tensors_of
+from rooftile.qat.converted import Converted
 from rooftile.qat.described import described
 from rooftile.qat.layers import parameter_of
 from rooftile.qat.found import prepared_layers
@@ -39,14 +41,15 @@ class Checkpointed(Protocol):
 
 
 def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
-    """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
+    """Writes a prepared or converted model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
-    is written as the numbers that it is rounded to. The tokenizer's files are yours to add. Where FSDP has sharded the model, all
+    is written as the numbers that it is rounded to, and so are fused experts, `nn.MultiheadAttention` and GPT-2's Conv1D. The
+    tokenizer's files are yours to add. Where FSDP has sharded the model, all
     processes call this; parameters are gathered one by one, and the first process writes.
 
     Args:
-        model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
+        model: of Transformers, or a `rooftile.models.TrainableDecoder` that is not converted.
         folder: one that is not there yet, or empty.
         layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
             and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
@@ -59,11 +62,15 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         >>> rooftile.LLM("my-model-int4").generate("def ")
     """
     folder = Path(folder)
-    layers = prepared_layers(model)
+    converted = converted_layers(model) if isinstance(model, nn.Module) else {}
+    layers = [] if converted else prepared_layers(model)
     is_sharded = shards(model) is not None
     if (is_sharded or writes()) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
     _check_layout(layers, layout)
+    if converted:
+        _save_converted(model, converted, folder, layout)
+        return
     check_shared(model)
     # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
@@ -79,6 +86,23 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
     if is_sharded:
         # nobody reads the folder before it is written
         distributed.barrier()
+
+
+def _save_converted(model: nn.Module, layers: dict[str, Converted], folder: Path, layout: str) -> None:
+    if isinstance(model, Checkpointed):
+        raise InvalidInput(f"the {type(model).__name__} is converted, so it has no weights by their names; save it before it is converted")
+    check_converted(layers, layout)
+    settings = _settings(model)
+    if not writes():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(dict(stored(model, layers, layout)), folder)
+    if layout == LAYOUT:
+        settings |= {"quantization_config": two_four.configuration(layers)}
+    else:
+        formats, kept = roundings(model, layers)
+        settings |= {"quantization_config": quantization_config(formats, kept)} if formats else {}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _check_layout(layers: Sequence[tuple[str, Rounded]], layout: str) -> None:
@@ -132,6 +156,8 @@ def _section(
     if not rounded:
         return {}
     formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
+    if not formats:
+        return {}
     linear = {id(parameter_of(layer)) for layer in model.modules() if isinstance(layer, nn.Linear)}
     stored_as_codes = {id(layer.parameter) for layer in modules.values() if layer.qat.rounding is not None}
     # a tied head is stored under the embedding's name, and Transformers asks for its own
@@ -146,17 +172,23 @@ def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # a model may name what it reads from its layers
         named = {name: x.owner.parameter_to_change() if isinstance(x, ReadWeight) else x for name, x in model.stored()}
         return named, model.settings()
+    settings = _settings(model)
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(x), (name, x))
+    return dict(found.values()), settings
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of Transformers."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise InvalidInput(
             f"{type(model).__name__} has no configuration of Transformers, so nobody could read its checkpoint; convert it, and "
             "save its state dict"
         )
-    settings = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, x in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(x), (name, x))
-    return dict(found.values()), settings
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return settings
 
 
 def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class Converted(nn.Module):
     """
 
     bias: nn.Parameter | None
+    # whether it stands for a Conv1D of Transformers, whose weight is (in, out)
+    is_conv1d = False
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype | None, bias: nn.Parameter | None) -> None:
         super().__init__()

@@ -127,4 +127,5 @@ def restore_layer(layer: Prepared) -> None:
 
 def parameter_of(layer: nn.Module) -> Tensor:
     """Returns the weight of a layer as it is trained, which a prepared one shows to nobody else."""
-    return layer.parameter if isinstance(layer, Prepared) else layer.weight  # type: ignore[return-value]
+    found = layer._parameters.get("weight")
+    return layer.weight if found is None else found  # type: ignore[return-value]

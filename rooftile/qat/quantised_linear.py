@@ -176,7 +176,9 @@ def _converted(layer: Rounded) -> nn.Module:
     bias = cast("nn.Parameter | None", _module_of(layer).bias)
     if rounding is None:
         return SparseLinear(sparse_weight(layer), bias, dtype)
-    return QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
+    made = QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
+    made.is_conv1d = isinstance(layer, PreparedTensor)
+    return made
 
 
 def sparse_weight(layer: Rounded) -> TwoFour:
