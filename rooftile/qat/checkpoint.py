@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +27,10 @@ from rooftile.qat.two_four import LAYOUT
 
 # bytes of one file, at most
 SHARD = 5 << 30
+# the layout of plain numbers
+NUMBERS = "numbers"
+# the model types of Transformers whose classes read `weight` of what should be a linear layer, also where it is quantised
+READING = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
 
 
 @runtime_checkable
@@ -51,8 +55,9 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
     Args:
         model: of Transformers, or a `rooftile.models.TrainableDecoder` that is not converted.
         folder: one that is not there yet, or empty.
-        layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
-            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
+        layout: "numbers" writes the rounded numbers as plain weights, in as many bytes as before, for programs that read no codes;
+            of 2:4 weights "dense" writes their zeros, too, so that every program reads them, and "two_four" what is kept and its
+            places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
 
     Raises:
         InvalidInput: the model is not prepared or cannot be stored so, or the folder is in use.
@@ -72,6 +77,7 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         _save_converted(model, converted, folder, layout)
         return
     check_shared(model)
+    _check_readable(model, layers, layout)
     # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
     held: dict[str, Tensor] = {}
@@ -92,6 +98,7 @@ def _save_converted(model: nn.Module, layers: dict[str, Converted], folder: Path
     if isinstance(model, Checkpointed):
         raise InvalidInput(f"the {type(model).__name__} is converted, so it has no weights by their names; save it before it is converted")
     check_converted(layers, layout)
+    _check_readable(model, layers, layout)
     settings = _settings(model)
     if not writes():
         return
@@ -99,15 +106,25 @@ def _save_converted(model: nn.Module, layers: dict[str, Converted], folder: Path
     _write(dict(stored(model, layers, layout)), folder)
     if layout == LAYOUT:
         settings |= {"quantization_config": two_four.configuration(layers)}
-    else:
+    elif layout != NUMBERS:
         formats, kept = roundings(model, layers)
         settings |= {"quantization_config": quantization_config(formats, kept)} if formats else {}
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
+def _check_readable(model: nn.Module, layers: Collection[Any], layout: str) -> None:
+    """Refuses codes for a model whose classes in Transformers read the weights of its layers, which codes do not have."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in READING and layers and layout != NUMBERS:
+        raise InvalidInput(
+            f"Transformers cannot read a quantised {kind}: its classes ask their layers for weights; write layout={NUMBERS!r}, which "
+            "stores the rounded numbers as plain weights"
+        )
+
+
 def _check_layout(layers: Sequence[tuple[str, Rounded]], layout: str) -> None:
-    if layout not in ("dense", LAYOUT):
-        raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
+    if layout not in ("dense", NUMBERS, LAYOUT):
+        raise InvalidInput(f"layout is {layout!r}; must be 'dense', {NUMBERS!r} or {LAYOUT!r}")
     for name, layer in layers:
         rounding = layer.qat.rounding
         fits = layer.qat.masking is not None and (rounding is None or rounding.format in ("fp8", "int8"))
@@ -128,11 +145,11 @@ def _stored(
             continue
         if layer is None:
             yield name, whole(x.detach())
-        elif not _has_parts(layer, layers):
-            yield name, layer.as_stored(layer.codes().dequantise(x.dtype))
         elif layout != LAYOUT and layer.qat.rounding is None:
             # a weight that is masked alone is a plain one with zeros
             yield name, layer.kept_weight().detach()
+        elif layout == NUMBERS or not _has_parts(layer, layers):
+            yield name, layer.as_stored(layer.codes().dequantise(x.dtype))
         else:
             parts = two_four.tensors_of(sparse_weight(layer)) if layout == LAYOUT else tensors_of(layer.codes())
             for suffix, part in parts.items():
@@ -153,7 +170,7 @@ def _section(
     if layout == LAYOUT:
         return {"quantization_config": two_four.configuration(modules)}
     rounded = {id(layer.parameter) for _, layer in layers if layer.qat.rounding is not None}
-    if not rounded:
+    if not rounded or layout == NUMBERS:
         return {}
     formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
     if not formats:

@@ -30,9 +30,9 @@ def check_converted(layers: dict[str, Converted], layout: str) -> None:
     for name, layer in layers.items():
         if layout == LAYOUT and not isinstance(layer, SparseLinear):
             raise InvalidInput(f"{name} is converted to {layer.extra_repr()}; the layout {LAYOUT!r} has 2:4 alone: leave layout out")
-        if layout != LAYOUT and isinstance(layer, SparseLinear) and layer.scales is not None:
+        if layout == "dense" and isinstance(layer, SparseLinear) and layer.scales is not None:
             raise InvalidInput(f"{name} is 2:4 with scales; write it with layout={LAYOUT!r}, or save the model before it is converted")
-        if isinstance(layer, QuantisedLinear):
+        if layout == "dense" and isinstance(layer, QuantisedLinear):
             given = [part for part in ("zeros", "order", "input_scale") if getattr(layer, part) is not None]
             if given:
                 raise InvalidInput(f"{name} has {given[0]}, which rooftile.qat.save does not write; call its to_linear() first")
@@ -52,6 +52,9 @@ def stored(model: nn.Module, layers: dict[str, Converted], layout: str) -> Itera
             continue
         if layer.is_conv1d:
             yield f"{name}.weight", layer.numbers().T
+            continue
+        if layout == "numbers":
+            yield f"{name}.weight", layer.numbers()
             continue
         for suffix, part in _parts(layer, layout).items():
             yield f"{name}.{suffix}", part
