@@ -106,11 +106,11 @@ class TrainableDecoder(nn.Module):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor that is saved, by its name in the checkpoint, without prefix."""
-        yield "embed_tokens.weight", self.embedding.weight
+        yield "embed_tokens.weight", _trained(self.embedding)
         for n, layer in enumerate(self.layers):
             yield from ((f"layers.{n}.{name}", tensor) for name, tensor in layer.tensors())
         yield "norm.weight", self.norm.weight
-        yield "lm_head.weight", self.head.weight
+        yield "lm_head.weight", _trained(self.head)
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor that is saved, by its name in the checkpoint."""
@@ -194,10 +194,24 @@ class TrainableLayer(nn.Module):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor by its name in the layer of a checkpoint."""
         for name, tensor in self.mixer.state_dict(keep_vars=True).items():
+            if name.endswith(".codes"):
+                _trained(self.mixer.get_submodule(name.removesuffix(".codes")))
             yield f"self_attn.{_stored_name(name, self.mixer)}", tensor
-        yield from ((f"mlp.{name}_proj.weight", getattr(self, name).weight) for name in ("gate", "up", "down"))
+        yield from ((f"mlp.{name}_proj.weight", _trained(getattr(self, name))) for name in ("gate", "up", "down"))
         yield "input_layernorm.weight", self.attention_norm.weight
         yield "post_attention_layernorm.weight", self.ffn_norm.weight
+
+
+def _trained(layer: nn.Module) -> Tensor:
+    """The weight of a layer as it is trained: one that is prepared for a format shows its rounded weight.
+
+    Raises:
+        InvalidInput: the layer is converted, so there is no such weight.
+    """
+    found = layer._parameters.get("weight")
+    if found is None:
+        raise InvalidInput(f"the model has a {type(layer).__name__}; call rooftile.qat.save(model, folder) before you convert it")
+    return found
 
 
 def _stored_name(name: str, mixer: Projections) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,16 +12,26 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.qat import two_four
 from rooftile.qat.codes import Rounding
+from rooftile.qat.codes_saved import check_converted, converted_layers, roundings, stored
 from rooftile.qat.compressed import configuration, tensors_of
-from rooftile.qat.layers import Prepared, PreparedEmbedding, described
-from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.converted import Converted
+from rooftile.qat.described import described
+from rooftile.qat.layers import parameter_of
+from rooftile.qat.found import prepared_layers
 from rooftile.qat.quantised_linear import sparse_weight
+from rooftile.qat.reading import ReadWeight
+from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards, whole, writes
+from rooftile.qat.shared import check_shared
 from rooftile.qat.two_four import LAYOUT
 from rooftile.words import answers_foreign_words
 
 # bytes of one file, at most
 SHARD = 5 << 30
+# the layout of plain numbers
+NUMBERS = "numbers"
+# the model types of Transformers whose classes read `weight` of what should be a linear layer, also where it is quantised
+READING = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
 
 
 @runtime_checkable
@@ -37,17 +47,19 @@ class Checkpointed(Protocol):
 
 @answers_foreign_words
 def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
-    """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
+    """Writes a prepared or converted model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
-    is written as the numbers that it is rounded to. The tokenizer's files are yours to add. Where FSDP has sharded the model, all
+    is written as the numbers that it is rounded to, and so are fused experts, `nn.MultiheadAttention` and GPT-2's Conv1D. The
+    tokenizer's files are yours to add. Where FSDP has sharded the model, all
     processes call this; parameters are gathered one by one, and the first process writes.
 
     Args:
-        model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
+        model: of Transformers, or a `rooftile.models.TrainableDecoder` that is not converted.
         folder: one that is not there yet, or empty.
-        layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
-            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
+        layout: "numbers" writes the rounded numbers as plain weights, in as many bytes as before, for programs that read no codes;
+            of 2:4 weights "dense" writes their zeros, too, so that every program reads them, and "two_four" what is kept and its
+            places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
 
     Raises:
         InvalidInput: the model is not prepared or cannot be stored so, or the folder is in use.
@@ -57,12 +69,17 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         >>> rooftile.LLM("my-model-int4").generate("def ")
     """
     folder = Path(folder)
-    layers = prepared_layers(model)
+    converted = converted_layers(model) if isinstance(model, nn.Module) else {}
+    layers = [] if converted else prepared_layers(model)
     is_sharded = shards(model) is not None
     if (is_sharded or writes()) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
     _check_layout(layers, layout)
-    _check_shared(model)
+    if converted:
+        _save_converted(model, converted, folder, layout)
+        return
+    check_shared(model)
+    _check_readable(model, layers, layout)
     # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
     held: dict[str, Tensor] = {}
@@ -79,22 +96,50 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         distributed.barrier()
 
 
-def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
-    if layout not in ("dense", LAYOUT):
-        raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
+def _save_converted(model: nn.Module, layers: dict[str, Converted], folder: Path, layout: str) -> None:
+    if isinstance(model, Checkpointed):
+        raise InvalidInput(f"the {type(model).__name__} is converted, so it has no weights by their names; save it before it is converted")
+    check_converted(layers, layout)
+    _check_readable(model, layers, layout)
+    settings = _settings(model)
+    if not writes():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(dict(stored(model, layers, layout)), folder)
+    if layout == LAYOUT:
+        settings |= {"quantization_config": two_four.configuration(layers)}
+    elif layout != NUMBERS:
+        formats, kept = roundings(model, layers)
+        settings |= {"quantization_config": quantization_config(formats, kept)} if formats else {}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _check_readable(model: nn.Module, layers: Collection[Any], layout: str) -> None:
+    """Refuses codes for a model whose classes in Transformers read the weights of its layers, which codes do not have."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in READING and layers and layout != NUMBERS:
+        raise InvalidInput(
+            f"Transformers cannot read a quantised {kind}: its classes ask their layers for weights; write layout={NUMBERS!r}, which "
+            "stores the rounded numbers as plain weights"
+        )
+
+
+def _check_layout(layers: Sequence[tuple[str, Rounded]], layout: str) -> None:
+    if layout not in ("dense", NUMBERS, LAYOUT):
+        raise InvalidInput(f"layout is {layout!r}; must be 'dense', {NUMBERS!r} or {LAYOUT!r}")
     for name, layer in layers:
         rounding = layer.qat.rounding
         fits = layer.qat.masking is not None and (rounding is None or rounding.format in ("fp8", "int8"))
-        if layout == LAYOUT and not fits and not isinstance(layer, PreparedEmbedding):
+        if layout == LAYOUT and not fits and layer.stores_codes:
             words = described(layer.qat)
             raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8 or int8: leave layout out")
 
 
 def _stored(
-    named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+    named: Mapping[str, Tensor], layers: Sequence[tuple[str, Rounded]], layout: str
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields the tensors of a checkpoint: those of prepared layers as they are served, all else as it is."""
-    found = {id(layer.weight): layer for _, layer in layers}
+    found = {id(layer.parameter): layer for _, layer in layers}
     learned = {id(layer.scales) for _, layer in layers}
     for name, x in named.items():
         layer = found.get(id(x))
@@ -102,36 +147,38 @@ def _stored(
             continue
         if layer is None:
             yield name, whole(x.detach())
-        elif not _has_parts(layer, layers):
-            yield name, layer.codes().dequantise(x.dtype)
         elif layout != LAYOUT and layer.qat.rounding is None:
             # a weight that is masked alone is a plain one with zeros
             yield name, layer.kept_weight().detach()
+        elif layout == NUMBERS or not _has_parts(layer, layers):
+            yield name, layer.as_stored(layer.codes().dequantise(x.dtype))
         else:
             parts = two_four.tensors_of(sparse_weight(layer)) if layout == LAYOUT else tensors_of(layer.codes())
             for suffix, part in parts.items():
                 yield f"{name.removesuffix('.weight')}.{suffix}", part
 
 
-def _has_parts(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
-    """Whether a layer is neither an embedding nor one that shares its weight, which are stored as plain numbers."""
-    return not any(isinstance(other, PreparedEmbedding) and other.weight is layer.weight for _, other in layers)
+def _has_parts(layer: Rounded, layers: Sequence[tuple[str, Rounded]]) -> bool:
+    """Whether a layer is stored as codes, and no other that shares its weight as plain numbers."""
+    return layer.stores_codes and all(other.stores_codes for _, other in layers if other.parameter is layer.parameter)
 
 
 def _section(
-    model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+    model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Rounded]], layout: str
 ) -> dict[str, Any]:  # fmt: skip
     """The quantization_config of a model, under its key; nothing where all weights are plain ones."""
-    found = {id(layer.weight): layer for _, layer in layers if _has_parts(layer, layers)}
+    found = {id(layer.parameter): layer for _, layer in layers if _has_parts(layer, layers)}
     modules = {name.removesuffix(".weight"): found[id(x)] for name, x in named.items() if id(x) in found}
     if layout == LAYOUT:
         return {"quantization_config": two_four.configuration(modules)}
-    rounded = {id(layer.weight) for _, layer in layers if layer.qat.rounding is not None}
-    if not rounded:
+    rounded = {id(layer.parameter) for _, layer in layers if layer.qat.rounding is not None}
+    if not rounded or layout == NUMBERS:
         return {}
     formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
-    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    stored_as_codes = {id(layer.weight) for layer in modules.values() if layer.qat.rounding is not None}
+    if not formats:
+        return {}
+    linear = {id(parameter_of(layer)) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    stored_as_codes = {id(layer.parameter) for layer in modules.values() if layer.qat.rounding is not None}
     # a tied head is stored under the embedding's name, and Transformers asks for its own
     names = named if isinstance(model, Checkpointed) else model.state_dict(keep_vars=True)
     kept = [name.removesuffix(".weight") for name, x in names.items() if id(x) in linear - stored_as_codes]
@@ -141,35 +188,26 @@ def _section(
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model by their names in a checkpoint, each once, and its config.json."""
     if isinstance(model, Checkpointed):
-        return dict(model.stored()), model.settings()
+        # a model may name what it reads from its layers
+        named = {name: x.owner.parameter_to_change() if isinstance(x, ReadWeight) else x for name, x in model.stored()}
+        return named, model.settings()
+    settings = _settings(model)
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(x), (name, x))
+    return dict(found.values()), settings
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of Transformers."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise InvalidInput(
             f"{type(model).__name__} has no configuration of Transformers, so nobody could read its checkpoint; convert it, and "
             "save its state dict"
         )
-    settings = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    named: dict[int, tuple[str, Tensor]] = {}
-    for name, x in model.state_dict(keep_vars=True).items():
-        named.setdefault(id(x), (name, x))
-    return dict(named.values()), settings
-
-
-def _check_shared(model: nn.Module) -> None:
-    """Refuses a weight that one layer rounds or masks as another does not."""
-    users: dict[int, dict[str, str]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Embedding):
-            words = described(layer.qat) if isinstance(layer, Prepared) else ""
-            users.setdefault(id(layer.weight), {})[name] = words.partition(",")[0]
-    for found in users.values():
-        if len(set(found.values())) == 1:
-            continue
-        (one, words), *_ = ((name, words) for name, words in found.items() if words)
-        other, others = next((name, others) for name, others in found.items() if others != words)
-        if not others:
-            raise InvalidInput(f"{one} and {other} share a weight, and only {one} is prepared; prepare both, or neither")
-        raise InvalidInput(f"{one} is {words} and {other} {others}, and they share a weight; prepare both for one format")
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return settings
 
 
 def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:

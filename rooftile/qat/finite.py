@@ -91,7 +91,7 @@ def _landed(copy: Tensor, event: Any, owners: list[Any], layers: list[Any]) -> l
     for at in copy.nonzero().flatten().tolist():
         owner = owners[at]
         if isinstance(owner, torch.device):
-            found += (one for one in layers if one.weight.device == owner)
+            found += (one for one in layers if one.parameter.device == owner)
         else:
             found += (one for one in layers if one is owner())
     if found:

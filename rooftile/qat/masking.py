@@ -59,7 +59,7 @@ def _version(weight: Tensor, steps: int) -> Any:
 
 def check_trains(layer: Any) -> None:
     """Raises InvalidInput in a training forward whose weight was frozen after `prepare`, which refuses one frozen before."""
-    weight = layer.weight
+    weight = layer.parameter
     # torch.func puts other tensors in the parameter's place, whose gradients are its own affair
     is_frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
     if is_frozen and layer.training and torch.is_grad_enabled():
@@ -70,7 +70,7 @@ def check_trains(layer: Any) -> None:
 
 def begin(layer: Any, name: str) -> None:
     """Gives a layer its first mask."""
-    layer.register_buffer("mask", _chosen(layer, whole(layer.weight), name), persistent=False)
+    layer.register_buffer("mask", _chosen(layer, whole(layer.parameter), name), persistent=False)
 
 
 def kept(layer: Any, weight: Tensor, *, in_forward: bool) -> Tensor:
@@ -133,7 +133,7 @@ class _Masked(torch.autograd.Function):
 @torch.no_grad()
 def decay(layer: Any, factor: float | Tensor) -> None:
     """Adds decay * factor * (1 - mask) * W to the weight's gradient, where it has one."""
-    weight, rate = layer.weight, layer.qat.masking.recipe.decay
+    weight, rate = layer.parameter, layer.qat.masking.recipe.decay
     if weight.grad is None:
         return
     mask, gradient = layer.mask, weight.grad
@@ -148,6 +148,6 @@ def decay(layer: Any, factor: float | Tensor) -> None:
 
 def follow(layer: Any) -> None:
     """Chooses a mask after a weight has changed, for compiled forwards; a sharded weight's is chosen in the forward alone."""
-    weight, masking = layer.weight, layer.qat.masking
+    weight, masking = layer.parameter, layer.qat.masking
     if not is_sharded(weight) and masking.is_due(weight, layer.qat.steps, is_counted=True):
         refresh(layer, weight)

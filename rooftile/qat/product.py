@@ -55,12 +55,6 @@ def linear(
     return made
 
 
-def numbers(w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: Tensor | None = None) -> Tensor:
-    """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales."""
-    found: Tensor = _Numbers.apply(w, scales, rounding, Held(taken))
-    return found
-
-
 def rounded_activations(x: Tensor, activations: str | None, rule: Rule = "floor") -> Tensor:
     """Returns x (..., K) rounded to a format of ACTIVATIONS, in its dtype; x itself for None."""
     return x if activations is None else quantise_blocks(x, ACTIVATIONS[activations], rule=rule).dequantise(x.dtype)
@@ -192,31 +186,6 @@ def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, 
         return found
     with below_autograd():
         return linear_rounded(x, w, bias, scales, *options)
-
-
-class _Numbers(torch.autograd.Function):
-    """The numbers that a weight's codes stand for, with the gradients of the weight and of learned scales."""
-
-    @staticmethod
-    def forward(w: Tensor, scales: Tensor | None, rounding: Rounding, held: Held) -> Tensor:
-        held.taken = held.taken or taken_from(w, rounding, scales)
-        return dequantise(held.taken.codes, w.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        w, scales, ctx.rounding, ctx.held = inputs
-        ctx.scales = None if scales is None else scales.dtype
-        ctx.save_for_backward(w)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dw: Tensor) -> Any:
-        (w,) = ctx.saved_tensors
-        if ctx.scales is not None:
-            dw, dscales = gradients_of(dw, w, ctx.held.taken.codes)
-            return dw, dscales.to(ctx.scales), None, None
-        # the gradient is another's: it stays as it is
-        return clipped(dw.clone(), w, ctx.held.taken) if ctx.rounding.clips else dw, None, None, None
 
 
 linear_rounded = define(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight
+from rooftile.matmul import QuantisedWeight, dequantise
 from rooftile.numerics.block_floating import Rule
 from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
+from rooftile.qat import fast_paths
+from rooftile.qat.converted import Converted, guard_saving, unguard_saving
 from rooftile.qat.layers import Prepared, PreparedEmbedding
-from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.found import prepared_layers
 from rooftile.qat.product import rounded_activations
+from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards
-from rooftile.qat.sparse_linear import SparseLinear, held, keep_dtypes
+from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.qat.tensors import PreparedTensor, restore_module
 from rooftile.sparsity import TwoFour, compress
 from rooftile.words import answers_foreign_words
 
@@ -25,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
 
 
-class QuantisedLinear(nn.Module):
+class QuantisedLinear(Converted):
     """A linear layer with a quantised weight: `rooftile.linear` as a module. The weight has no gradient, x and the bias have one.
 
     Args:
@@ -33,8 +37,11 @@ class QuantisedLinear(nn.Module):
         bias: (out_features,).
         activations: a format that x is rounded to before the product, where `rooftile.qat.prepare` was given one.
         rule: of the powers of two of such activations, as there.
+        dtype: of `layer.weight`, the dequantised weight, for those who read it; None for the dtype of the bias, or PyTorch's
+            default without one. `.to(dtype)` changes it.
 
-    Its state dict holds the tensors of the weight (codes, scales, ...) and the bias.
+    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and an empty `weight`, at which a plain layer
+    refuses to load it. `to_linear()` gives an `nn.Linear`.
 
     Example:
         >>> layer = QuantisedLinear(rooftile.quantise_weight(torch.randn(8, 64), "int4:32"), None)
@@ -42,17 +49,14 @@ class QuantisedLinear(nn.Module):
         torch.Size([3, 8])
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
-        self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None, rule: Rule = "floor"
-    ) -> None:
-        super().__init__()
+        self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None, rule: Rule = "floor",
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(weight.shape, dtype, bias)
         self.format, self.group, self.activations, self.rule = weight.format, weight.group, activations, rule
-        self.out_features, self.in_features = weight.shape
         for name in _PARTS:
             self.register_buffer(name, getattr(weight, name))
-        self.register_parameter("bias", bias)
 
     @property
     def quantised(self) -> QuantisedWeight:
@@ -61,9 +65,13 @@ class QuantisedLinear(nn.Module):
         shape = (self.out_features, self.in_features)
         return QuantisedWeight(codes, scales, zeros, order, self.format, self.group, shape, outer, given)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
-        return linear(self._rounded(x), self.quantised, self.bias)
+    def numbers(self) -> Tensor:
+        """Returns the weight in `dtype`."""
+        return dequantise(self.quantised, self.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the product of the layer with another bias."""
+        return linear(self._rounded(x), self.quantised, bias)
 
     def _rounded(self, x: Tensor) -> Tensor:
         if self.activations is None:
@@ -72,12 +80,6 @@ class QuantisedLinear(nn.Module):
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
         return rounded_activations(x, self.activations, self.rule)
-
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        before = held(self, _PARTS)
-        super()._apply(fn, recurse)
-        keep_dtypes(self, before)
-        return self
 
     def extra_repr(self) -> str:
         """The sizes and the format."""
@@ -91,7 +93,8 @@ def convert(model: Model) -> Model:
     """Replaces each prepared layer by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 
     Codes come from the parameters as they are, in their own dtype. So a prepared layer and its converted one compute the same
-    bits for the same rows. An embedding keeps a parameter, of rounded numbers. A layer that is 2:4 and not rounded becomes a
+    bits for the same rows. An embedding keeps a parameter, of rounded numbers, and so do modules that multiply themselves: fused
+    experts and `nn.MultiheadAttention`. A layer that is 2:4 and not rounded becomes a
     `SparseLinear`; one that is both keeps its codes with zeros between.
 
     Raises:
@@ -106,7 +109,41 @@ def convert(model: Model) -> Model:
             f"{sharded} is sharded, and FSDP would go on gathering the parameters that convert replaces; call rooftile.qat.save, "
             "which gathers them, and load its folder"
         )
-    put_in_place(model, {id(layer): _converted(layer) for _, layer in layers})
+    # a buffer that is made in inference mode would keep all other layers from being trained
+    with torch.inference_mode(False), torch.no_grad():
+        made = {id(_module_of(layer)): _converted(layer) for _, layer in layers if not _stays(layer)}
+        kept = [(layer, layer.rounded_parameter()) for _, layer in layers if _stays(layer)]
+    for tensor, numbers in kept:
+        tensor.module._parameters[tensor.attribute] = numbers
+    for module in {id(tensor.module): tensor.module for tensor, _ in kept}.values():
+        restore_module(module)
+    put_in_place(model, made)
+    return model
+
+
+def dequantise_model(model: Model) -> Model:
+    """Turns the converted layers of a model into `nn.Linear` again, with the numbers that their codes stand for, and returns it.
+
+    Layers that shared a weight before `convert` have one each.
+
+    Raises:
+        InvalidInput: the model has no converted layer.
+
+    Example:
+        >>> model = rooftile.quantise_model(torch.nn.Sequential(torch.nn.Linear(64, 8)), "int4:32")
+        >>> rooftile.qat.dequantise(model)[0]
+        Linear(in_features=64, out_features=8, bias=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module")
+    made = {id(layer): layer.to_linear() for layer in model.modules() if isinstance(layer, Converted)}
+    if not made:
+        raise InvalidInput("the model has no converted layer; rooftile.qat.convert and rooftile.quantise_model make them")
+    if isinstance(model, Converted):
+        raise InvalidInput("the model is itself a converted layer, which has no place to be replaced in; call its to_linear()")
+    put_in_place(model, made)
+    unguard_saving(model.modules())
+    fast_paths.reopen(model)
     return model
 
 
@@ -117,25 +154,42 @@ def put_in_place(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
         for name, child in list(parent._modules.items()):
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
+    if any(isinstance(one, Converted) for one in made.values()):
+        guard_saving(model.modules())
+        fast_paths.close(model, Converted)
 
 
-def _converted(layer: Prepared) -> nn.Module:
-    rounding = layer.qat.rounding
+def _stays(layer: Rounded) -> TypeGuard[PreparedTensor]:
+    """Whether a weight is one of a module that stays, such as fused experts."""
+    return isinstance(layer, PreparedTensor) and layer.stays
+
+
+def _module_of(layer: Rounded) -> nn.Module:
+    module = layer.module if isinstance(layer, PreparedTensor) else layer
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _converted(layer: Rounded) -> nn.Module:
+    rounding, dtype = layer.qat.rounding, layer.parameter.dtype
+    if isinstance(layer, PreparedEmbedding):
+        rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
+        return nn.Embedding.from_pretrained(layer.codes().dequantise(dtype), freeze=True, **rest)  # type: ignore[arg-type]
+    bias = cast("nn.Parameter | None", _module_of(layer).bias)
     if rounding is None:
-        return SparseLinear(sparse_weight(layer), layer.bias)  # type: ignore[arg-type]
-    codes = layer.codes()
-    if not isinstance(layer, PreparedEmbedding):
-        return QuantisedLinear(codes, layer.bias, rounding.activations, rounding.rule)  # type: ignore[arg-type]
-    numbers = codes.dequantise(layer.weight.dtype)
-    rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
-    return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]
+        return SparseLinear(sparse_weight(layer), bias, dtype)
+    made = QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
+    made.is_conv1d = isinstance(layer, PreparedTensor)
+    return made
 
 
-def sparse_weight(layer: Prepared) -> TwoFour:
+def sparse_weight(layer: Rounded) -> TwoFour:
     """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8 or INT8."""
+    mask = layer.held_mask
+    assert mask is not None, "a 2:4 layer has a mask"
     # either chooses the mask anew where that is due
     if layer.qat.rounding is None:
         kept = layer.kept_weight()
-        return compress(kept, layer.mask)
+        return compress(kept, mask)
     codes = layer.codes()
-    return compress(codes.codes, layer.mask, codes.scales)
+    return compress(codes.codes, mask, codes.scales)

@@ -9,6 +9,7 @@ from torch import nn
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.block_floating import RULES, Rule
+from rooftile.qat.coverage import coverage_of
 from rooftile.qat.patterns import SKIPPED, skip_given
 from rooftile.qat.preparation import check_planned, prepare, restore
 from rooftile.qat.quantised_linear import convert
@@ -28,7 +29,7 @@ class Applied(Protocol):
 @answers_foreign_words
 def quantise_model(
     model: Model, format: str | Mapping[str, str] | Applied, *, group: int | None = None, rule: Rule = "floor",
-    skip: Sequence[str] = SKIPPED,
+    skip: Sequence[str] = SKIPPED, verbose: bool = True,
 ) -> Model:  # fmt: skip
     """Quantises the linear layers of a model in place, by rounding to nearest, and returns it.
 
@@ -43,6 +44,7 @@ def quantise_model(
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
         rule: of mxfp8 and mxfp4, how powers of two follow from numbers, as in `rooftile.quantise_weight`: "floor" or "round_up".
         skip: patterns of layers that stay, where `format` is one word; all but the default must match one.
+        verbose: prints in one line which share of the weights is quantised, and what is left out.
 
     Raises:
         InvalidInput: nothing is there to quantise, a pattern matches nothing, or a weight does not fit its format; the model is
@@ -57,9 +59,13 @@ def quantise_model(
         check_planned(group=group, rule=None if rule == RULES[0] else rule, skip=skip_given(skip))
         applied: Model = format.apply(model)
         return applied
-    prepare(model, format, group=group, rule=rule, skip=skip)
+    prepare(model, format, group=group, rule=rule, skip=skip, verbose=False)
+    coverage = coverage_of(model, "quantised")
     try:
-        return convert(model)
+        convert(model)
     except InvalidInput:
         restore(model)
         raise
+    if verbose:
+        print(coverage)  # noqa: T201 -- the line is for the terminal
+    return model

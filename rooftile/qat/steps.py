@@ -54,18 +54,18 @@ def _prepared() -> list[Any]:
 def _held(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields the modules whose weights an optimiser holds, with the group of each."""
     groups = _groups(optimizer)
-    return ((module, groups[id(module.weight)]) for module in _prepared() if id(module.weight) in groups)
+    return ((module, groups[id(module.parameter)]) for module in _prepared() if id(module.parameter) in groups)
 
 
 def _stepping(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_scales(optimizer)
     held = _groups(optimizer)
-    finite.read(optimizer, [module for module in _prepared() if id(module.weight) in held or not module.qat.steps])
+    finite.read(optimizer, [module for module in _prepared() if id(module.parameter) in held or not module.qat.steps])
     if not any(module.qat.masking for module, _ in _held(optimizer)):
         return None
     if isinstance(optimizer, DecaysInside):
         for module, _ in _decaying(optimizer):
-            optimizer.decay_left_out(module.weight, module.mask, module.qat.masking.recipe.decay)
+            optimizer.decay_left_out(module.parameter, module.mask, module.qat.masking.recipe.decay)
         return None
     closure = kwargs.get("closure") or next((x for x in args[1:] if callable(x)), None)
     if closure is None:
@@ -86,7 +86,7 @@ def _check_scales(optimizer: Optimizer) -> None:
             continue
         if id(module.scales) in held:
             module.qat.learns = True
-        elif id(module.weight) in held and not module.qat.learns:
+        elif id(module.parameter) in held and not module.qat.learns:
             lacking.append(module.qat.name)
     if lacking:
         name = min(lacking)
@@ -118,8 +118,8 @@ def _decaying(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields the 2:4 modules that decay, each weight once: layers may share one, whose gradient is one."""
     decayed: set[int] = set()
     for module, group in _held(optimizer):
-        if module.qat.masking and module.qat.masking.recipe.decay and module.rounds and id(module.weight) not in decayed:
-            decayed.add(id(module.weight))
+        if module.qat.masking and module.qat.masking.recipe.decay and module.rounds and id(module.parameter) not in decayed:
+            decayed.add(id(module.parameter))
             yield module, group
 
 
@@ -132,7 +132,7 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if module.scales is not None and module.qat.steps == module.qat.start_step:
             # rounding begins with the weights as they are now; FSDP shards rows, which scales share with their weights
             rounding = module.qat.rounding
-            local(module.scales).copy_(first_scales(local(module.weight), rounding.format, rounding.group))
+            local(module.scales).copy_(first_scales(local(module.parameter), rounding.format, rounding.group))
     held = _groups(optimizer)
     for module in _prepared():
         if module.scales is not None and id(module.scales) in held:

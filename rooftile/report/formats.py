@@ -204,5 +204,4 @@ def served_loss(folder: Path, tokens: Tensor, targets: Tensor, device: torch.dev
 def bytes_of(model: TrainableDecoder) -> int:
     """Returns the bytes of a prepared model as it is stored."""
     saved = {one.name: one.nbytes for one in qat.status(model).layers}
-    layers = {id(layer.weight) for name, layer in model.named_modules() if name in saved}
-    return sum(saved.values()) + sum(p.nbytes for p in model.parameters() if id(p) not in layers)
+    return sum(saved.values()) + sum(p.nbytes for name, p in model.named_parameters() if name.removesuffix(".weight") not in saved)

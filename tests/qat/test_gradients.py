@@ -49,7 +49,7 @@ def beyond(made) -> torch.Tensor:
     """Returns which weights lie more than half a code beyond the numbers of their format, in fp64."""
     codes = made.codes()
     least, most = RANGES[codes.format]
-    steps = made.weight.detach().double() / scale_of_each(codes)
+    steps = made.parameter.detach().double() / scale_of_each(codes)
     return (steps < least - 0.5) | (steps > most + 0.5)
 
 
@@ -99,7 +99,7 @@ def test_clip_leaves_out_what_lies_beyond_the_codes(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_clip_of_an_embedding_leaves_out_the_same(format: str) -> None:
     linear = layer(format, "clip")
-    made = nn.Embedding.from_pretrained(linear.weight.detach().clone(), freeze=False)
+    made = nn.Embedding.from_pretrained(linear.parameter.detach().clone(), freeze=False)
     made = rt.qat.prepare(nn.Sequential(made), {"0": format}, estimator="clip")[0]
     tokens = torch.arange(37).repeat(2)
     dy = torch.randn((74, 128), generator=torch.Generator().manual_seed(3))

@@ -45,7 +45,7 @@ def defined(made, format: str, dw: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     least, most, n = FORMATS[format]
     s = stored(made, format).repeat_interleave(n, 1)
     # in fp32, as codes are taken
-    u = (made.weight.detach() / s.float()).double()
+    u = (made.parameter.detach() / s.float()).double()
     is_inside = (u >= least) & (u <= most)
     slope = torch.where(is_inside, u.round() - u, u.clamp(least, most))
     g = 1 / (n * most) ** 0.5
@@ -88,9 +88,9 @@ def test_the_gradient_of_scales_is_that_of_the_surrogate(format: str) -> None:
     made = layer(format, bias=False)
     least, most, n = FORMATS[format]
     dw = torch.randn(37, 128, generator=torch.Generator().manual_seed(4))
-    _, ds = learned.gradients_of(dw, made.weight, made.codes())
-    w, s = made.weight.detach().double(), stored(made, format)
-    u = (made.weight.detach() / s.float().repeat_interleave(n, 1)).double()
+    _, ds = learned.gradients_of(dw, made.parameter, made.codes())
+    w, s = made.parameter.detach().double(), stored(made, format)
+    u = (made.parameter.detach() / s.float().repeat_interleave(n, 1)).double()
     is_inside, error = (u >= least) & (u <= most), u.round() - u
 
     def loss(scales: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_codes_are_taken_with_the_scales_that_are_stored(format: str) -> None:
     codes = model[0].codes()
     assert codes.scales.dtype == (torch.float32 if format == "int8" else torch.bfloat16)
     least, most, n = FORMATS[format]
-    u = model[0].weight.detach() / codes.scales.float().repeat_interleave(n, 1)
+    u = model[0].parameter.detach() / codes.scales.float().repeat_interleave(n, 1)
     numbers = codes.dequantise() / codes.scales.float().repeat_interleave(n, 1)
     torch.testing.assert_close(numbers, u.round().clamp(least, most))
     converted = rt.qat.convert(copy.deepcopy(model))
@@ -150,7 +150,7 @@ def test_a_later_start_begins_with_the_weights_of_then() -> None:
         assert (model[0].weight_scale.grad is None) == (step < 2)
         optimiser.step()
         optimiser.zero_grad()
-        due = learned.first_scales(model[0].weight, "int4", 32)
+        due = learned.first_scales(model[0].parameter, "int4", 32)
         assert torch.equal(model[0].weight_scale, due) == (step == 1)
 
 

@@ -200,7 +200,8 @@ def test_status_says_what_rounding_changes() -> None:
     assert other.numbers == 256 * 128
     assert other.nbytes == 256 * 128 // 2 + 256 * 4 * 2
     lines = str(found).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
+    assert lines[4] == "prepared: 70,272 of 70,272 weights (100.0%)"
     assert "int4:32" in lines[2]
     assert "PreparedLinear(in_features=128, out_features=256, bias=True, int4:32)" in repr(model)
 

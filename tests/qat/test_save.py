@@ -218,7 +218,7 @@ def used(folder: Path) -> Path:
         (lambda folder: rt.qat.save(trained("int8"), used(folder)), "is there already; give a new folder"),
         (lambda folder: rt.qat.save(rt.qat.prepare(mlp(), "int8"), folder), "Sequential has no configuration of Transformers"),
         (lambda folder: rt.qat.save(rt.qat.prepare(Shared(), {"head": "int8"}), folder), "head and embedding share a weight"),
-        (lambda folder: rt.qat.save(rt.qat.convert(trained("int8")), folder), "the model is not prepared"),
+        (lambda folder: rt.qat.save(rt.qat.convert(trained("int8")), folder), "the TrainableDecoder is converted, so it has"),
     ],
 )  # fmt: skip
 def test_bad_input(tmp_path: Path, call, sentence: str) -> None:

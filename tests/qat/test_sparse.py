@@ -83,10 +83,10 @@ def test_the_decay_is_added_before_the_optimiser(transposable: bool, maximize: b
     model = sparse(transposable=transposable)
     model(data()).square().mean().backward()
     layer, sign = model[0], -1 if maximize else 1
-    w, gradient, mask = layer.weight.detach().clone(), layer.weight.grad.clone(), two_four(layer.weight, transposable)
+    w, gradient, mask = layer.parameter.detach().clone(), layer.weight.grad.clone(), two_four(layer.parameter, transposable)
     torch.optim.SGD(model.parameters(), lr=0.25, maximize=maximize).step()
     due = w - 0.25 * (sign * gradient + DECAY * (~mask) * w)
-    torch.testing.assert_close(layer.weight.detach(), due)
+    torch.testing.assert_close(layer.parameter.detach(), due)
 
 
 def test_rooftiles_optimiser_takes_the_decay_too() -> None:
@@ -163,7 +163,7 @@ def test_a_scaled_gradient_gets_a_scaled_decay() -> None:
     model(data()).square().mean().backward()
     layer = model[0]
     optimiser = Still(model.parameters(), {})
-    gradient, due = layer.weight.grad.clone(), (~layer.mask) * layer.weight.detach() * DECAY * 8
+    gradient, due = layer.weight.grad.clone(), (~layer.mask) * layer.parameter.detach() * DECAY * 8
     # torch.amp.GradScaler sets this for an optimiser that unscales in its own kernel
     optimiser.grad_scale = torch.tensor(8.0)
     optimiser.step()
@@ -175,11 +175,11 @@ def test_layers_that_share_a_weight_decay_it_once() -> None:
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     model[1].weight = model[0].weight
     rt.qat.prepare(model, None, sparsity=Recipe(decay=DECAY))
-    w = model[0].weight.detach().clone()
+    w = model[0].parameter.detach().clone()
     model(torch.randn(3, 16)).sum().backward()
     gradient = model[0].weight.grad.clone()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    torch.testing.assert_close(model[0].weight.detach(), w - gradient - DECAY * (~two_four(w)) * w)
+    torch.testing.assert_close(model[0].parameter.detach(), w - gradient - DECAY * (~two_four(w)) * w)
     seen: list[Tensor] = []
     optimiser = rt.optim.AdamW(model.parameters())
     optimiser.decay_left_out = lambda weight, mask, decay: seen.append(weight)
@@ -196,7 +196,7 @@ def test_masks_are_chosen_anew_and_flips_counted() -> None:
         before = layer.mask.clone()
         step(model, optimiser, n)
         model(data())
-        assert torch.equal(layer.mask, two_four(layer.weight))
+        assert torch.equal(layer.mask, two_four(layer.parameter))
         flips = float((layer.mask != before).float().mean())
         # a second micro-batch, or a look at it, changes nothing
         model(data())
@@ -230,7 +230,7 @@ def test_a_mask_follows_a_weight_that_is_loaded_or_changed_by_hand() -> None:
     with torch.no_grad():
         model[0].weight.neg_().add_(0.1)
         model(data())
-    assert torch.equal(model[0].mask, two_four(model[0].weight))
+    assert torch.equal(model[0].mask, two_four(model[0].parameter))
 
 
 @pytest.mark.parametrize("recipe", [{}, {"refresh": 3}, {"refresh": 2, "freeze_from": 3}], ids=str)
@@ -275,11 +275,11 @@ def test_prepared_and_converted_have_the_same_bits(format: str | None, dtype: to
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
     model(x).square().mean().backward()
     optimiser.step()
-    y, mask = model(x), two_four(model[0].weight)
+    y, mask = model(x), two_four(model[0].parameter)
     # masked first: the scales are those of what is kept
     if format is not None:
         kind, _, group = format.partition(":")
-        due = rt.quantise_weight(torch.where(mask, model[0].weight, 0.0), kind, group=int(group) if group else None)
+        due = rt.quantise_weight(torch.where(mask, model[0].parameter, 0.0), kind, group=int(group) if group else None)
         assert torch.equal(model[0].codes().dequantise(), due.dequantise())
         assert not due.dequantise()[~mask].any()
     rt.qat.convert(model)
@@ -308,7 +308,7 @@ def test_no_copy_of_a_weight_lives_until_the_backward(format: str, estimator: st
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         y = model(data())
-    shapes = {layer.weight.shape: layer.weight for layer in (model[0], model[2])}
+    shapes = {layer.parameter.shape: layer.parameter for layer in (model[0], model[2])}
     weights = [x for x in saved if x.shape in shapes]
     copied = [x for x in weights if x.data_ptr() != shapes[x.shape].data_ptr()]
     # the definition of "clip" looks at the weight with its zeros in place
@@ -378,13 +378,13 @@ def test_start_step_and_formats_by_name() -> None:
     model = rt.qat.prepare(small(), {"0": None, "2": "int4:32"}, sparsity=Recipe(decay=DECAY), start_step=1)
     assert [one.format for one in rt.qat.status(model).layers] == ["2:4", "int4:32 2:4"]
     assert torch.equal(model(data()), small()(data()))
-    w = model[0].weight.detach().clone()
+    w = model[0].parameter.detach().clone()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     model(data()).square().mean().backward()
     gradient = model[0].weight.grad.clone()
     optimiser.step()
     # what is not masked yet is not decayed either
-    torch.testing.assert_close(model[0].weight.detach(), w - 0.1 * gradient)
+    torch.testing.assert_close(model[0].parameter.detach(), w - 0.1 * gradient)
     with rt.qat.off(model):
         full = model(data())
     assert not torch.equal(model(data()), full)

@@ -34,7 +34,10 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     for name, word in words.items():
         layer = inside.get_submodule(name)
         weight, bias = weight_in(weight_of(layer), word, name), cast("nn.Parameter | None", layer.bias)
-        made[id(layer)] = SparseLinear(weight, bias) if isinstance(weight, TwoFour) else QuantisedLinear(weight, bias)
+        dtype = weight_of(layer).dtype
+        done = SparseLinear(weight, bias, dtype) if isinstance(weight, TwoFour) else QuantisedLinear(weight, bias, dtype=dtype)
+        done.is_conv1d = not isinstance(layer, nn.Linear)
+        made[id(layer)] = done
     put_in_place(inside, made)
     return model
 

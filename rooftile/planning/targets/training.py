@@ -40,7 +40,7 @@ def prepare(
         raise InvalidInput(f"sparsity is {sparsity}, and the plan has no 2:4 layer; leave it out")
     rounded: dict[str, str | None] = {Name(name): word for name, word in words.items() if word != SPARSE}
     if rounded:
-        qat.prepare(inside, rounded, estimator=estimator, start_step=start_step)
+        qat.prepare(inside, rounded, estimator=estimator, start_step=start_step, verbose=False)
     try:
         for name in sparse:
             _make_sparse(inside.get_submodule(name), name, start_step, Recipe() if sparsity is None else sparsity)
@@ -65,7 +65,7 @@ def _check_trainable(words: Mapping[str, str], model: nn.Module) -> None:
 def _make_sparse(layer: nn.Module, name: str, start_step: int, sparsity: Recipe) -> None:
     """Prepares one layer as a model of its own: `qat.prepare` masks all layers of a model, or none."""
     try:
-        qat.prepare(layer, None, skip=(), start_step=start_step, sparsity=sparsity)
+        qat.prepare(layer, None, skip=(), start_step=start_step, sparsity=sparsity, verbose=False)
     except InvalidInput as error:
         # its sentences begin with the name of the layer, which is empty in a model that is the layer
         raise InvalidInput(f"{name}{error}" if str(error).startswith(".") else str(error)) from None
