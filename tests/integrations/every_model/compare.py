@@ -1,0 +1,227 @@
+"""Compares a small model with attn_implementation="rooftile" with the same weights and "eager"."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from rooftile import Unsupported
+from rooftile.integrations import transformers as integration
+from tests.integrations.every_model.build import small_config
+from tests.integrations.every_model.exceptions import INPUTS, OTHER_REASONS
+from tests.integrations.every_model.inputs import LENGTH, inputs_of
+
+TOO_LARGE = 30_000_000
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    family: str
+    model: str
+    # "equal", "refused", "no attention of its own", "differs" or "not run"
+    verdict: str
+    # how many calls of attention a forward made
+    calls: int
+    # what was compared
+    compared: str
+    reason: str = ""
+
+
+class Differs(AssertionError):
+    """An output or gradient is not that of eager attention."""
+
+
+def compare(family: str, name: str) -> Row:
+    """Builds a small model of a class and compares it."""
+    row = Row(family, name, "not run", 0, "")
+    if name in OTHER_REASONS:
+        row.reason = OTHER_REASONS[name]
+        return row
+    try:
+        model = build(family, name, "eager")
+        given, due = _first_outputs(model, INPUTS.get(name, INPUTS.get(family, {})))
+    except Exception as error:
+        row.reason = _sentence(error)
+        return row
+    try:
+        own = build(family, name, "rooftile")
+        own.load_state_dict(model.state_dict())
+        with counted() as calls:
+            _equal(_outputs(own, given), due, "output")
+        row.calls = calls[0]
+        row.compared = ", ".join(dict.fromkeys(["outputs", *_compared(model, own, given, due)]))
+    except Unsupported as error:
+        row.verdict, row.reason = "refused", _sentence(error)
+    except Differs as error:
+        row.verdict, row.reason = "differs", str(error)
+    except Exception as error:
+        row.verdict, row.reason = "differs", f"eager ran, and this raised: {_sentence(error)}"
+    else:
+        row.verdict = "equal" if row.calls else "no call"
+    return row
+
+
+def _first_outputs(model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Returns inputs that the model takes, as few as do, and its outputs."""
+    error: Exception = ValueError("no output")
+    for beside in (False, True):
+        inputs = inputs_of(model, given, beside)
+        try:
+            due = _outputs(model, inputs)
+        except Exception as failed:
+            error = failed if not beside else error
+            continue
+        if due:
+            return inputs, due
+    raise error
+
+
+def build(family: str, name: str, implementation: str) -> Any:
+    """Returns a class's small model, in evaluation mode."""
+    kind = getattr(transformers, name)
+    config = small_config(family, kind)
+    with torch.device("meta"):
+        # the check of the name comes first, and the size before the memory
+        shape = kind._from_config(config, attn_implementation=implementation)
+    if (size := sum(p.numel() for p in shape.parameters())) > TOO_LARGE:
+        raise ValueError(f"{size:,} parameters at toy size")
+    torch.manual_seed(0)
+    model = kind._from_config(small_config(family, kind), attn_implementation=implementation)
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.ndim > 1:
+            # large enough that attention is far from uniform
+            torch.nn.init.normal_(p, std=0.15)
+        elif "sink" in name:
+            torch.nn.init.normal_(p)
+    return model.eval()
+
+
+class counted:
+    """Counts the calls of attention."""
+
+    def __enter__(self) -> list[int]:
+        self._before = integration.refusal._seen.calls
+        self._calls = [0]
+        return self._calls
+
+    def __exit__(self, *_: object) -> None:
+        self._calls[0] = integration.refusal._seen.calls - self._before
+
+
+def _compared(model: Any, own: Any, given: dict[str, Tensor], due: list[Tensor]) -> Iterator[str]:
+    """Compares more, and yields its name."""
+    if all(x.isfinite().all() for x in due) and any(x.requires_grad for x in due):
+        due_grads, found = (_gradients(m, given, None) for m in (model, own))
+        _equal_gradients(found, due_grads, "gradient")
+        yield "gradients"
+    changed = _change_the_future(given)
+    if changed is not None:
+        before, after = (_outputs(m, changed) for m in (model, own))
+        _equal(after, before, "output after a change in the future")
+        yield "future"
+    for side in ("right", "left"):
+        padded = _padded(model, given, side)
+        if padded is None:
+            continue
+        inputs, real = padded
+        try:
+            due_padded = _outputs(model, inputs, real)
+        except Exception:
+            # eager itself takes no such mask
+            continue
+        _equal(_outputs(own, inputs, real), due_padded, f"output, padded {side}")
+        if any(x.requires_grad for x in due_padded):
+            _equal_gradients(_gradients(own, inputs, real), _gradients(model, inputs, real), f"gradient, padded {side}")
+        yield "padding"
+
+
+def _change_the_future(given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    name = next((name for name in ("decoder_input_ids", "input_ids") if name in given), None)
+    if name is None or given[name].ndim != 2:
+        return None
+    ids = given[name].clone()
+    ids[:, -3:] = ids[:, -3:] + 1
+    return given | {name: ids.clamp(max=63)}
+
+
+def _padded(model: Any, given: dict[str, Tensor], side: str) -> tuple[dict[str, Tensor], Tensor] | None:
+    if "attention_mask" not in inspect.signature(model.forward).parameters or "input_ids" not in given:
+        return None
+    real = torch.ones(given["input_ids"].shape, dtype=torch.bool)
+    if side == "left":
+        real[0, :5] = False
+    else:
+        real[0, -5:] = False
+    inputs = given | {"attention_mask": real.long()}
+    decoder = given.get("decoder_input_ids")
+    if decoder is not None and "decoder_attention_mask" in inspect.signature(model.forward).parameters:
+        there = torch.ones(decoder.shape, dtype=torch.bool)
+        there[1, -4:] = False
+        inputs["decoder_attention_mask"] = there.long()
+        return inputs, there
+    return inputs, real if decoder is None else torch.ones(decoder.shape, dtype=torch.bool)
+
+
+def _outputs(model: Any, given: dict[str, Tensor], real: Tensor | None = None) -> list[Tensor]:
+    """Returns all floating outputs of a forward, those of real tokens only."""
+    torch.manual_seed(1)
+    out = model(**given)
+    found = [x for x in _tensors(out) if x.is_floating_point()]
+    if real is not None:
+        found = [x[real] if x.ndim > 1 and x.shape[:2] == real.shape else x for x in found]
+        if "decoder_input_ids" in given:
+            # the encoder's own outputs have another length
+            found = [x for x in found if not (x.ndim > 2 and x.shape[:2] == (real.shape[0], LENGTH))]
+    return found
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, dict):
+        for name, value in out.items():
+            if name not in ("past_key_values", "cache", "cache_params", "attentions"):
+                yield from _tensors(value)
+    elif isinstance(out, list | tuple):
+        for value in out:
+            yield from _tensors(value)
+
+
+def _gradients(model: Any, given: dict[str, Tensor], real: Tensor | None) -> dict[str, Tensor]:
+    model.zero_grad()
+    outputs = [x for x in _outputs(model, given, real) if x.requires_grad]
+    sum((x * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).mean() for x in outputs).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _equal(found: list[Tensor], due: list[Tensor], what: str) -> None:
+    if [x.shape for x in found] != [x.shape for x in due]:
+        raise Differs(f"{what}: shapes")
+    for x, y in zip(found, due, strict=True):
+        _close(x, y, y.detach()[y.isfinite()].abs().max().item() if y.isfinite().any() else 1.0, what)
+
+
+def _equal_gradients(found: dict[str, Tensor], due: dict[str, Tensor], what: str) -> None:
+    if found.keys() != due.keys():
+        raise Differs(f"{what}: of other parameters: {sorted(found.keys() ^ due.keys())[:3]}")
+    largest = max((y[y.isfinite()].abs().max().item() for y in due.values() if y.isfinite().any()), default=1.0)
+    for name, y in due.items():
+        _close(found[name], y, largest, f"{what} of {name}")
+
+
+def _close(x: Tensor, y: Tensor, scale: float, what: str) -> None:
+    if not torch.allclose(x, y, rtol=2e-3, atol=1e-6 + 1e-3 * scale, equal_nan=True):
+        raise Differs(f"{what}: {(x - y).abs().max().item() / (scale + 1e-9):.2g} of its largest value")
+
+
+def _sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if not isinstance(error, Unsupported) else text
