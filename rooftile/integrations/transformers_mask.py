@@ -124,12 +124,16 @@ def _recognise(mask_function: Callable[..., Any]) -> tuple[Mask, Tensor | None] 
 
 
 def _recognise_all(parts: Iterable[Callable[..., Any]]) -> tuple[Mask, Tensor | None] | None:
-    pattern, packed = FULL, None
-    for part in map(_recognise, parts):
-        if part is None or (packed is not None and part[1] is not None):
+    pattern, packed, remapped = FULL, None, False
+    for part in parts:
+        # from 5.24 on: positions within each packed sequence, whose differences are those of places in the row
+        if part.__qualname__.startswith("remap_positions_for_packed_sequence."):
+            part, remapped = inspect.getclosurevars(part).nonlocals["mask_function"], True
+        recognised = _recognise(part)
+        if recognised is None or (packed is not None and recognised[1] is not None):
             return None
-        pattern, packed = pattern & part[0], packed if part[1] is None else part[1]
-    return pattern, packed
+        pattern, packed = pattern & recognised[0], packed if recognised[1] is None else recognised[1]
+    return None if remapped and packed is None else (pattern, packed)
 
 
 def _has_holes(keys: Tensor) -> bool:

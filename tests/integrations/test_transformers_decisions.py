@@ -143,6 +143,8 @@ def test_compiled_layers_take_the_mask_from_outside():
     torch._dynamo.reset()
 
 
+# later releases have another name for it
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_both_kinds(reentrant):
     model = build(CAUSAL_MODELS["mistral (window)"]())

@@ -30,12 +30,12 @@ def xglm_config():
     )
 
 
-def gptj_config():
+def git_config():
     # it looks the name up in a table of its own, and used to raise KeyError: 'rooftile'
-    return transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, **TOKENS)
+    return transformers.GitConfig(**SMALL | TOKENS, vision_config=SMALL | {"image_size": 16, "patch_size": 8})
 
 
-REFUSED = {"BloomForCausalLM": bloom_config, "XGLMForCausalLM": xglm_config, "GPTJForCausalLM": gptj_config}
+REFUSED = {"BloomForCausalLM": bloom_config, "XGLMForCausalLM": xglm_config, "GitForCausalLM": git_config}
 
 
 @pytest.mark.parametrize("name", REFUSED)

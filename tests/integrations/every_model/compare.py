@@ -97,8 +97,8 @@ def build(family: str, name: str, implementation: str) -> Any:
     model = kind._from_config(small_config(family, kind), attn_implementation=implementation)
     for name, p in model.named_parameters():
         if p.is_floating_point() and p.ndim > 1:
-            # large enough that attention is far from uniform
-            torch.nn.init.normal_(p, std=0.15)
+            # large enough that attention is far from uniform, and no larger: twenty layers must not blow up
+            torch.nn.init.normal_(p, std=min(0.15, max(p[0].numel(), 1) ** -0.5))
         elif "sink" in name:
             torch.nn.init.normal_(p)
     return model.eval()
@@ -176,7 +176,9 @@ def _outputs(model: Any, given: dict[str, Tensor], real: Tensor | None = None) -
     out = model(**given)
     found = [x for x in _tensors(out) if x.is_floating_point()]
     if real is not None:
-        found = [x[real] if x.ndim > 1 and x.shape[:2] == real.shape else x for x in found]
+        by_token = [x.ndim > 1 and x.shape[:2] == real.shape for x in found]
+        # a pooled output may be that of a padded token, which means nothing under a causal mask
+        found = [x[real] if is_token else x for x, is_token in zip(found, by_token, strict=True) if is_token or not any(by_token)]
         if "decoder_input_ids" in given:
             # the encoder's own outputs have another length
             found = [x for x in found if not (x.ndim > 2 and x.shape[:2] == (real.shape[0], LENGTH))]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 BATCH, LENGTH, TARGETS = 2, 13, 11
 # ids below are those of padding, images and other special tokens
-FIRST_TOKEN, SECONDS = 12, 4000
+FIRST_TOKEN, SAMPLES = 12, 4000
+# frames, height and width in patches of two images
+GRID = torch.tensor([[1, 4, 4], [1, 4, 8]])
 
 
 def inputs_of(model: Any, given: dict[str, Any], beside: bool) -> dict[str, Tensor]:
@@ -55,6 +57,14 @@ def _image(config: Any) -> Tensor:
     return torch.randn(BATCH, _of(config, "num_channels", "in_channels", "in_chans", default=3), size, size)
 
 
+def _hidden(config: Any) -> Tensor:
+    if hasattr(config, "spatial_merge_size"):
+        # the flat patches of images of several sizes
+        patch = _of(config, "patch_size", default=8) ** 2 * _of(config, "temporal_patch_size", default=1)
+        return torch.randn(int(GRID.prod(1).sum()), patch * _of(config, "in_channels", "in_chans", "num_channels", default=3))
+    return torch.randn(BATCH, LENGTH, _of(config, "hidden_size", "d_model", default=32))
+
+
 def _video(config: Any) -> Tensor:
     image = _image(config)
     return image[:, None].expand(-1, _of(config, "num_frames", default=2), -1, -1, -1).clone()
@@ -79,10 +89,13 @@ _MAKERS: dict[str, Callable[[Any], Tensor]] = {
     "input_ids": _tokens(LENGTH),
     "decoder_input_ids": _tokens(TARGETS),
     "inputs_embeds": lambda config: torch.randn(BATCH, LENGTH, _of(config.get_text_config(), "hidden_size", default=32)),
-    "hidden_states": lambda config: torch.randn(BATCH, LENGTH, _of(config, "hidden_size", "d_model", default=32)),
+    "hidden_states": _hidden,
     "pixel_values": _image,
     "pixel_values_videos": _video,
-    "input_values": lambda config: torch.randn(BATCH, SECONDS),
+    "input_values": lambda config: torch.randn(BATCH, SAMPLES),
     "input_features": _features,
     "bbox": _boxes,
+    "grid_thw": lambda config: GRID.clone(),
+    "input_features_mask": lambda config: torch.ones(_features(config).shape[:1] + _features(config).shape[-1:]).long(),
+    "query_embeds": lambda config: torch.randn(BATCH, LENGTH, _of(config, "hidden_size", default=32)),
 }

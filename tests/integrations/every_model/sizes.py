@@ -22,7 +22,9 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?(projection_dim|proj_dim|out_hidden_size|output_dim|proj_size|embedding_dim|projection_size)", WIDTH),
     (r"(num_|n_)?(.*_)?(hidden_layers|layers|n_layer|num_layers|num_blocks|n_layers|layer_num|num_layer)", 2),
     (r"encoder_layers|decoder_layers|e_layers|depth", 2),
-    (r"(.*_)?vocab(ulary)?_size", VOCABULARY),
+    (r"(.*_)?vocab(ulary)?_size(_\w+)?|.*_group_vocab", VOCABULARY),
+    (r"rotary_dim", HEAD),
+    (r"upsample_groups", WIDTH),
     (r"(max_|n_)?(.*_)?(position_embeddings|positions|max_seq_len|seq_length|max_sequence_length|n_ctx)", POSITIONS),
     (r"(.*_)?(image_size|img_size|input_size|frame_size)", IMAGE),
     (r"(.*_)?patch_size", PATCH),
@@ -61,6 +63,9 @@ def smaller(config: Any) -> dict[str, Any]:
                 changed[name] = HEAD
             elif value is None and name == "num_key_value_heads":
                 changed[name] = KEY_HEADS
+    if "kv_lora_rank" in given:
+        # compressed keys and values are unfolded for every head
+        changed["num_key_value_heads"] = HEADS
     return changed | _per_layer(given, changed)
 
 
