@@ -26,7 +26,7 @@ class Row:
 
     family: str
     model: str
-    # "equal", "refused", "no attention of its own", "differs" or "not run"
+    # "equal", "refused", "no attention", "differs" or "not run"
     verdict: str
     # how many calls of attention a forward made
     calls: int
@@ -45,39 +45,51 @@ def compare(family: str, name: str) -> Row:
     if name in OTHER_REASONS:
         row.reason = OTHER_REASONS[name]
         return row
+    own, error = None, None
+    try:
+        own = build(family, name, "rooftile")
+    except Unsupported as refusal:
+        row.verdict, row.reason = "refused", _sentence(refusal)
+        return row
+    except Exception as failed:
+        error = failed
     try:
         model = build(family, name, "eager")
         given, due = _first_outputs(model, INPUTS.get(name, INPUTS.get(family, {})))
-    except Exception as error:
-        row.reason = _sentence(error)
+    except Exception as failed:
+        row.reason = _sentence(failed)
         return row
     try:
-        own = build(family, name, "rooftile")
+        if own is None:
+            raise Differs(f"eager ran, and building it raised: {_sentence(error)}")
         own.load_state_dict(model.state_dict())
         with counted() as calls:
             _equal(_outputs(own, given), due, "output")
         row.calls = calls[0]
         row.compared = ", ".join(dict.fromkeys(["outputs", *_compared(model, own, given, due)]))
-    except Unsupported as error:
-        row.verdict, row.reason = "refused", _sentence(error)
-    except Differs as error:
-        row.verdict, row.reason = "differs", str(error)
-    except Exception as error:
-        row.verdict, row.reason = "differs", f"eager ran, and this raised: {_sentence(error)}"
+    except Unsupported as refusal:
+        row.verdict, row.reason = "refused", _sentence(refusal)
+    except Differs as difference:
+        row.verdict, row.reason = "differs", str(difference)
+    except Exception as failed:
+        row.verdict, row.reason = "differs", f"eager ran, and this raised: {_sentence(failed)}"
     else:
-        row.verdict = "equal" if row.calls else "no call"
+        row.verdict = "equal" if row.calls else "no attention"
     return row
 
 
 def _first_outputs(model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Returns inputs that the model takes, as few as do, and its outputs."""
     error: Exception = ValueError("no output")
-    for beside in (False, True):
-        inputs = inputs_of(model, given, beside)
+    for attempt in range(4):
+        inputs = inputs_of(model, given, beside=attempt % 2 == 1)
+        if attempt > 1 and "input_features" in inputs:
+            # models of speech disagree on the order of these axes
+            inputs["input_features"] = inputs["input_features"].mT.contiguous()
         try:
             due = _outputs(model, inputs)
         except Exception as failed:
-            error = failed if not beside else error
+            error = error if attempt else failed
             continue
         if due:
             return inputs, due
@@ -224,6 +236,6 @@ def _close(x: Tensor, y: Tensor, scale: float, what: str) -> None:
         raise Differs(f"{what}: {(x - y).abs().max().item() / (scale + 1e-9):.2g} of its largest value")
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if not isinstance(error, Unsupported) else text

@@ -15,10 +15,12 @@ _RESNET = {
 _BACKBONE = {"default": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": _RESNET}}
 _BACKBONE |= {"num_feature_levels": 1, "num_queries": 8}
 
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+
 # "default" is given to the configuration before it is made small, all else afterwards
 SIZES: dict[str, dict[str, Any]] = {
     "autoformer": _TIMES,
-    "cohere_compass_text": {"num_hidden_layers": 4},
+    "bamba": {"attn_layer_indices": [1]},
     "conditional_detr": _BACKBONE,
     "deformable_detr": _BACKBONE,
     "detr": _BACKBONE,
@@ -26,10 +28,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4},
     "esm": {"default": {"vocab_size": 64}},
     "esmc": {"num_key_value_heads": 4},
+    "glm4v_text": _ROPE,
+    "glm_image_text": _ROPE,
+    "glm_ocr_text": _ROPE,
     "glm5_next_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"default": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}},
     "granite_speech5_encoder": {"context_size": 32},
     "informer": _TIMES,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "perceiver": {"d_latents": 32, "num_latents": 8},
