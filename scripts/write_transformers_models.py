@@ -29,8 +29,8 @@ SECONDS = 180
 HEAD = """# Models of Transformers
 
 The model classes of Transformers {version} that its `AutoModel`, `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM`,
-`AutoModelForMultimodalLM`, `AutoModelForSpeechSeq2Seq` and `AutoModelForMaskedLM` know, each built at toy size with random weights
-and run on a CPU in float32 with `attn_implementation="rooftile"` and with `"eager"`. Written by
+`AutoModelForMultimodalLM`, `AutoModelForSpeechSeq2Seq` and `AutoModelForMaskedLM` know, each built at toy size with random
+weights and run on a CPU in float32 with `attn_implementation="rooftile"` and with `"eager"`. Written by
 `scripts/write_transformers_models.py`; `tests/integrations/test_every_model.py` compares again.
 
 - *outputs*: every floating-point output, without padding. *gradients*: that of every parameter.
@@ -44,12 +44,16 @@ Models that take images or sounds beside text were given text alone where they a
 {counts}
 """
 SECTIONS = {
-    "equal": "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | classes | compared |\n|---|---|---|\n",
-    "refused": (
-        "## Refused\n\n`attn_implementation=\"rooftile\"` raises `Unsupported` where the model is built. Use `\"eager\"`, or give each "
-        "part of a\nmodel its own name in a dict.\n\n| family | classes | why |\n|---|---|---|\n"
+    "equal": (
+        "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | classes | compared |\n|---|---|---|\n"
     ),
-    "no attention": "## Without attention\n\nNothing to replace, and the outputs are equal.\n\n| family | classes |\n|---|---|\n",
+    "refused": (
+        '## Refused\n\n`attn_implementation="rooftile"` raises `Unsupported` where the model is built. Use `"eager"`, or give '
+        "each part of a\nmodel its own name in a dict.\n\n| family | classes | why |\n|---|---|---|\n"
+    ),
+    "no attention": (
+        "## Without attention\n\nNothing to replace, and the outputs are equal.\n\n| family | classes |\n|---|---|\n"
+    ),
     "not run": (
         "## Not compared\n\nEager attention itself cannot be built or run at toy size with the inputs that the sweep makes.\n\n"
         "| family | classes | reason |\n|---|---|---|\n"

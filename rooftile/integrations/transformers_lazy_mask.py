@@ -17,7 +17,7 @@ from rooftile.masks import Mask
 
 
 class Decision(NamedTuple):
-    """What the queries of one mask see."""
+    """Says what the queries of one mask see."""
 
     pattern: Mask
     # (B, S) int32: the sequence of each key slot, from 1; 0 for padding, -1 for an unwritten slot of a static cache. The queries
@@ -52,9 +52,13 @@ class LazyMask(Tensor):
             return func(*_dense(args), **_dense(kwargs))
 
 
-def lazy(decision: Decision, shape: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> LazyMask:
-    """Returns the mask (B, 1, T, S) that a decision means."""
-    mask = torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(LazyMask)
+def lazy(decision: Decision, shape: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> Tensor:
+    """Returns the mask (B, 1, T, S) that a decision means: a LazyMask, or a dense one under modes that make tensors of their own."""
+    number = torch.empty((), dtype=dtype, device=device)
+    if type(number) is not Tensor:
+        # fake tensors of an export cannot be of a second class
+        return decision.dense()
+    mask = number.expand(shape).as_subclass(LazyMask)
     mask.decision = decision
     mask.kept = {}
     return mask
@@ -81,7 +85,7 @@ _OF_METADATA = {
 }  # fmt: skip
 
 
-def _moved(mask: LazyMask, *where: Any, **options: Any) -> LazyMask | None:
+def _moved(mask: LazyMask, *where: Any, **options: Any) -> Tensor | None:
     """Returns the mask in another floating dtype or on another device; None if what is asked for is no longer a mask."""
     like = torch.empty((), dtype=mask.dtype, device=mask.device).to(*where, **options)
     if not like.is_floating_point():

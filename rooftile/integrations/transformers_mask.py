@@ -50,7 +50,7 @@ def mask(
     sequences = None
     written = q_offset + q_length - kv_offset if pattern.right == 0 else kv_length  # type: ignore[operator]
     if attention_mask is not None or packed is not None or written != kv_length:
-        if torch.compiler.is_compiling():
+        if not _has_values(settings.get("device")):
             return dense()
         keys = _real_keys(batch_size, kv_length, kv_offset, attention_mask, settings.get("device"))
         if packed is not None or written != kv_length or not bool(keys.all()):
@@ -87,6 +87,14 @@ def _pattern(
     if pattern.chunks and kv_offset:
         return None
     return pattern, packed
+
+
+def _has_values(device: Any) -> bool:
+    """Whether tensors have values to read: not in torch.compile, in an export or on meta."""
+    if torch.compiler.is_compiling():
+        return False
+    number = torch.empty((), device=device)
+    return type(number) is Tensor and not number.is_meta
 
 
 def _real_keys(B: int, S: int, kv_offset: int, attention_mask: Tensor | None, device: Any) -> Tensor:

@@ -114,7 +114,10 @@ def restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> Packing | None:
     Without a cache, Transformers detects these itself, and the mask contains them; with a cache it does not.
     """
     B, T = q.shape[:2]
-    if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)) or torch.compiler.is_compiling():
+    if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)):
+        return None
+    if torch.compiler.is_compiling() or position_ids.is_meta:
+        # there are no values to read
         return None
     if position_ids.is_inference():
         # such tensors do not count their changes, so no answer can be kept for later layers

@@ -27,9 +27,9 @@ _ASKS = re.compile(r"\bALL_ATTENTION_FUNCTIONS\b|\bAttentionInterface\b")
 
 
 class _Seen(threading.local):
-    """What ran in this thread: the calls of attention, and how many there were when a configuration's last mask was made."""
+    """Counts calls of attention in this thread, and remembers how many there were when a configuration's last mask was made."""
 
-    # of all threads: attention is in a compiled graph, which counts nothing when it runs
+    # in any thread, attention was compiled into a graph, which counts nothing when it runs
     compiled = False
 
     def __init__(self) -> None:

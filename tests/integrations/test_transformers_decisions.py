@@ -84,7 +84,7 @@ def test_the_mask_in_the_hands_of_a_model():
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim, lazy.dim(), len(lazy)) == (
         due.shape, due.dtype, due.device, 4, 4, 2,
     )  # fmt: skip
-    assert lazy.size(-1) == 7 and not lazy.requires_grad and not lazy.is_cuda and lazy.is_floating_point()
+    assert (lazy.size(-1), lazy.requires_grad, lazy.is_cuda, lazy.is_floating_point()) == (7, False, False, True)
     assert type(lazy.to(torch.float32)) is type(lazy.to("cpu")) is type(lazy.detach()) is LazyMask
     assert not made
     operations = [
@@ -155,3 +155,18 @@ def test_gradient_checkpointing_of_both_kinds(reentrant):
     model.enable_input_require_grads()
     model.train()
     assert_same(logits_and_gradients(model, "rooftile", there.bool(), **inputs), due)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "mistral (window)"])
+def test_tensors_without_values(name):
+    """On meta, under a mode of fake tensors and in an exported program there is nothing to read."""
+    model = build(CAUSAL_MODELS[name]())
+    model.set_attn_implementation("rooftile")
+    row = tokens(2, 9)
+    exported = torch.export.export(model, (row,), kwargs={"use_cache": False}, strict=False)
+    torch.testing.assert_close(exported.module()(row, use_cache=False).logits, model(row, use_cache=False).logits)
+    assert model.to("meta")(row.to("meta")).logits.shape == (2, 9, 64)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = transformers.AutoModelForCausalLM.from_config(CAUSAL_MODELS[name](), attn_implementation="rooftile")
+        assert fake(torch.zeros(2, 9, dtype=torch.long), use_cache=False).logits.shape == (2, 9, 64)

@@ -1,4 +1,4 @@
-"""What the rules of `sizes` and `inputs` cannot know, by family or class."""
+"""Lists what the rules of `sizes` and `inputs` cannot know, by family or class."""
 
 from typing import Any
 
@@ -12,8 +12,11 @@ _RESNET = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
     "out_features": ["stage4"], "num_channels": 3,
 }  # fmt: skip
-_BACKBONE = {"default": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": _RESNET}}
-_BACKBONE |= {"num_feature_levels": 1, "num_queries": 8}
+_BACKBONE = {
+    "default": {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": _RESNET},
+    "num_feature_levels": 1,
+    "num_queries": 8,
+}
 
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 
