@@ -64,9 +64,9 @@ def compare(family: str, name: str) -> Row:
             raise Differs(f"eager ran, and building it raised: {_sentence(error)}")
         own.load_state_dict(model.state_dict())
         with counted() as calls:
-            _equal(_outputs(own, given), due, "output")
+            found = _outputs(own, given)
         row.calls = calls[0]
-        row.compared = ", ".join(dict.fromkeys(["outputs", *_compared(model, own, given, due)]))
+        row.compared = ", ".join(dict.fromkeys(_compared(model, own, given, found, due)))
     except Unsupported as refusal:
         row.verdict, row.reason = "refused", _sentence(refusal)
     except Differs as difference:
@@ -128,11 +128,14 @@ class counted:
         self._calls[0] = integration.refusal._seen.calls - self._before
 
 
-def _compared(model: Any, own: Any, given: dict[str, Tensor], due: list[Tensor]) -> Iterator[str]:
-    """Compares more, and yields its name."""
-    if all(x.isfinite().all() for x in due) and any(x.requires_grad for x in due):
-        due_grads, found = (_gradients(m, given, None) for m in (model, own))
-        _equal_gradients(found, due_grads, "gradient")
+def _compared(
+    model: Any, own: Any, given: dict[str, Tensor], found: list[Tensor], due: list[Tensor]
+) -> Iterator[str]:  # fmt: skip
+    """Compares the outputs and more, and yields the name of what was equal."""
+    _equal(found, due, "output")
+    yield "outputs"
+    if any(x.requires_grad for x in due):
+        _equal_gradients(_gradients(own, found), _gradients(model, due), "gradient")
         yield "gradients"
     changed = _change_the_future(given)
     if changed is not None:
@@ -149,9 +152,10 @@ def _compared(model: Any, own: Any, given: dict[str, Tensor], due: list[Tensor])
         except Exception:
             # eager itself takes no such mask
             continue
-        _equal(_outputs(own, inputs, real), due_padded, f"output, padded {side}")
+        found = _outputs(own, inputs, real)
+        _equal(found, due_padded, f"output, padded {side}")
         if any(x.requires_grad for x in due_padded):
-            _equal_gradients(_gradients(own, inputs, real), _gradients(model, inputs, real), f"gradient, padded {side}")
+            _equal_gradients(_gradients(own, found), _gradients(model, due_padded), f"gradient, padded {side}")
         yield "padding"
 
 
@@ -209,9 +213,9 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _gradients(model: Any, given: dict[str, Tensor], real: Tensor | None) -> dict[str, Tensor]:
+def _gradients(model: Any, outputs: list[Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
-    outputs = [x for x in _outputs(model, given, real) if x.requires_grad]
+    outputs = [x for x in outputs if x.requires_grad]
     sum((x * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).mean() for x in outputs).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
