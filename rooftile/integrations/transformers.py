@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rooftile")
     model.set_attn_implementation("paged|rooftile")     # for generate_batch: continuous batching
 
-`attention` here runs what `transformers_mask.mask` prepared: padding is removed before and its outputs are zeros,
+`attention` here runs what `transformers_mask.mask` decided: padding is removed before and its outputs are zeros,
 sequences packed in one row do not see each other, and a dense mask becomes a bias on the scores. Weights are never
-stored, so output_attentions is refused.
+stored, so output_attentions is refused. So are models that never call it: see `transformers_refusal`.
 
 The host waits for the GPU once per forward to learn whether there is padding (as in Transformers' own masks) or whether
 position_ids restart, and once more if so. Later layers read the answer from the mask. Single queries without
@@ -26,8 +26,16 @@ from torch import Tensor
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import transformers_mask
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
-from rooftile.ops.unpad import put_rows, take_rows
+from rooftile.integrations import transformers_refusal as refusal
+from rooftile.integrations.transformers_lazy_mask import LazyMask
+from rooftile.integrations.transformers_packing import (
+    Packing,
+    attend_packed,
+    attend_with_bias,
+    packing_of_mask,
+    restarts,
+)
+from rooftile.masks import CAUSAL, FULL, Mask, Window
 
 NAME = "rooftile"
 PAGED = f"paged|{NAME}"
@@ -49,6 +57,7 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
+    refusal.check_models(NAME, PAGED)
     AttentionInterface.register(NAME, attention)
     AttentionInterface.register(PAGED, attention_paged)
     AttentionMaskInterface.register(NAME, transformers_mask.mask)
@@ -109,31 +118,22 @@ def attention(
     for name, what in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise Unsupported(f'{what} is not for attn_implementation="rooftile"; use "sdpa" or "eager" here')
+    refusal.note_attention()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = {"dropout": dropout, "scale": scaling, "sinks": s_aux, "softcap": softcap}
-    if attention_mask is not None and attention_mask.ndim == 4:
-        return api.attention(q, k, v, bias=_added(attention_mask, position_bias, q.dtype), **options), None
+    call = _Call(is_causal, sliding_window, position_bias, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    return _attend(module, q, k, v, attention_mask, call, options), None
 
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None:
-        causal = _check_mask(attention_mask, causal, q, k)
-    config = getattr(module, "config", None)
-    pattern = _pattern_of(config, getattr(module, "layer_idx", None), causal, sliding_window, k.shape[1])
-    packing = None
-    if attention_mask is not None:
-        packing = _unpadding(attention_mask, q.shape[1], pattern, config)
-    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        packing = _Packing(None, None, cu_seq_lens_q, cu_seq_lens_k)
-    elif causal and position_ids is not None:
-        packing = _restarts(position_ids, q, k)
-    if packing is None:
-        return api.attention(q, k, v, pattern, bias=position_bias, **options), None
-    if position_bias is not None:
-        raise Unsupported(
-            'position_bias came with padding or packed sequences to attn_implementation="rooftile", which takes it for '
-            'batches without padding; use "sdpa" or "eager" here'
-        )
-    return _packed(q, k, v, pattern, packing, options), None
+
+class _Call(NamedTuple):
+    """The arguments of a call that say what a query sees."""
+
+    is_causal: bool | None
+    sliding_window: int | None
+    position_bias: Tensor | None  # (1|B, 1|H, T, S)
+    position_ids: Tensor | None
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
 
 
 def attention_paged(
@@ -187,136 +187,71 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-def _check_mask(attention_mask: Tensor, causal: bool, q: Tensor, k: Tensor) -> bool:
-    """Whether this 2-D mask means causal attention."""
-    due = (k.shape[0], k.shape[1])
-    if attention_mask.dtype not in (torch.bool, torch.int32) or tuple(attention_mask.shape) != due:
-        raise InvalidInput(
-            f"attention_mask is {attention_mask.dtype} {tuple(attention_mask.shape)}; must have 4 axes, or be {due} "
-            'and made by Transformers\' mask functions; use attn_implementation="sdpa" for a model that makes its own'
-        )
-    if attention_mask.dtype == torch.bool and causal and q.shape[1] > 1:
-        raise InvalidInput(
-            "attention_mask is bidirectional and the attention module is causal; set is_causal of the module to False, "
-            'or use attn_implementation="sdpa"'
-        )
-    return attention_mask.dtype == torch.int32
+def _attend(
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call, options: dict[str, Any]
+) -> Tensor:  # fmt: skip
+    """Returns o (B, T, H, Dv) under the mask, or under what the call says where the model made none."""
+    if isinstance(mask, LazyMask):
+        if tuple(mask.shape) != (q.shape[0], 1, q.shape[1], k.shape[1]):
+            # keys that the mask was not made for: eager attention takes its first columns
+            mask = mask[..., : k.shape[1]]
+            return api.attention(q, k, v, bias=_added(mask, call.position_bias, q.dtype), **options)
+        pattern, packing = mask.decision.pattern, packing_of_mask(mask)
+    elif mask is not None:
+        return api.attention(q, k, v, bias=_added(_checked(mask), call.position_bias, q.dtype), **options)
+    else:
+        pattern, packing = _pattern_without_mask(module, call, q.shape[1], k.shape[1]), None
+        if call.cu_seq_lens_q is not None and call.cu_seq_lens_k is not None:
+            packing = Packing(None, None, call.cu_seq_lens_q, call.cu_seq_lens_k)
+    if packing is None and pattern.right == 0 and call.position_ids is not None:
+        packing = restarts(call.position_ids, q, k)
+    if packing is None:
+        return api.attention(q, k, v, pattern, bias=call.position_bias, **options)
+    if call.position_bias is None:
+        return attend_packed(q, k, v, pattern, packing, options)
+    return attend_with_bias(q, k, v, pattern, packing, call.position_bias, options)
 
 
-def _pattern_of(config: Any, layer: int | None, causal: bool, sliding_window: int | None, S: int) -> Mask:
-    """Returns the mask for a call, from its arguments and the type of its layer."""
-    types = getattr(config, "layer_types", None)
-    kind = types[layer] if types is not None and layer is not None and layer < len(types) else None
-    pattern = CAUSAL if causal else FULL
-    if kind == "chunked_attention":
-        pattern = pattern & Chunk(config.attention_chunk_size)
-    if sliding_window is _NOT_PASSED:
-        has_window = causal and kind in (None, "sliding_attention")
-        sliding_window = getattr(config, "sliding_window", None) if has_window else None
-        if sliding_window and kind is None and sliding_window < S:
+def _checked(mask: Tensor) -> Tensor:
+    if mask.ndim != 4:
+        raise InvalidInput(
+            f"attention_mask is {mask.dtype} {tuple(mask.shape)}; must have 4 axes, (B, 1 or H, T, S); use "
+            'attn_implementation="sdpa" for a model that makes its own'
+        )
+    return mask
+
+
+def _pattern_without_mask(module: torch.nn.Module, call: _Call, T: int, S: int) -> Mask:
+    """Returns what a model means that made no mask: as with "sdpa", causal if it or its module says so.
+
+    Raises:
+        Unsupported: there is a window or a chunk, and nothing says whether this layer has it or what it counts.
+    """
+    causal = call.is_causal if call.is_causal is not None else getattr(module, "is_causal", True)
+    if call.sliding_window is not _NOT_PASSED:
+        window = call.sliding_window
+        if window and not causal and window < max(T, S):
             raise Unsupported(
-                f"config.sliding_window is {sliding_window}, and this model does not name the layers that have it; use "
+                f"sliding_window={window} came without a mask to attention that is not causal, where it may count the query or "
+                'not; use attn_implementation="sdpa"'
+            )
+        # Transformers counts the query itself
+        return CAUSAL & Window(window - 1) if window and causal else CAUSAL if causal else FULL
+    config = getattr(module, "config", None)
+    for name in ("sliding_window", "attention_chunk_size") if causal else ():
+        size = getattr(config, name, None)
+        if size and size < S:
+            raise Unsupported(
+                f"config.{name} is {size}, and this model made no mask that says which layers have it; use "
                 'attn_implementation="sdpa"'
             )
-    if not sliding_window:
-        return pattern
-    # Transformers counts the query itself; encoders also see as far ahead
-    return pattern & Window(sliding_window - 1, None if causal else sliding_window - 1)
+    return CAUSAL if causal else FULL
 
 
 def _added(attention_mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Combines a dense mask (1|B, 1|H, T, S), bool or additive, and the bias into one bias."""
+    if attention_mask.dtype == torch.bool and position_bias is None:
+        return attention_mask
     if attention_mask.dtype == torch.bool:
-        hidden = ~attention_mask
-        attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        attention_mask = attention_mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        return position_bias.masked_fill(~attention_mask, float("-inf"))
     return attention_mask if position_bias is None else attention_mask + position_bias
-
-
-class _Packing(NamedTuple):
-    """The real tokens of a padded batch: indices into (B T,) and (B S,), None for all; and their offsets."""
-
-    queries: Tensor | None
-    keys: Tensor | None
-    cu_q: Tensor
-    cu_k: Tensor
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, pattern: Mask, packing: _Packing, options: dict[str, Any]) -> Tensor:
-    """Computes attention (B, T, H, Dv) on the real tokens; padded queries get zeros."""
-    B, T = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    if packing.queries is not None:
-        q = take_rows(q, packing.queries)
-    if packing.keys is not None:
-        k, v = (take_rows(x, packing.keys) for x in (k, v))
-    o = api.attention_packed(q, k, v, packing.cu_q, packing.cu_k, pattern, **options)
-    if packing.queries is not None:
-        o = put_rows(o, packing.queries, B * T)
-    return o.unflatten(0, (B, T))
-
-
-def _unpadding(attention_mask: Tensor, T: int, pattern: Mask, config: Any) -> _Packing:
-    """Returns the packing for a 2-D mask. The first layer of a forward computes it and stores it on the mask."""
-    B, S = attention_mask.shape
-    is_bool = attention_mask.dtype == torch.bool
-    of_keys_only = is_bool and (T != S or (pattern == FULL and not _only_attends_to_itself(config)))
-    kept = attention_mask.__dict__.setdefault("_rooftile", {})
-    if (T, of_keys_only) not in kept:
-        sequences = attention_mask
-        if is_bool:
-            rows = torch.arange(1, B + 1, dtype=torch.int32, device=attention_mask.device)
-            sequences = rows[:, None] * attention_mask
-        packing = _packing_of(sequences, T)
-        if of_keys_only:
-            cu_q = T * torch.arange(B + 1, dtype=torch.int32, device=attention_mask.device)
-            packing = packing._replace(queries=None, cu_q=cu_q)
-        kept[T, of_keys_only] = packing
-    return kept[T, of_keys_only]
-
-
-def _packing_of(sequences: Tensor, T: int) -> _Packing:
-    """Builds the packing from the sequence number of each key slot (B, S), as in `transformers_mask`, and T."""
-    slots = (sequences >= 0).sum(1, keepdim=True) - T + torch.arange(T, device=sequences.device)
-    of_queries = sequences.gather(1, slots.clamp(min=0))  # (B, T)
-    count = int(sequences.max()) if sequences.numel() else 0
-    indices, offsets = [], []
-    for numbers in (of_queries, sequences):
-        there = numbers.flatten().clamp(min=0)
-        lengths = torch.bincount(there, minlength=count + 1)[1:]
-        indices.append(there.nonzero()[:, 0])
-        offsets.append(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32))
-    return _Packing(*indices, *offsets)
-
-
-def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
-    """Returns the packing of rows (B, T) whose position_ids restart, or None if none does.
-
-    Without a cache, Transformers detects these itself, and the mask contains them; with a cache it does not.
-    """
-    B, T = q.shape[:2]
-    if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)) or torch.compiler.is_compiling():
-        return None
-    if position_ids.is_inference():
-        # such tensors do not count their changes, so no answer can be kept for later layers
-        return _packing_of_positions(position_ids, B)
-    kept = position_ids.__dict__.setdefault("_rooftile", {})
-    if (B, position_ids._version) not in kept:
-        kept[B, position_ids._version] = _packing_of_positions(position_ids, B)
-    return kept[B, position_ids._version]
-
-
-def _packing_of_positions(position_ids: Tensor, B: int) -> _Packing | None:
-    first = position_ids[:, :1]
-    starts = torch.diff(position_ids, prepend=first - 1, dim=-1) != 1
-    # other jumps of positions (images in text) stay in one sequence
-    if not bool((starts & (position_ids == first)).any()) or not bool((position_ids == first)[starts].all()):
-        return None
-    rows = starts.cumsum(1).expand(B, position_ids.shape[1])
-    return _packing_of(transformers_mask.numbered(rows), rows.shape[1])
-
-
-def _only_attends_to_itself(config: Any) -> bool:
-    """Whether a model has no cross-attention. With it, the padding of keys would not apply to queries."""
-    said = (getattr(config, name, None) for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"))
-    return all(value is False for value in said)

@@ -11,6 +11,7 @@ import transformers
 
 import rooftile
 from rooftile.integrations import transformers as integration
+from rooftile.integrations import transformers_packing
 from tests.integrations.small_models import CAUSAL_MODELS, DECODER, SMALL, TOKENS, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -341,8 +342,8 @@ def test_the_padding_is_found_once_per_forward(monkeypatch):
     model = build(CAUSAL_MODELS["llama"]())
     model.set_attn_implementation("rooftile")
     found = []
-    packing_of = integration._packing_of
-    monkeypatch.setattr(integration, "_packing_of", lambda *args: found.append(1) or packing_of(*args))
+    packing_of = transformers_packing._packing_of
+    monkeypatch.setattr(transformers_packing, "_packing_of", lambda *args: found.append(1) or packing_of(*args))
     model(tokens(3, 17), attention_mask=padding("left"))
     assert len(found) == 1
     model(tokens(1, 17), position_ids=positions_of(5, 9, 3), use_cache=True)

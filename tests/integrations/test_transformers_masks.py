@@ -11,6 +11,7 @@ import rooftile
 from rooftile import InvalidInput, Unsupported
 from rooftile.integrations import transformers as integration
 from rooftile.integrations import transformers_mask
+from rooftile.integrations.transformers_lazy_mask import LazyMask
 from tests.integrations.small_models import CAUSAL_MODELS, DECODER, EXPERTS, HEADS
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -95,18 +96,30 @@ def test_masks_say_what_transformers_own_say(ran, name, T, S, q_offset, kv_offse
     torch.testing.assert_close(found.transpose(1, 2)[real], due.transpose(1, 2)[real])
 
 
-def test_the_dense_form_is_the_exception():
-    sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": PATTERNS["window"][0]}
+def test_what_a_mask_decides():
+    """A pattern without padding, sequences with it, numbers at once where neither is certain; and always eager's numbers."""
+    causal, sizes = rooftile.CAUSAL, {"batch_size": 2, "q_length": 9, "kv_length": 9}
+    window = sizes | {"mask_function": PATTERNS["window"][0]}
     there = torch.ones(2, 9, dtype=torch.bool)
-    assert transformers_mask.mask(**sizes) is None
-    assert transformers_mask.mask(**sizes, attention_mask=there) is None
+    holes = there.clone()
+    holes[0, 3:5] = False
+
+    def decided(given):
+        mask = transformers_mask.mask(**given)
+        assert torch.equal(mask + 0, masking_utils.eager_mask(**given))
+        return mask.decision if type(mask) is LazyMask else None
+
+    assert decided(window)[:3] == (causal & rooftile.Window(3), None, False)
+    assert decided(window | {"attention_mask": there})[:3] == (causal & rooftile.Window(3), None, False)
+    assert decided(window | {"attention_mask": holes}) is None
     there[0, :4] = False
-    assert transformers_mask.mask(**sizes, attention_mask=there).tolist() == [[0] * 4 + [1] * 5, [2] * 9]
-    static = sizes | {"kv_length": 11}
-    assert transformers_mask.mask(**static, attention_mask=there)[1].tolist() == [2] * 9 + [-1] * 2
-    assert transformers_mask.mask(**static)[0].tolist() == [1] * 9 + [-1] * 2
-    full = sizes | {"mask_function": masking_utils.bidirectional_mask_function}
-    assert torch.equal(transformers_mask.mask(**full, attention_mask=there), there)
+    assert decided(window | {"attention_mask": there}).sequences.tolist() == [[0] * 4 + [1] * 5, [2] * 9]
+    static = window | {"kv_length": 11}
+    assert decided(static | {"attention_mask": there}).sequences[1].tolist() == [2] * 9 + [-1] * 2
+    assert decided(static).sequences[0].tolist() == [1] * 9 + [-1] * 2
+    full = sizes | {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": there}
+    assert (decided(full).pattern, decided(full).of_keys_only) == (rooftile.FULL, True)
+    assert decided(full | {"mask_function": PATTERNS["custom"][0]}) is None
 
 
 def attend(**given):
@@ -141,13 +154,12 @@ def test_a_window_of_unknown_layers_is_refused():
 @pytest.mark.parametrize(
     ("attention_mask", "message"),
     [
-        (torch.ones(2, 6), "must have 4 axes, or be .2, 6. and made by"),
+        (torch.ones(2, 6), "must have 4 axes, .B, 1 or H, T, S.; use"),
         (torch.ones(2, 6, dtype=torch.long), "must have 4 axes"),
-        (torch.ones(2, 5, dtype=torch.bool), "must have 4 axes"),
+        (torch.ones(2, 6, dtype=torch.bool), "must have 4 axes"),
         (torch.ones(2, 1, 6), "must have 4 axes"),
-        (torch.ones(2, 6, dtype=torch.bool), "bidirectional and the attention module is causal"),
     ],
-    ids=["float", "int64", "short", "three axes", "bool in a causal module"],
+    ids=["float", "int64", "bool", "three axes"],
 )
 def test_masks_that_mean_nothing_are_refused(attention_mask, message):
     with pytest.raises(InvalidInput, match=message):
@@ -168,8 +180,6 @@ def test_position_bias():
     causal = torch.ones(6, 6).tril().log()
     due = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias + causal)
     torch.testing.assert_close(found.transpose(1, 2), due)
-    with pytest.raises(Unsupported, match="position_bias came with padding"):
-        integration.attention(module, q, k, v, there, position_bias=bias, is_causal=False)
 
 
 def test_patterns_by_the_functions_that_transformers_composes():

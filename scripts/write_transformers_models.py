@@ -1,0 +1,135 @@
+"""Writes docs/reference/transformers-models.md: attn_implementation="rooftile" beside "eager" in every model class.
+
+    python scripts/write_transformers_models.py              # compares every class at toy size: some 20 minutes
+    python scripts/write_transformers_models.py T5Model ...  # compares these again and keeps the other lines
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import warnings
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.integrations.every_model.build import models  # noqa: E402 - needs the path
+from tests.integrations.every_model.compare import Row, compare  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference" / "transformers-models.md"
+ROWS = ROOT / "tests" / "integrations" / "every_model" / "rows.jsonl"
+SECONDS = 180
+
+HEAD = """# Models of Transformers
+
+The model classes of Transformers {version} that its `AutoModel`, `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM`,
+`AutoModelForMultimodalLM`, `AutoModelForSpeechSeq2Seq` and `AutoModelForMaskedLM` know, each built at toy size with random
+weights and run on a CPU in float32 with `attn_implementation="rooftile"` and with `"eager"`. Written by
+`scripts/write_transformers_models.py`; `tests/integrations/test_every_model.py` compares again.
+
+- *outputs*: every floating-point output, without padding. *gradients*: that of every parameter.
+- *future*: the outputs after other last tokens. A causal model that saw the future would differ.
+- *padding*: outputs and gradients of real tokens, with padding on the right and on the left.
+
+Models that take images or sounds beside text were given text alone where they accept that; their towers have lines of their own.
+
+| verdict | classes |
+|---|--:|
+{counts}
+"""
+SECTIONS = {
+    "equal": (
+        "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | classes | compared |\n|---|---|---|\n"
+    ),
+    "refused": (
+        '## Refused\n\n`attn_implementation="rooftile"` raises `Unsupported` where the model is built. Use `"eager"`, or give '
+        "each part of a\nmodel its own name in a dict.\n\n| family | classes | why |\n|---|---|---|\n"
+    ),
+    "no attention": (
+        "## Without attention\n\nNothing to replace, and the outputs are equal.\n\n| family | classes |\n|---|---|\n"
+    ),
+    "not run": (
+        "## Not compared\n\nEager attention itself cannot be built or run at toy size with the inputs that the sweep makes.\n\n"
+        "| family | classes | reason |\n|---|---|---|\n"
+    ),
+    "differs": "## Different from eager\n\n| family | classes | how |\n|---|---|---|\n",
+}
+
+
+def page(rows: list[Row]) -> str:
+    """Returns the whole page in Markdown."""
+    counted = Counter(row.verdict for row in rows)
+    counts = "\n".join(f"| {verdict} | {counted[verdict]} |" for verdict in SECTIONS if counted[verdict])
+    text = HEAD.format(version=transformers.__version__, counts=counts)
+    for verdict, head in SECTIONS.items():
+        lines = _lines([row for row in rows if row.verdict == verdict])
+        text += f"\n{head}" + "\n".join(lines) + "\n" if lines else ""
+    return text
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    """Returns a line for the classes of a family that say the same."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        said.setdefault((row.family, _said(row)), []).append(f"`{row.model}`")
+    return [
+        f"| {family} | {', '.join(names)} |" + (f" {what} |" if what else "") for (family, what), names in said.items()
+    ]
+
+
+def _said(row: Row) -> str:
+    if row.verdict == "equal":
+        return row.compared
+    if " never asks for an attention implementation" in row.reason:
+        return "never asks for an attention implementation"
+    return row.reason.replace("|", "/").replace("<", "&lt;").replace("[", r"\[")[:120]
+
+
+def kept() -> dict[str, Row]:
+    """Returns the rows of the last sweep by class."""
+    lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
+    return {row.model: row for row in (Row(**json.loads(line)) for line in lines)}
+
+
+def main(again: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    before = kept() if again else {}
+    rows = []
+    for family, name in models():
+        row = before.get(name)
+        if row is None or name in again:
+            row = _within(family, name)
+            print(f"{row.verdict:<14}{name}  {row.reason[:100]}", flush=True)
+        rows.append(row)
+    ROWS.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def _within(family: str, name: str) -> Row:
+    """Compares one class; a class that takes too long is not compared."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"takes longer than {SECONDS} s on this machine")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        row = compare(family, name)
+    finally:
+        signal.alarm(0)
+    return Row(family, name, "not run", 0, "", row.reason) if "TimeoutError" in row.reason else row
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        due = page(list(kept().values()))
+        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
+    main(sys.argv[1:])
+    print(f"wrote {PAGE.relative_to(ROOT)}")
