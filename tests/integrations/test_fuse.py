@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile.fused import linear_loss
+from rooftile.fused import chunks
 from tests.integrations.small_models import CAUSAL_MODELS, DECODER, HEADS, SMALL, TOKENS, VOCABULARY
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -320,7 +320,7 @@ def test_logits_are_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.LlamaForCausalLM(config).train()
     # the weights of the head have as many numbers as the logits of 32 rows
     tokens = torch.randint(2, 4001, (2, 64))
-    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 8 * 4032 * 4)
+    monkeypatch.setattr(chunks, "BYTES_AT_ONCE", 8 * 4032 * 4)
     largest = 0
 
     class Watch(TorchDispatchMode):
