@@ -1,8 +1,8 @@
 """Finds what a mask_mod reads beside its four positions: a mask that is kept is right only as long as all of it stays as it was.
 
-A function reads closures, default arguments, `functools.partial`, global variables, and attributes and entries that its code names, also
-through functions that it calls. A tensor counts as it is, with the counter of its changes in place; a number, a string or None by
-its value. An attribute that no code names may change, such as the weights of a model whose method it is.
+A function reads closures, default arguments, `functools.partial`, global variables, and attributes and entries that its code
+names, also through functions that it calls. A tensor counts as it is, with the counter of its changes in place; a number, a
+string or None by its value. An attribute that no code names may change, such as the weights of a model whose method it is.
 """
 
 from __future__ import annotations
