@@ -1,12 +1,13 @@
 # make help lists what there is. Needs make and python3 (3.11 or newer, with venv); PY names another Python.
 PY ?= python3
 VENV ?= .venv
+NEWEST ?= .venv-newest
 ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sweep test-timing test-gpu check bench tables docs docs-serve wheel clean
+.PHONY: help setup demo test test-all test-sweep test-timing test-gpu test-newest check bench tables docs docs-serve wheel clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -20,19 +21,25 @@ setup: $(READY) ## make the virtual environment (.venv) that the others use
 demo: $(READY) ## the main job: measure this machine and write the report page, then print where it is
 	$(BIN)/rooftile report $(ARGS)
 
+# the tests that need no GPU, by a Python with these marks
+define run_tests
+@failed=0; set -x; \
+$(1) -m pytest -n 2 --dist worksteal -m "$(2)" --ignore tests/interpreter $(ARGS) || failed=1; \
+TRITON_INTERPRET=1 $(1) -m pytest -n 2 --dist worksteal -m "$(2)" tests/interpreter $(ARGS) || failed=1; \
+exit $$failed
+endef
+
 test: $(READY) ## every test that needs no GPU; of large grids a few cases that cover them
-	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep and not timing" --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep and not timing" tests/interpreter $(ARGS) || failed=1; \
-	exit $$failed
+	$(call run_tests,$(BIN)/python,not sweep and not timing)
+
+test-newest: ## the same with the newest PyTorch, Triton and Transformers of the index, in an environment of their own
+	@NEWEST=1 EXTRAS=test PY="$(PY)" VENV="$(NEWEST)" sh scripts/setup.sh
+	$(call run_tests,$(NEWEST)/bin/python,not sweep and not timing)
 
 test-all: test test-sweep test-timing ## all of them, with every case of every grid
 
 test-sweep: $(READY) ## the cases of the grids that make test leaves out
-	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m sweep tests/interpreter $(ARGS) || failed=1; \
-	exit $$failed
+	$(call run_tests,$(BIN)/python,sweep)
 
 test-timing: $(READY) ## the tests that read the clock, one at a time: let the machine do nothing else
 	$(BIN)/python -m pytest -m timing $(ARGS)

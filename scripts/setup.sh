@@ -4,16 +4,18 @@
 #   PY                     the base Python (python3)
 #   VENV                   the virtual environment to create (.venv)
 #   EXTRAS                 the extras of pyproject.toml to install (test dev)
+#   NEWEST                 1: PyTorch, Triton and Transformers are the newest that the index has, and looked up each time
 #   ROOFTILE_TORCH_INDEX   the index from which pip installs PyTorch: on a machine without a GPU, the index of
 #                          PyTorch's CPU builds saves some gigabytes
 #
-# If PY already has torch, it is used in place. Otherwise pip installs torch: for CUDA if nvidia-smi lists a GPU, else
+# If PY already has torch, it is used in place, but not for NEWEST. Otherwise pip installs torch: for CUDA if nvidia-smi lists a GPU, else
 # for the CPU. Installed packages are never looked up again, so a machine that has all of them needs no network.
 set -eu
 
 PY="${PY:-python3}"
 VENV="${VENV:-.venv}"
 CPU_TORCH="torch==2.13.0"
+NEWEST="${NEWEST:-}"
 
 say() { printf '>> %s\n' "$*"; }
 stop() { printf '>> setup stopped: %s\n' "$*" >&2; exit 1; }
@@ -52,11 +54,21 @@ for need in map(Requirement, extras or project["dependencies"]):
 PYTHON
 }
 add() { # arguments: the missing packages
-    [ $# = 0 ] || { say "installing $*"; pip_install -c constraints.txt "$@"; }
+    [ $# = 0 ] || { say "installing $*"; pip_install -c "$pins" "$@"; }
 }
+pins=constraints.txt
+if [ -n "$NEWEST" ]; then
+    # the other packages stay those that the suite is known to pass with
+    pins="$VENV/constraints.txt"
+    grep -v -e '^transformers==' -e '^triton==' constraints.txt >"$pins"
+    say "looking up the newest PyTorch, Triton and Transformers"
+    { pip_install --upgrade ${ROOFTILE_TORCH_INDEX:+--index-url "$ROOFTILE_TORCH_INDEX"} torch &&
+        pip_install --upgrade -c "$pins" "torch==$("$BIN" -c 'import torch; print(torch.__version__)')" triton transformers; } ||
+        say "carrying on with the versions that are here (is there a network?)"
+fi
 
 # --system-site-packages would not do: if PY is itself a virtual environment, it exposes the parent of that
-if ! has_torch "$BIN" && has_torch "$PY"; then
+if [ -z "$NEWEST" ] && ! has_torch "$BIN" && has_torch "$PY"; then
     say "using the torch of $(command -v "$PY")"
     "$PY" - >"$SITE/_rooftile_parent.pth" <<'PYTHON'
 import sys
@@ -86,7 +98,7 @@ add $(missing $EXTRAS) ||
 
 # a second Triton, the newest known to compile the Hopper kernels; only a test uses it
 other="$VENV/triton-3.9"
-if [ "$(uname -sm)" = "Linux x86_64" ] && [ ! -d "$other" ]; then
+if [ -z "$NEWEST" ] && [ "$(uname -sm)" = "Linux x86_64" ] && [ ! -d "$other" ]; then
     say "installing Triton 3.9 beside the other, for a test"
     pip_install --no-deps --target "$other.part" triton==3.9.0 && mv "$other.part" "$other" ||
         say "carrying on without Triton 3.9 (is there a network?): the test that needs it is skipped"
@@ -96,4 +108,6 @@ fi
 pwd >"$SITE/_rooftile.pth"
 printf '#!/bin/sh\nexec "%s" -m rooftile "$@"\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
 chmod +x "$VENV/bin/rooftile"
-say "ready: $("$BIN" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
+say "ready: $("$BIN" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')${NEWEST:+$("$BIN" -c '
+from importlib.metadata import version
+print("", "triton", version("triton"), "transformers", version("transformers"))')}"

@@ -106,7 +106,7 @@ def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -
     for (name, shape), x in zip(shapes.items(), state, strict=True):
         fits = isinstance(x, Tensor) and x.dtype == dtype and x.ndim == len(shape)
         if not fits or any(a != b for a, b in zip(x.shape, shape, strict=True)):
-            raise InvalidInput(f"{name} of state is {shown(x)}; must be a {dtype} tensor {shape}")
+            raise InvalidInput(f"{name} of state is {shown(x)}; must be a {dtype} tensor {shape}, for inputs in {like.dtype}")
         if x.device != like.device:
             raise InvalidInput(f"{name} of state is on {x.device}; q is on {like.device}, and all inputs must be on one device")
     return tuple(state)

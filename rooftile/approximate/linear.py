@@ -52,10 +52,10 @@ def linear(
     """Linear attention, phi(q_i)^T S_i / phi(q_i)^T z_i, with S_i = sum phi(k_j) v_j^T and z_i = sum phi(k_j) over j <= i.
 
     Without a mask the sums run over all j. Time and memory grow with T, not with T x S. There is no softmax scale: for the
-    default features it cancels. S, z and the division are in fp32.
+    default features it cancels. S, z and the division are in fp32, or in fp64 for float64 inputs.
 
     Args:
-        q: queries (B, T, H, D), float32, bfloat16 or float16, any strides; with cu (total, H, D).
+        q: queries (B, T, H, D), float32, bfloat16, float16 or float64, any strides; with cu (total, H, D).
         k: keys (B, S, Hk, D). Hk divides H. Under CAUSAL, S is T: earlier keys come as `state`.
         v: values (B, S, Hk, Dv).
         mask: FULL or CAUSAL.
@@ -67,8 +67,8 @@ def linear(
             maps the last axis and is called once for q and once for k, in their dtype.
         normalise: whether to divide by phi(q_i)^T z_i. A row for which that is below 2^-110 gives 0.
         return_state: return (o, (S, z)) with the sums after the last key.
-        state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32, F the number of features (D, for a name).
-            Gradients flow to it, and from the one that is returned.
+        state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs), F the number
+            of features (D, for a name). Gradients flow to it, and from the one that is returned.
 
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q; with return_state also (S, z).
@@ -160,7 +160,8 @@ def linear_step(
 
     Args:
         q, k, v: one token of each sequence.
-        state: S (B, Hk, F, Dv) and z (B, Hk, F) in float32, as `linear(..., return_state=True)` returns them. Updated in place.
+        state: S (B, Hk, F, Dv) and z (B, Hk, F) in float32 (float64 for float64 inputs), as `linear(..., return_state=True)`
+            returns them. Updated in place.
         feature, normalise: as in `linear`.
 
     Raises:

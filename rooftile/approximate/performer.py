@@ -56,7 +56,7 @@ def performer(
     weights sum to less than 2^-110 of the largest gives 0: its query has no feature in common with any key.
 
     Args:
-        q: queries (B, T, H, D), float32, bfloat16 or float16, any strides; with cu (total, H, D).
+        q: queries (B, T, H, D), float32, bfloat16, float16 or float64, any strides; with cu (total, H, D).
         k: keys (B, S, Hk, D). Hk divides H. Under CAUSAL, S is T: earlier keys come as `state`.
         v: values (B, S, Hk, Dv).
         mask: FULL or CAUSAL.
@@ -67,8 +67,8 @@ def performer(
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
         return_state: return (o, (S, z, largest)) with the sums after the last key.
         scale: of the scores, above 0; 1 / sqrt(D) if None.
-        state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32.
-            Gradients flow to S and z, and from those that are returned.
+        state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
+            (float64 for float64 inputs). Gradients flow to S and z, and from those that are returned.
 
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q; with return_state also (S, z, largest).

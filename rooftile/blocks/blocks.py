@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from rooftile.blocks.block_mask import lists_of_block_mask
+from rooftile.blocks.captured import Seen, captured, changed
 from rooftile.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpacked
 from rooftile.errors import InvalidInput
 from rooftile.words import answers_words
 
-_OF_BLOCK_MASKS: WeakKeyDictionary[Any, Blocks] = WeakKeyDictionary()
+# what was made of a BlockMask, and everything that it was made from
+_OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[Blocks, list[Seen]]] = WeakKeyDictionary()
 
 
 @answers_words
@@ -103,10 +105,13 @@ class Blocks:
     def from_block_mask(cls, block_mask: Any) -> Blocks:
         """Makes lists from FlexAttention's `BlockMask`; made once for each, and kept with it.
 
-        Its `mask_mod` is asked for the blocks that are seen in part, and for no other.
+        Its `mask_mod` is asked for the blocks that are seen in part, and for no other. Tensors and numbers that it reads beside
+        its arguments must stay as they are. A change in place is seen by the tensor's own counter, which writing through `.data`
+        or NumPy does not move, and not inside of a compiled function.
 
         Raises:
-            InvalidInput: blocks of a size that is no multiple of 64, or bits that take more than 1 GiB.
+            InvalidInput: blocks of a size that is no multiple of 64, bits that take more than 1 GiB, or a tensor or a number that
+                `mask_mod` reads was changed or replaced since the first call.
 
         Example:
             >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -116,11 +121,22 @@ class Blocks:
         """
         if type(block_mask).__name__ != "BlockMask":
             raise InvalidInput(f"block_mask is a {type(block_mask).__name__}; must be FlexAttention's BlockMask")
-        made = _OF_BLOCK_MASKS.get(block_mask)
-        if made is None:
-            # kept for training too, whose backward takes no tensor that was made in inference mode
-            with torch.inference_mode(False):
-                made = _OF_BLOCK_MASKS[block_mask] = cls(*lists_of_block_mask(block_mask))
+        kept = _OF_BLOCK_MASKS.get(block_mask)
+        if torch.compiler.is_compiling() and kept is not None:
+            return kept[0]
+        if kept is not None:
+            name = changed(kept[1], captured(block_mask.mask_mod, copies=False))
+            if name is not None:
+                raise InvalidInput(
+                    f"the BlockMask's mask_mod reads {name}, which was changed after the mask was first used; the mask lists the "
+                    "blocks of before: make a new one with create_block_mask"
+                )
+            return kept[0]
+        # kept for training too, whose backward takes no tensor that was made in inference mode
+        with torch.inference_mode(False):
+            made = cls(*lists_of_block_mask(block_mask))
+        # a function may write down that it was called
+        _OF_BLOCK_MASKS[block_mask] = made, captured(block_mask.mask_mod)
         return made
 
     def dense(self, key_blocks: int | None = None) -> Tensor:

@@ -50,8 +50,8 @@ def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
 
 def _adamw(arguments: tuple[Any, ...], results: Any) -> Work:
     """Everything but gradients and numbers on the device is written too."""
-    weights, gradients, first, second, rests, steps, masks, lr, clip, *_ = arguments
-    changed = _nbytes((weights, first, second, rests))
+    weights, gradients, first, second, rests, sums, steps, masks, lr, clip, *_ = arguments
+    changed = _nbytes((weights, first, second, rests, sums))
     return Work(0, changed + _nbytes((gradients, steps, masks, lr, clip)), changed)
 
 

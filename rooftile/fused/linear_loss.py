@@ -18,18 +18,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import InvalidInput
+from rooftile.fused.chunks import Gradients, Logits, chunks, takes_less_whole
 from rooftile.fused.differentiable import Operation, in_transform
-from rooftile.fused.loss import NUMBERS, Reduction, check, defined, fake, gradient, gradients, reduced, run
+from rooftile.fused.loss import (
+    CROSS_ENTROPY,
+    NUMBERS,
+    Reduction,
+    check,
+    defined,
+    fake,
+    gradient,
+    gradients,
+    reduced,
+    run,
+)
 from rooftile.fused.where import check_floats
+from rooftile.numerics.rows import as_rows
 from rooftile.operators import wants_grad
 from rooftile.words import answers_foreign_words
-
-# memory of the logits that exist at once
-BYTES_AT_ONCE = 480 << 20
-# rows of logits start at multiples of so many numbers: cuBLAS is slow for rows that do not, such as GPT-2's of 50,257
-ALIGNED = 64
-# a chunk has a multiple of so many rows
-ROWS = 128
 
 
 @answers_foreign_words
@@ -44,12 +50,13 @@ def linear_cross_entropy(
     alone. Under autocast it computes in autocast's dtype, as `torch.nn.Linear` does.
 
     Args:
-        input: (T, D) hidden states.
+        input: (..., D) hidden states, such as (B, T, D).
         linear_weight: (V, D).
-        target: (T,) int64.
+        target: (...) int64.
         linear_bias: (V,).
         ignore_index, reduction, label_smoothing, softcap, z_loss: as in `cross_entropy`.
-        shift: whether each row predicts the target of the next: the last row and the first target are left out.
+        shift: whether each token predicts the target of the next: the last token and the first target of each sequence, the axis
+            before D, are left out.
 
     Raises:
         InvalidInput: shapes or targets do not go together.
@@ -58,28 +65,34 @@ def linear_cross_entropy(
         >>> x, w, target = torch.randn(5, 16), torch.randn(100, 16, requires_grad=True), torch.randint(100, (5,))
         >>> linear_cross_entropy(x, w, target).backward()
     """
-    check_floats(input=input, linear_weight=linear_weight, **({} if linear_bias is None else {"linear_bias": linear_bias}))
-    if input.ndim != 2 or linear_weight.ndim != 2 or input.shape[1] != linear_weight.shape[1]:
-        shapes = f"input is {tuple(input.shape)} and linear_weight {tuple(linear_weight.shape)}"
-        raise InvalidInput(f"{shapes}; must be (T, D) and (V, D)")
-    if shift:
-        input, target = input[:-1], target[1:]
-    V = linear_weight.shape[0]
-    check(input, V, target, ignore_index, reduction, label_smoothing, softcap)
-    if linear_bias is not None and tuple(linear_bias.shape) != (V,):
-        raise InvalidInput(f"linear_bias is {tuple(linear_bias.shape)}; must be ({V},)")
-    input, linear_weight, linear_bias = _as_autocast(input, linear_weight, linear_bias)
-    if not input.dtype == linear_weight.dtype == (input if linear_bias is None else linear_bias).dtype:
-        dtypes = f"input is {input.dtype} and linear_weight {linear_weight.dtype}"
-        raise InvalidInput(f"{dtypes}{'' if linear_bias is None else f', linear_bias {linear_bias.dtype}'}; must be alike")
+    _check(input, linear_weight, linear_bias, shift)
+    if shift and isinstance(target, Tensor) and target.shape == input.shape[:-1]:
+        input, target = input[..., :-1, :], target[..., 1:]
+    check(input, linear_weight.shape[0], target, ignore_index, reduction, label_smoothing, softcap)
     numbers = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
-    leaves = (input, linear_weight, linear_bias)
+    rows, targets = as_rows(input), target.reshape(-1)
+    leaves = *_as_autocast(rows, linear_weight, linear_bias), targets
+    if not leaves[0].dtype == leaves[1].dtype == (leaves[0] if leaves[2] is None else leaves[2]).dtype:
+        dtypes = f"input is {leaves[0].dtype} and linear_weight {leaves[1].dtype}"
+        raise InvalidInput(f"{dtypes}{'' if linear_bias is None else f', linear_bias {leaves[2].dtype}'}; must be alike")
+    wanted = [x is not None and x.requires_grad for x in leaves[:3]]
+    if any(wanted) and wants_grad(*leaves[:3]) and takes_less_whole(*leaves[:2], *wanted[:2]):
+        losses, _ = CROSS_ENTROPY(functional.linear(*leaves[:3]), targets, *numbers)
     # gradients of fp16 would be too small before they are multiplied by a scaled loss
-    if reduction != "none" and input.dtype != torch.float16 and not in_transform() and wants_grad(*leaves):
-        wanted = [x is not None and x.requires_grad for x in leaves]
-        return _REDUCED(*leaves, target, *numbers, reduction == "mean", *wanted)[0]
-    losses, _ = _LINEAR_CROSS_ENTROPY(*leaves, target, *numbers)
-    return reduced(losses, target, ignore_index, reduction)
+    elif reduction != "none" and rows.dtype != torch.float16 and not in_transform() and wants_grad(*leaves[:3]):
+        return _REDUCED(*leaves, *numbers, reduction == "mean", *wanted)[0]
+    else:
+        losses, _ = _LINEAR_CROSS_ENTROPY(*leaves, *numbers)
+    return reduced(losses, targets, ignore_index, reduction).reshape(target.shape if reduction == "none" else ())
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, shift: bool) -> None:
+    check_floats(input=input, linear_weight=weight, **({} if bias is None else {"linear_bias": bias}))
+    if input.ndim < 1 + shift or weight.ndim != 2 or input.shape[-1] != weight.shape[1]:
+        due = "(..., T, D) and (V, D), to shift along T" if shift else "(..., D) and (V, D)"
+        raise InvalidInput(f"input is {tuple(input.shape)} and linear_weight {tuple(weight.shape)}; must be {due}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise InvalidInput(f"linear_bias is {tuple(bias.shape)}; must be ({weight.shape[0]},)")
 
 
 def _as_autocast(*tensors: Tensor | None) -> Iterator[Any]:
@@ -89,60 +102,6 @@ def _as_autocast(*tensors: Tensor | None) -> Iterator[Any]:
         yield x.to(torch.get_autocast_dtype(device)) if cast and x is not None and x.dtype != torch.float64 else x
 
 
-def _chunks(input: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of rows whose logits exist at once, equal but for the last."""
-    T, padded = input.shape[0], -(-weight.shape[0] // ALIGNED) * ALIGNED
-    most = max(BYTES_AT_ONCE // (max(padded, 1) * input.element_size()), 1)
-    rows = -(-T // max(-(-T // most), 1))
-    if rows < most:
-        rows = min(-(-rows // ROWS) * ROWS, most)
-    for start in range(0, T, max(rows, 1)):
-        yield slice(start, min(start + rows, T))
-
-
-class _Logits:
-    """Makes the logits of one chunk after the other, in one piece of memory."""
-
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.input, self.weight, self.bias = input, weight, bias
-        rows = max((chunk.stop - chunk.start for chunk in _chunks(input, weight)), default=0)
-        self.memory = input.new_empty(rows, -(-weight.shape[0] // ALIGNED) * ALIGNED)
-
-    def __call__(self, chunk: slice) -> Tensor:
-        found = self.memory[: chunk.stop - chunk.start, : self.weight.shape[0]]
-        if self.bias is None:
-            return torch.mm(self.input[chunk], self.weight.T, out=found)
-        return torch.addmm(self.bias, self.input[chunk], self.weight.T, out=found)
-
-
-class _Gradients:
-    """Sums up dw and db in fp32, and fills in dx; those that are not wanted are empty."""
-
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...] = (True,) * 3) -> None:
-        wide = torch.promote_types(input.dtype, torch.float32)
-        self.input, self.weight, (self.has_dx, self.has_dw, self.has_db) = input, weight, wanted
-        self.has_db = self.has_db and bias is not None
-        self.dx = input.new_empty(input.shape if self.has_dx else 0)
-        # the first chunk writes what the others add to; without rows there is none
-        make_dw = weight.new_empty if input.shape[0] else weight.new_zeros
-        self.dw = make_dw(weight.shape if self.has_dw else 0, dtype=wide)
-        self.db = weight.new_zeros(weight.shape[0] if self.has_db else 0, dtype=wide)
-
-    def add(self, chunk: slice, dz: Tensor) -> None:
-        """Adds the part of rows whose logits have the gradient dz."""
-        if self.has_dx:
-            torch.mm(dz, self.weight, out=self.dx[chunk])
-        if self.has_db:
-            self.db += dz.sum(0, dtype=self.db.dtype)
-        if not self.has_dw:
-            return
-        before = float(chunk.start > 0)
-        if dz.is_cuda and dz.dtype != self.dw.dtype:
-            torch.addmm(self.dw, dz.T, self.input[chunk], beta=before, out_dtype=self.dw.dtype, out=self.dw)
-        else:
-            self.dw.addmm_(dz.T.to(self.dw.dtype), self.input[chunk].to(self.dw.dtype), beta=before)
-
-
 def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     return defined(functional.linear(input, weight, bias), *others)
 
@@ -150,8 +109,8 @@ def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     losses, lse = fake(input)
     with torch.autocast(input.device.type, enabled=False):
-        logits = _Logits(input, weight, bias)
-        for chunk in _chunks(input, weight):
+        logits = Logits(input, weight, bias)
+        for chunk in chunks(input, weight):
             losses[chunk], lse[chunk] = run(logits(chunk), target[chunk], *numbers)
     return losses, lse
 
@@ -170,10 +129,10 @@ def _run_gradients(
     dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any
 ) -> tuple[Tensor, ...]:
     """Makes the logits again, some rows at a time."""
-    found = _Gradients(input, weight, bias)
+    found = Gradients(input, weight, bias)
     with torch.autocast(input.device.type, enabled=False):
-        logits = _Logits(input, weight, bias)
-        for chunk in _chunks(input, weight):
+        logits = Logits(input, weight, bias)
+        for chunk in chunks(input, weight):
             z = logits(chunk)
             found.add(chunk, gradient(dlosses[chunk], lse[chunk], z, target[chunk], *numbers, into=z))
     return found.dx, found.dw.to(weight.dtype), found.db if bias is None else found.db.to(bias.dtype)
@@ -204,12 +163,12 @@ def _run_reduced(
     """The loss, and its gradients for an upstream gradient of one; dw and db in fp32."""
     *numbers, mean, wants_dx, wants_dw, wants_db = rest
     losses, lse = fake(input)
-    found = _Gradients(input, weight, bias, (wants_dx, wants_dw, wants_db))
+    found = Gradients(input, weight, bias, (wants_dx, wants_dw, wants_db))
     one = torch.ones((), dtype=losses.dtype, device=losses.device)
     share = one / (target != numbers[0]).sum() if mean else one
     with torch.autocast(input.device.type, enabled=False):
-        logits = _Logits(input, weight, bias)
-        for chunk in _chunks(input, weight):
+        logits = Logits(input, weight, bias)
+        for chunk in chunks(input, weight):
             z, t = logits(chunk), target[chunk]
             losses[chunk], lse[chunk] = run(z, t, *numbers)
             found.add(chunk, gradient(share.expand(t.shape), lse[chunk], z, t, *numbers, into=z))

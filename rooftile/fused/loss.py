@@ -8,6 +8,7 @@ Nothing is approximated, and nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from rooftile.numerics.rows import as_rows
 from rooftile.words import answers_foreign_words
 
 Reduction = Literal["mean", "sum", "none"]
+# logits that plain operations read at once: each takes fp32 copies of them
+AT_ONCE, LEAST_AT_ONCE = 1 << 20, 1 << 16
 
 
 @answers_foreign_words
@@ -48,7 +51,7 @@ def cross_entropy(
     check_floats(input=input)
     check(input, input.shape[-1], target, ignore_index, reduction, label_smoothing, softcap)
     rows, targets = as_rows(input), target.reshape(-1)
-    losses, _ = _CROSS_ENTROPY(rows, targets, ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
+    losses, _ = CROSS_ENTROPY(rows, targets, ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
     return reduced(losses, targets, ignore_index, reduction).reshape(target.shape if reduction == "none" else ())
 
 
@@ -135,7 +138,17 @@ def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.forward(input, target, *numbers)
-    return defined(input, target, *numbers)
+    losses, lse = fake(input)
+    for some in _parts(input):
+        losses[some], lse[some] = defined(input[some], target[some], *numbers)
+    return losses, lse
+
+
+def _parts(input: Tensor) -> Iterator[slice]:
+    """Slices of rows whose fp32 copies exist at once: together they take less than the logits, or little."""
+    T, V = input.shape
+    rows = max(min(max(T * V // 8, LEAST_AT_ONCE), AT_ONCE) // V, 1)
+    return (slice(start, start + rows) for start in range(0, T, rows))
 
 
 def _run_gradients(dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor]:
@@ -145,12 +158,15 @@ def _run_gradients(dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, ta
 def gradient(
     dlosses: Tensor, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of logits (rows, V). A kernel writes it to `into`, which may be the logits."""
+    """Returns the gradient of logits (rows, V), written to `into` where that is given; it may be the logits."""
     if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.gradient(dlosses, lse, input, target, *numbers, into=into)
-    return gradients(dlosses, None, lse, input, target, *numbers)[0]
+    into = torch.empty_like(input) if into is None else into
+    for some in _parts(input):
+        (into[some],) = gradients(dlosses[some], None, lse[some], input[some], target[some], *numbers)
+    return into
 
 
 def fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -161,7 +177,7 @@ def fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 NUMBERS = "int ignore_index, float label_smoothing, float softcap, float z_loss"
-_CROSS_ENTROPY = Operation(
+CROSS_ENTROPY = Operation(
     "cross_entropy", f"Tensor input, Tensor target, {NUMBERS}", results=2, run=run, defined=defined,
     run_gradients=_run_gradients, gradients=gradients, fake=fake,
     fake_gradients=lambda d, losses, lse, input, *_: (input.new_empty(input.shape),), given_to={0: 0}, unused=frozenset((0,)),

@@ -108,14 +108,24 @@ def matches(pattern: str, module: str) -> bool:
     """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
     for name in (module, f"model.{module}", f"transformer.{module}"):
         if pattern.startswith("re:"):
-            try:
-                if re.match(pattern[3:], name):
-                    return True
-            except re.error as error:
-                raise InvalidInput(f"the pattern {pattern!r} is no regular expression: {error}") from None
+            if expression(pattern[3:], f"the pattern {pattern!r} is").match(name):
+                return True
         elif fnmatchcase(name, pattern):
             return True
     return False
+
+
+def expression(text: str, subject: str) -> re.Pattern[str]:
+    """Returns a regular expression that somebody else wrote; `subject` begins the sentence that refuses it.
+
+    Raises:
+        InvalidInput: it is none, or one that Python cannot hold.
+    """
+    try:
+        return re.compile(text)
+    # a count of repetitions that is too large, and parentheses within parentheses without end
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InvalidInput(f"{subject} no regular expression: {error}") from None
 
 
 def parsed(word: object) -> tuple[str, int | None]:

@@ -58,6 +58,8 @@ def quantise_weight(
             - int4: `group` numbers of a row.
             - mxfp8, mxfp4: e4m3 or e2m1, 32 numbers of a row share a power of two.
             - nvfp4: e2m1, 16 numbers of a row share an e4m3 scale, and all of them an fp32 one.
+
+            No scale is below 2^-126 (2^-127 of mxfp8 and mxfp4; two scales of nvfp4): smaller weights are rounded in its steps.
         group: int4: 32, 64, 128 (the default) or K numbers share a scale; -1 means K, a whole row.
         rule: mxfp8, mxfp4: how a power of two follows from the largest of 32 numbers, as in `rooftile.numerics.quantise_blocks`:
             "floor", the standard's rule, by which the largest may saturate, or "round_up", by which none does.

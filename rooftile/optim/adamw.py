@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.optim.definition import Numbers
 from rooftile.optim.operator import is_dense
 from rooftile.optim.operator import step as take_step
-from rooftile.optim.split import join
+from rooftile.optim.split import is_channels_last, join, own_rests, sums_of
 from rooftile.words import answers_foreign_words
 
 
@@ -37,7 +37,9 @@ class AdamW(Optimizer):
         clip_norm: scales all gradients by min(1, clip_norm / norm), for the norm of all of them together, as
             `torch.nn.utils.clip_grad_norm_` does. The norm stays on the device, in `grad_norm`, and gradients as they were.
         master: "split" keeps the low 16 bits of each bf16 weight beside it: weight and rest are exactly an fp32 weight, which is
-            trained, and nothing is stored twice. Weights in fp32 need none.
+            trained, and nothing is stored twice. Weights in fp32 need none. Weights that others set between steps, by `copy_`,
+            `load_state_dict` or through `.data`, lose the low bits that they had, and so do their neighbours: 2,048 weights that
+            lie together are told from those of the last step by a sum over their bits.
 
     Raises:
         InvalidInput: a number is out of range, a weight is sparse, complex or in fp16 under a split master.
@@ -110,7 +112,8 @@ class AdamW(Optimizer):
         """
         if mask.shape != weight.shape or mask.dtype != torch.bool:
             raise InvalidInput(f"mask is {mask.dtype} {tuple(mask.shape)}; must be bool {tuple(weight.shape)}, as the weight")
-        self._left_out[id(weight)] = mask, float(decay)
+        order = torch.channels_last if is_channels_last(weight) else torch.contiguous_format
+        self._left_out[id(weight)] = mask.contiguous(memory_format=order), float(decay)
 
     def _kind(self, p: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
         """Everything that weights of one launch share; counts the step."""
@@ -119,6 +122,11 @@ class AdamW(Optimizer):
         state = self.state[p]
         if not state:
             self._begin(p, group, state)
+        if state["exp_avg"].shape != p.shape or ("rest" in state and p.dtype != torch.bfloat16):
+            was = f"{'torch.bfloat16' if 'rest' in state else p.dtype} {tuple(state['exp_avg'].shape)}"
+            raise InvalidInput(f"a weight is {p.dtype} {tuple(p.shape)} and its states are for {was}; make the optimiser anew")
+        if is_channels_last(p) != is_channels_last(state["exp_avg"]):
+            _lay(p, state)
         state["step"] += 1
         count = None if group["capturable"] else float(state["step"])
         decay = self._left_out[id(p)][1] if id(p) in self._left_out else 0.0
@@ -132,7 +140,7 @@ class AdamW(Optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(p, dtype=torch.float32 if split else p.dtype)
         if split:
-            state["rest"] = torch.zeros_like(p, dtype=torch.int16)
+            state["rest"], state["sums"] = torch.zeros_like(p, dtype=torch.int16), sums_of(p)
 
     def _clips(self, gradients: list[Tensor]) -> dict[torch.device, Tensor]:
         """The factor of all gradients, on each device, without waiting for any."""
@@ -160,12 +168,13 @@ class AdamW(Optimizer):
         count = 0.0 if steps else float(states[0]["step"])
         beta1, beta2 = map(float, group["betas"])
         left_out = [self._left_out[id(p)] for p in weights if id(p) in self._left_out]
-        masks, decay = [mask.contiguous() for mask, _ in left_out], left_out[0][1] if left_out else 0.0
+        masks, decay = [mask for mask, _ in left_out], left_out[0][1] if left_out else 0.0
         numbers = Numbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
         first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        rests = [state["rest"] for state in states if "rest" in state]
+        rests, sums = ([state[name] for state in states if name in state] for name in ("rest", "sums"))
         gradients = [p.grad for p in weights if p.grad is not None]
-        take_step(weights, gradients, first, second, rests, steps, masks, rate, clips.get(device), numbers, group["maximize"])
+        clip, maximize = clips.get(device), group["maximize"]
+        take_step(weights, gradients, first, second, rests, sums, steps, masks, rate, clip, numbers, maximize)
 
     def master_weight(self, weight: Tensor) -> Tensor:
         """Returns the fp32 weight that a bf16 weight and its rest are together; another weight in fp32.
@@ -175,8 +184,9 @@ class AdamW(Optimizer):
             >>> AdamW([w]).master_weight(w)
             tensor([1., 1.])
         """
-        rest = self.state[weight].get("rest") if weight in self.state else None
-        return weight.detach().float() if rest is None else join(weight.detach(), rest)
+        state = self.state.get(weight, {})
+        high = weight.detach()
+        return join(high, own_rests(high, state["rest"], state["sums"])) if "rest" in state else high.float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads states of this class or of `torch.optim.AdamW`, in the dtypes that they had: PyTorch would round those of bf16.
@@ -206,13 +216,24 @@ class AdamW(Optimizer):
         state = self.state[p] = {}
         self._begin(p, group, state)
         state["step"].fill_(float(saved["step"]))
-        for name in state.keys() & saved.keys() - {"step"}:
+        if "sums" in saved:
+            state["sums"].copy_(saved["sums"])
+        for name in state.keys() & saved.keys() - {"step", "sums"}:
             # moments in the dtype in which they were saved, unless a split master needs them wider
             dtype = state[name].dtype if "rest" in state else saved[name].dtype
-            state[name] = torch.empty_like(p, dtype=dtype).copy_(saved[name])
+            state[name] = torch.empty_like(saved[name], dtype=dtype, device=p.device).copy_(saved[name])
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"clip_norm": self.clip_norm, "grad_norm": self.grad_norm, "_left_out": {}}
+
+
+def _lay(p: Tensor, state: dict[str, Any]) -> None:
+    """Lays the states of a weight in memory as the weight lies now: a kernel reads all of them in one order."""
+    if "rest" in state:
+        state["rest"] = own_rests(p, state["rest"], state["sums"])
+        state["sums"] = sums_of(p)
+    for name in state.keys() & {"exp_avg", "exp_avg_sq", "rest"}:
+        state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.optim.split import join, split
+from rooftile.optim.split import join, own_rests, split, sums_of
 
 
 class Numbers(NamedTuple):
@@ -26,8 +26,8 @@ class Numbers(NamedTuple):
 
 
 def update(
-    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, step: Tensor | None, lr: Tensor | None,
-    clip: Tensor | None, numbers: Numbers, maximize: bool, mask: Tensor | None = None,
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, sums: Tensor | None,
+    step: Tensor | None, lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Changes weight, first, second and rest in place; each is computed in fp32 (fp64 for fp64) and rounded once.
 
@@ -36,6 +36,7 @@ def update(
         gradient: like weight, in any dtype.
         first, second: moments, in the dtype of the weight, or wider.
         rest: int16; weight and rest are one fp32 number (`rooftile.optim.split`).
+        sums: of the weights that the rests belong to, int32; where there is a rest.
         step: of this weight, counted; None takes that of the numbers.
         lr: a number on the device that stands for that of the numbers.
         clip: the factor of all gradients, on the device.
@@ -50,8 +51,8 @@ def update(
     if maximize:
         g = -g
     p, m, v = (x if x.dtype == dtype else x.to(dtype) for x in (weight, first, second))
-    if rest is not None:
-        p = join(weight, rest)
+    if rest is not None and sums is not None:
+        p = join(weight, own_rests(weight, rest, sums))
     if mask is not None:
         g = g + torch.where(mask, 0.0, p) * numbers.left_out
     t = numbers.step if step is None else step.double()
@@ -67,10 +68,11 @@ def update(
         p.sub_((size * (m / denominator)).to(dtype))
     else:
         p.addcdiv_(m, denominator, value=-size)
-    if rest is not None:
+    if rest is not None and sums is not None:
         high, low = split(p)
         weight.copy_(high)
         rest.copy_(low)
+        sums.copy_(sums_of(weight))
     for x, wide in ((weight if rest is None else p, p), (first, m), (second, v)):
         if x is not wide:
             x.copy_(wide)

@@ -24,11 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.launch import BoundedCache, Kernel, is_capturing
+from rooftile.optim import split as halves
 from rooftile.optim.definition import Numbers
+from rooftile.optim.split import BLOCK
 
-CHUNK, BLOCK = 16384, 2048
-# addresses of one weight: weight, gradient, first, second, rest, mask, step
-ADDRESSES = 7
+CHUNK = 16384
+# addresses of one weight: weight, gradient, first, second, rest, mask, step, sums
+ADDRESSES = 8
+PLACE, MIX = tl.constexpr(halves.PLACE), tl.constexpr(halves.MIX)
 
 
 @triton.jit
@@ -56,9 +59,20 @@ def _halves(x):
 
 
 @triton.jit
+def _sum(x, there, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The sum over the bits and places of a block: `rooftile.optim.split.sums_of`."""
+    mixed = (x.to(tl.int16, bitcast=True).to(tl.int32) ^ (tl.arange(0, BLOCK) * PLACE)) * MIX
+    mixed = mixed ^ ((mixed >> 15) & 0x1FFFF)
+    if MASKED:
+        mixed = tl.where(there, mixed, 0)
+    # the interpreter refuses a sum that wraps
+    return tl.sum(mixed.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
 def _update(
-    w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, left_out,
-    W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, MASKED: tl.constexpr,
+    w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, sum_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, left_out,
+    W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Updates the numbers at n, of which those from `end` on do not exist (MASKED)."""
     there = n < end if MASKED else None
@@ -67,7 +81,9 @@ def _update(
     v = tl.load(v_ptr + n, mask=there).to(tl.float32)
     w = tl.load(w_ptr + n, mask=there)
     if SPLIT:
-        p = _joined(w, tl.load(rest_ptr + n, mask=there))
+        # a block that somebody else has changed has rests of other weights
+        is_own = _sum(w, there, BLOCK, MASKED) == tl.load(sum_ptr)
+        p = _joined(w, tl.where(is_own, tl.load(rest_ptr + n, mask=there), 0))
     else:
         p = w.to(tl.float32)
     if SPARSE:
@@ -80,6 +96,7 @@ def _update(
         high, rest = _halves(p)
         tl.store(w_ptr + n, high, mask=there)
         tl.store(rest_ptr + n, rest, mask=there)
+        tl.store(sum_ptr, _sum(high, there, BLOCK, MASKED))
     else:
         tl.store(w_ptr + n, p.to(W), mask=there)
     tl.store(m_ptr + n, m.to(M), mask=there)
@@ -104,6 +121,7 @@ def _adamw(
     v_ptr = tl.load(line + 3).to(tl.pointer_type(M))
     rest_ptr = tl.load(line + 4).to(tl.pointer_type(tl.int16))
     mask_ptr = tl.load(line + 5).to(tl.pointer_type(tl.int8))
+    sums_ptr = tl.load(line + 7).to(tl.pointer_type(tl.int32))
     if ALIGNED:
         w_ptr, g_ptr, rest_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(g_ptr, 16), tl.multiple_of(rest_ptr, 16)
         m_ptr, v_ptr, mask_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16), tl.multiple_of(mask_ptr, 16)
@@ -122,16 +140,17 @@ def _adamw(
         scale *= tl.load(clip_ptr).to(tl.float32)
     for offset in range(0, CHUNK, BLOCK):
         n = start + offset + tl.arange(0, BLOCK)
+        sum_ptr = sums_ptr + (start + offset) // BLOCK
         # a mask would break up the loads of 16 bytes
         if start + offset + BLOCK <= end:
             _update(
-                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale,
-                left_out, W, M, SPLIT, SPARSE, False,
+                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, sum_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps,
+                scale, left_out, W, M, SPLIT, SPARSE, BLOCK, False,
             )  # fmt: skip
         elif start + offset < end:
             _update(
-                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale,
-                left_out, W, M, SPLIT, SPARSE, True,
+                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, sum_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps,
+                scale, left_out, W, M, SPLIT, SPARSE, BLOCK, True,
             )  # fmt: skip
 
 
@@ -143,11 +162,12 @@ _spare: dict[int, Tensor] = {}
 
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
+    sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
+    numbers: Numbers, maximize: bool,
 ) -> None:  # fmt: skip
     """One launch for all weights: dense ones, whose gradients lie in memory as they do."""
     gradients = [_lying_as(w, g) for w, g in zip(weights, gradients, strict=True)]
-    lists = (weights, gradients, first, second, rests or weights, masks or weights, steps or weights)
+    lists = (weights, gradients, first, second, rests or weights, masks or weights, steps or weights, sums or weights)
     addresses = [x.data_ptr() for row in zip(*lists, strict=True) for x in row]
     device = weights[0].device
     table, chunks = _table(tuple(addresses), device), _chunks_of(tuple(x.numel() for x in weights), device)

@@ -10,22 +10,26 @@ from torch import Tensor
 from rooftile.fused.where import runs_on
 from rooftile.operators import call, define
 from rooftile.optim.definition import Numbers, update
+from rooftile.optim.split import is_channels_last
 
 
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
+    sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
+    numbers: Numbers, maximize: bool,
 ) -> None:  # fmt: skip
     """Takes one step of all weights, in place. They are on one device, and each list has one dtype.
 
-    `rests` is empty without a split master, `steps` where the numbers say the step, and `masks` where nothing is left out.
+    `rests` and `sums` are empty without a split master, `steps` where the numbers say the step, and `masks` where nothing is left
+    out.
     """
-    call(_ADAMW, _run, weights, gradients, first, second, rests, steps, masks, lr, clip, list(numbers), maximize)
+    call(_ADAMW, _run, weights, gradients, first, second, rests, sums, steps, masks, lr, clip, list(numbers), maximize)
 
 
 def _run(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: list[float], maximize: bool,
+    sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
+    numbers: list[float], maximize: bool,
 ) -> None:  # fmt: skip
     if not weights:
         return
@@ -33,16 +37,16 @@ def _run(
     if runs_on(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
         from rooftile.optim import kernels
 
-        kernels.step(weights, gradients, first, second, rests, steps, masks, lr, clip, named, maximize)
+        kernels.step(weights, gradients, first, second, rests, sums, steps, masks, lr, clip, named, maximize)
         return
     for n, weight in enumerate(weights):
-        rest, count, mask = (each[n] if each else None for each in (rests, steps, masks))
-        update(weight, gradients[n], first[n], second[n], rest, count, lr, clip, named, maximize, mask)
+        rest, sum, count, mask = (each[n] if each else None for each in (rests, sums, steps, masks))
+        update(weight, gradients[n], first[n], second[n], rest, sum, count, lr, clip, named, maximize, mask)
 
 
 def is_dense(weight: Tensor) -> bool:
     """Whether a weight fills its memory, so that a kernel may read it as a row."""
-    return weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+    return weight.is_contiguous() or is_channels_last(weight)
 
 
 def _fake(*arguments: Any) -> None:
@@ -51,7 +55,7 @@ def _fake(*arguments: Any) -> None:
 
 _ADAMW = define(
     "adamw(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rests, "
-    "Tensor[] steps, Tensor[] masks, Tensor? lr, Tensor? clip, float[] numbers, bool maximize) -> ()",
+    "Tensor(e!)[] sums, Tensor[] steps, Tensor[] masks, Tensor? lr, Tensor? clip, float[] numbers, bool maximize) -> ()",
     _run,
     _fake,
 )

@@ -383,3 +383,25 @@ def test_bad_input_of_a_step() -> None:
         ap.linear_step(_Q[:, :1].clone().requires_grad_(), _K[:, :1], _K[:, :1], _STATE)
     with pytest.raises(rt.InvalidInput, match=r"cu ends at 3; must end at 4"):
         ap.linear(_Q[0], _K[0], _K[0], cu=torch.tensor([0, 3], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("method", ["linear", "performer"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_state_has_the_dtype_that_the_docs_say(method: str, dtype: torch.dtype) -> None:
+    """float32, and float64 for float64 inputs: what is returned can be given, and another dtype is refused."""
+    q, k, v = (torch.randn(1, 40, 2, 8).to(dtype) for _ in range(3))
+    words = {} if method == "linear" else {"features": ap.Features.draw(8, 16, seed=0)}
+    call, due = getattr(ap, method), torch.float64 if dtype == torch.float64 else torch.float32
+    whole = call(q, k, v, rt.CAUSAL, **words)
+    o, state = call(q[:, :25], k[:, :25], v[:, :25], rt.CAUSAL, return_state=True, **words)
+    assert {x.dtype for x in state} == {due}
+    rest, _ = call(q[:, 25:], k[:, 25:], v[:, 25:], rt.CAUSAL, return_state=True, state=state, **words)
+    tolerance = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(torch.cat([o, rest], 1), whole, rtol=tolerance, atol=tolerance)
+    if method == "linear":
+        again = tuple(x.clone() for x in state)
+        found = ap.linear_step(q[:, 25:26], k[:, 25:26], v[:, 25:26], again)
+        torch.testing.assert_close(found, whole[:, 25:26], rtol=tolerance, atol=tolerance)
+    other = tuple(x.to(torch.float32 if due == torch.float64 else torch.float64) for x in state)
+    with pytest.raises(rt.InvalidInput, match=rf"S of state is .*; must be a {due} tensor .*, for inputs in {dtype}"):
+        call(q, k, v, rt.CAUSAL, state=other, **words)

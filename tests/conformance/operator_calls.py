@@ -413,8 +413,8 @@ def _adamw(device: torch.device) -> Work:
     w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
     w.grad = torch.ones_like(w)
     AdamW([w], clip_norm=1.0, master="split").step()
-    # weight, rest and two moments in fp32 are read and written, the gradient and its factor only read
-    return Work(0, 15 * (2 + 2 + 8 + 2) + 4, 15 * (2 + 2 + 8))
+    # weight, rest, two moments in fp32 and a sum are read and written, the gradient and its factor only read
+    return Work(0, 15 * (2 + 2 + 8 + 2) + 4 + 4, 15 * (2 + 2 + 8) + 4)
 
 
 def _backend(device: torch.device) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,11 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile import fused
-from rooftile.fused import linear_loss
+from rooftile.fused import chunks
 from rooftile.numerics import quantise_rows
 from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
 from tests.conformance.watching import watching
+from tests.memory import peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
@@ -211,7 +214,7 @@ def test_parts_of_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     whole = fused.linear_cross_entropy(*leaves, target)
     due = torch.autograd.grad(whole, leaves)
-    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(chunks, "BYTES_AT_ONCE", 1000)
     found = fused.linear_cross_entropy(*leaves, target)
     torch.testing.assert_close(found, whole)
     for a, b in zip(torch.autograd.grad(found, leaves), due, strict=True):
@@ -221,10 +224,54 @@ def test_parts_of_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(7,), (2, 7), (3, 1, 2), (2, 0), ()])
+def test_any_leading_shape(shape: tuple[int, ...], reduction: str, device: torch.device) -> None:
+    """Also hidden states that lie in another order; with `shift` each sequence is shifted by itself."""
+    x = torch.randn(16, *shape, device=device).movedim(0, -1).requires_grad_()
+    w, target = torch.randn(50, 16, device=device).requires_grad_(), torch.randint(50, shape, device=device)
+    for shift in (False, True)[: 1 + bool(shape)]:
+        found = fused.linear_cross_entropy(x, w, target, reduction=reduction, shift=shift)
+        exact = [t.detach().double().requires_grad_() for t in (x, w)]
+        used, labels = (exact[0][..., :-1, :], target[..., 1:]) if shift else (exact[0], target)
+        logits = functional.linear(used, exact[1])
+        due = functional.cross_entropy(logits.reshape(-1, 50), labels.reshape(-1), reduction=reduction)
+        due = due.reshape(labels.shape) if reduction == "none" else due
+        torch.testing.assert_close(found, due.float(), equal_nan=True)
+        for a, b in zip(torch.autograd.grad(found.sum(), (x, w)), torch.autograd.grad(due.sum(), exact), strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [1, 17, 300, 1500])
+def test_a_loss_needs_no_more_memory_than_two_steps_on_a_cpu(T: int, dtype: torch.dtype, reduction: str) -> None:
+    """Tensors that exist at once, forward and backward: few rows have no use for chunks, many have."""
+    V, D = 5003, 96
+    target = torch.randint(V, (T,))
+
+    def step(loss: Callable[..., torch.Tensor]) -> int:
+        leaves = [torch.randn(n, D).to(dtype).requires_grad_() for n in (T, V)]
+        return peak_bytes(lambda: loss(*leaves, target, reduction=reduction).sum().backward())
+
+    usual = step(lambda x, w, *rest, **words: functional.cross_entropy(functional.linear(x, w), *rest, **words))
+    assert step(fused.linear_cross_entropy) <= usual + chunks.LITTLE
+    # the two steps alone: the loss of given logits makes no copies of them
+    assert step(lambda x, w, *rest, **words: fused.cross_entropy(functional.linear(x, w), *rest, **words)) <= usual + (3 << 19)
+
+
+def test_a_long_loss_takes_little_memory_on_a_cpu() -> None:
+    """Three chunks of logits, which would take 402 MB in bf16, and as much again for each of two gradients."""
+    V, T, D = 50_257, 4000, 4
+    x, w = torch.randn(T, D).bfloat16().requires_grad_(), torch.randn(V, D).bfloat16().requires_grad_()
+    target = torch.randint(V, (T,))
+    assert peak_bytes(lambda: fused.linear_cross_entropy(x, w, target).backward()) < 4 * chunks.ON_CPU
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("V", [151_936, 50_257, 1])
 def test_vocabularies_of_models(V: int, reduction: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Also some that no alignment divides, in chunks that do not divide the rows, without a bias."""
-    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 3 * (V + 64) * 4)
+    monkeypatch.setattr(chunks, "BYTES_AT_ONCE", 3 * (V + 64) * 4)
     x, w = torch.randn(7, 4, device=device), torch.randn(V, 4, device=device)
     target = torch.randint(V, (7,), device=device)
     target[2] = -100
@@ -322,7 +369,13 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
         (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), reduction="max"), "reduction is 'max'"),
         (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), label_smoothing=2.0), "label_smoothing is 2.0"),
         (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), softcap=0.0), "softcap is 0.0; must be above 0"),
-        (lambda: fused.linear_cross_entropy(torch.randn(1, 8), torch.randn(3, 7), torch.tensor([0])), r"must be \(T, D\) and"),
+        (lambda: fused.linear_cross_entropy(torch.randn(1, 8), torch.randn(3, 7), torch.tensor([0])), r"must be \(..., D\) and"),
+        (lambda: fused.linear_cross_entropy(torch.randn(8), torch.randn(3, 8), torch.tensor(0), shift=True), "to shift along T"),
+        (lambda: fused.linear_cross_entropy(torch.randn(2, 3, 8), torch.randn(3, 8), torch.zeros(6).long()), "one target for"),
+        (
+            lambda: fused.linear_cross_entropy(torch.randn(2, 3, 8), torch.randn(3, 8), torch.zeros(6).long(), shift=True),
+            "one target for",
+        ),
         (lambda: fused.rms_norm(torch.randn(3, 8), (8,)), "w is tuple; must be a tensor"),
         (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(8, device="meta")), "x is on cpu and w on meta; must be on one"),
         (lambda: fused.rms_norm(torch.randn(3, 8), weight=torch.ones(8)), "rms_norm has no argument weight: it has x, w, eps"),

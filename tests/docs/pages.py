@@ -29,11 +29,40 @@ def fences(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 
 def program(page: Path) -> str:
-    """Returns the page's Python fences as one program, with the page's line numbers, so that tracebacks point into it."""
+    """Returns the page's Python fences as one program, with the page's line numbers, so that tracebacks point into it.
+
+    Where the page prints an error and says its sentence in a comment, the program compares them, and it fails where an error did
+    not come.
+    """
     lines: list[str] = []
     for start, code in fences(page, "python"):
         lines += [""] * (start - 1 - len(lines)) + code.splitlines()
+    sentences = [n for n, line in enumerate(lines) if _SENTENCE.match(line)]
+    for n in sentences:
+        lines[n] = _SENTENCE.sub(_compared, lines[n])
+    if sentences:
+        # the first line of a page is its title
+        lines[0] = "_came = []"
+        lines.append(f"assert len(_came) == {len(sentences)}, 'of the errors that the page shows some did not come'")
     return "\n".join(lines)
+
+
+def printed_errors(page: Path) -> list[tuple[str, str]]:
+    """Returns what a page prints of errors, each with the sentence that the page says it prints, "" for none."""
+    code = "\n".join(code for _, code in fences(page, "python"))
+    return [(match["what"], match["sentence"] or "") for match in _PRINTED.finditer(code)]
+
+
+_PRINTED = re.compile(r"^ *print\((?P<what>(?:\w+\.)?error)\)(?:\s*# (?P<sentence>.+))?$", re.MULTILINE)
+_SENTENCE = re.compile(r"^(?P<indent> *)print\((?P<what>(?:\w+\.)?error)\)\s*# (?P<sentence>.+)$")
+
+
+def _compared(match: re.Match[str]) -> str:
+    """A line that compares a sentence; where it ends with three dots, its beginning."""
+    what, sentence = match["what"], match["sentence"].strip()
+    part = f"[:{len(sentence) - 3}]" if sentence.endswith("...") else ""
+    found = f"str({what}).splitlines()[0]{part}"
+    return f"{match['indent']}_came.append(1); assert {found} == {sentence.removesuffix('...')!r}, str({what})"
 
 
 def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import rooftile
 import rooftile.models
 import rooftile.nn
 from rooftile.integrations import flash_attn
-from tests.docs.pages import NAMES, ROOT, program, run_script
+from tests.docs.pages import NAMES, ROOT, printed_errors, program, run_script
 
 WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -32,6 +32,27 @@ def test_the_fences_of_a_page_run_in_order(name, tmp_path):
     script.write_text(program(ROOT / name), encoding="utf-8")
     code, _, errors = run_script(script, tmp_path)
     assert code == 0, f"{name} (line numbers are the page's):\n{errors}"
+
+
+def test_each_error_that_a_page_prints_stands_beside_it():
+    """`program` compares them, so that no page shows a sentence of an earlier version."""
+    found = {name: printed_errors(ROOT / name) for name in WITH_CODE}
+    assert sum(map(len, found.values())) >= 6
+    assert [name for name, errors in found.items() if not all(sentence for _, sentence in errors)] == []
+
+
+def test_a_wrong_sentence_and_a_missing_error_fail_a_page(tmp_path):
+    for code, part in (
+        ("try:\n    raise ValueError('a; b')\nexcept ValueError as error:\n    print(error)  # a; c\n", "AssertionError: a; b"),
+        ("try:\n    pass\nexcept ValueError as error:\n    print(error)  # a\n", "some did not come"),
+        ("try:\n    raise ValueError('a; b')\nexcept ValueError as error:\n    print(error)  # a; ...\n", ""),
+    ):
+        page, script = tmp_path / "page.md", tmp_path / "page.py"
+        page.write_text(f"# A page\n\n```python\n{code}```\n", encoding="utf-8")
+        script.write_text(program(page), encoding="utf-8")
+        exit_code, _, errors = run_script(script, tmp_path)
+        assert (exit_code == 0) == (part == "")
+        assert part in errors
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

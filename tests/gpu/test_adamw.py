@@ -107,3 +107,36 @@ def test_a_captured_step(inside: bool, device: torch.device) -> None:
         peer.step()
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(made.master_weight(x), peer.master_weight(y), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_set_by_hand(device: torch.device) -> None:
+    """Also a model that is moved to another order in memory after its first steps."""
+    ours, same = weights(torch.bfloat16, device), weights(torch.bfloat16, device)
+    made, peer = AdamW(ours, lr=1e-4, master="split"), AdamW(same, lr=1e-4, master="split")
+    for n in range(3):
+        give(ours, n)
+        give(same, n)
+        made.step()
+        peer.step()
+    before = made.master_weight(ours[0])
+    ours[0].data[0, :100] = 0.0
+    changed = made.master_weight(ours[0])
+    assert torch.equal(changed.view(-1)[2048:], before.view(-1)[2048:])
+    assert torch.equal(changed.view(-1)[:2048], ours[0].detach().float().view(-1)[:2048])
+    give(ours, 3)
+    give(same, 3)
+    made.step()
+    peer.step()
+    assert made.master_weight(ours[0]).isfinite().all()
+    assert torch.equal(made.master_weight(ours[0]).view(-1)[2048:], peer.master_weight(same[0]).view(-1)[2048:])
+    assert torch.equal(made.master_weight(ours[2]), peer.master_weight(same[2]))
+    images, plain = (torch.nn.Parameter(torch.ones(8, 16, 5, 7, device=device).bfloat16()) for _ in range(2))
+    made, peer = AdamW([images], lr=1e-4, master="split"), AdamW([plain], lr=1e-4, master="split")
+    for n in range(4):
+        if n == 2:
+            images.data = images.data.to(memory_format=torch.channels_last)
+        give([images], n)
+        plain.grad = images.grad.clone(memory_format=torch.contiguous_format)
+        made.step()
+        peer.step()
+        assert torch.equal(made.master_weight(images), peer.master_weight(plain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile.fused import linear_loss
-from tests.integrations.small_models import CAUSAL_MODELS, DECODER, HEADS, SMALL, TOKENS, VOCABULARY
+from rooftile.fused import chunks
+from tests.integrations.small_models import CAUSAL_MODELS, DECODER, HEADS, SMALL, TOKENS, VOCABULARY, recompute
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)),
@@ -77,6 +78,12 @@ def state(model: nn.Module) -> dict[str, tuple[type, dict]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_and_gradients_of_each_family(name: str, implementation: str, registered) -> None:
     model = made(name)
+    if implementation == "sdpa" and not model._supports_sdpa:
+        # Gemma 2 has a softcap, and so from Transformers 5.24 on no SDPA
+        assert name == "gemma2"
+        with pytest.raises(ValueError, match="does not support"):
+            model.set_attn_implementation(implementation)
+        return
     model.set_attn_implementation(implementation)
     before = step(model)
     report = rt.fuse(model)
@@ -142,10 +149,38 @@ def test_generate_and_logits_without_labels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_under_either_name(name: str) -> None:
+    """Transformers 5.24 says `cache` for `past_key_values`; every layer is fused before and since, and takes both."""
+    model = made(name).eval()
+    assert [why for why in rt.fuse(model, verbose=False).kept.values() if "takes" in why] == []
+    model_takes = inspect.signature(model.forward).parameters
+    word = next(word for word in ("cache", "past_key_values") if word in model_takes)
+    tokens = batch()["input_ids"][1:]
+    with torch.no_grad():
+        whole = model(input_ids=tokens, use_cache=False).logits
+        found = model(input_ids=tokens[:, :7], use_cache=True)
+        rest = model(input_ids=tokens[:, 7:], use_cache=True, **{word: found[word]}).logits
+        torch.testing.assert_close(torch.cat([found.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
+        layer = next(module for module in model.modules() if type(module).__name__.endswith(("DecoderLayer", "Block")))
+        x, angles = torch.randn(1, 5, layer_size(model)), {}
+        if hasattr(model.base_model, "rotary_emb"):
+            angles = {"position_embeddings": model.base_model.rotary_emb(x, torch.arange(5)[None])}
+        held = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+        words = angles | {"attention_mask": None, "position_ids": torch.arange(5)[None]}
+        same = [layer(x, **words, **{name: cache}) for name, cache in zip(("cache", "past_key_values"), held, strict=True)]
+        assert torch.equal(*same)
+        assert [cache.get_seq_length() for cache in held] == [5, 5]
+
+
+def layer_size(model: nn.Module) -> int:
+    return model.get_input_embeddings().weight.shape[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_gradient_checkpointing(name: str) -> None:
     model = made(name)
     before = step(model)
-    model.gradient_checkpointing_enable()
+    recompute(model)
     rt.fuse(model, verbose=False)
     assert_same_step(model, before, use_cache=False)
 
@@ -320,7 +355,7 @@ def test_logits_are_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.LlamaForCausalLM(config).train()
     # the weights of the head have as many numbers as the logits of 32 rows
     tokens = torch.randint(2, 4001, (2, 64))
-    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 8 * 4032 * 4)
+    monkeypatch.setattr(chunks, "BYTES_AT_ONCE", 8 * 4032 * 4)
     largest = 0
 
     class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ import transformers
 import rooftile
 from rooftile.integrations import transformers as integration
 from rooftile.integrations import transformers_packing
-from tests.integrations.small_models import CAUSAL_MODELS, DECODER, SMALL, TOKENS, VOCABULARY
+from tests.integrations.small_models import CAUSAL_MODELS, DECODER, SMALL, TOKENS, VOCABULARY, recompute
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -331,7 +331,7 @@ def test_gradient_checkpointing(ran):
     there = padding("left")
     inputs = {"input_ids": tokens(3, 17), "attention_mask": there, "use_cache": False}
     due = logits_and_gradients(model, "eager", there.bool(), **inputs)
-    model.gradient_checkpointing_enable()
+    recompute(model)
     model.train()
     found = logits_and_gradients(model, "rooftile", there.bool(), **inputs)
     assert ran == {"packed": 4}

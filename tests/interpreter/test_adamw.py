@@ -8,7 +8,7 @@ import torch
 from rooftile import launch
 from rooftile.optim import AdamW, operator
 from rooftile.optim.definition import Numbers, update
-from rooftile.optim.split import join
+from rooftile.optim.split import join, sums_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 SHAPES = ((5, 3), (1,), (130, 140), (0, 2))
@@ -31,22 +31,25 @@ def test_a_step(dtype: torch.dtype, split: bool, gradient: torch.dtype, counted:
     first, second = tensors(moment), [x.abs() for x in tensors(moment)]
     rests = [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16) for shape in SHAPES] if split else []
     steps = [torch.tensor(3.0) for _ in SHAPES] if counted else []
+    # the second weight was changed by somebody else
+    sums = [sums_of(x) + (n == 1) for n, x in enumerate(weights)] if split else []
     masks = [torch.rand(shape) < 0.5 for shape in SHAPES] if sparse else []
     for lr, clip, maximize in ((None, None, False), (torch.tensor(0.02), torch.tensor(0.3), True)):
         numbers = Numbers(0.01, 0.9, 0.999, 1e-8, 0.1, 0.0 if counted else 3.0, 0.5)
-        ours = [[x.clone() for x in each] for each in (weights, first, second, rests)]
-        due = [[x.clone() for x in each] for each in (weights, first, second, rests)]
+        ours = [[x.clone() for x in each] for each in (weights, first, second, rests, sums)]
+        due = [[x.clone() for x in each] for each in (weights, first, second, rests, sums)]
         seen: list[str] = []
         with launch.observe(seen.append):
             operator.step(ours[0], gradients, *ours[1:], steps, masks, lr, clip, numbers, maximize)
         assert seen == ["_adamw"]
         for n in range(len(SHAPES)):
-            rest, step, mask = (each[n] if each else None for each in (due[3], steps, masks))
-            update(due[0][n], gradients[n], due[1][n], due[2][n], rest, step, lr, clip, numbers, maximize, mask)
+            rest, own, step, mask = (each[n] if each else None for each in (due[3], due[4], steps, masks))
+            update(due[0][n], gradients[n], due[1][n], due[2][n], rest, own, step, lr, clip, numbers, maximize, mask)
             for x, y in zip(ours[:3], due[:3], strict=True):
                 torch.testing.assert_close(x[n], y[n], rtol=2 * torch.finfo(x[n].dtype).eps, atol=1e-7)
             if split:
                 torch.testing.assert_close(join(ours[0][n], ours[3][n]), join(due[0][n], due[3][n]), rtol=1e-6, atol=1e-7)
+                assert torch.equal(ours[4][n], sums_of(ours[0][n]))
 
 
 def test_a_training_run_is_that_of_torch() -> None:

@@ -171,7 +171,7 @@ def test_states_of_torchs_adamw() -> None:
     half = copies(theirs, torch.bfloat16)
     other = AdamW(half, master="split")
     other.load_state_dict(peer.state_dict())
-    assert {"rest", "exp_avg", "exp_avg_sq", "step"} == other.state[half[0]].keys()
+    assert {"rest", "sums", "exp_avg", "exp_avg_sq", "step"} == other.state[half[0]].keys()
     assert other.state[half[0]]["exp_avg"].dtype == torch.float32
     with pytest.raises(rt.InvalidInput, match="rests of split weights and master is None"):
         AdamW(copies(half)).load_state_dict(other.state_dict())

@@ -114,6 +114,7 @@ CROWDED = {
     "bench/suites": "one suite per file",
     "cli": "one command per file",
     "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
+    "fused": "one operation per file, and what they share",
     "integrations": "one library per file, and what they share",
     "numerics": "one kind of scale per file, and what kernels share with the host",
     "matmul": "quantised weights in files, and 2:4 ones in a folder; kernels in two more",

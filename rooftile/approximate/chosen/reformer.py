@@ -49,8 +49,9 @@ def reformer(
 ) -> Tensor:
     """Attention to tokens that hash alike: each round sorts by (hash, place), and a token sees its chunk and the one before.
 
-    One projection gives queries and keys; keys are divided by their lengths. A round's first chunk sees its last one. A token
-    sees itself only if it sees nothing else, in any round.
+    One projection gives queries and keys; keys are divided by their lengths: by sqrt(|k|^2 + 1e-6 D), whose small term is that of
+    the code that trained the paper's models, and keeps a key of zeros zero. A round's first chunk sees its last one. A token sees
+    itself only if it sees nothing else, in any round.
 
     Causal attention hides later tokens by their places, so no value leaks. Yet the order of the sort depends on later queries:
     it is value-causal only. `strict` sees the last `chunk` earlier tokens of the bucket in place of chunks, and no later token
@@ -134,7 +135,7 @@ def usual_buckets(T: int, chunk: int) -> int:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length one, computed in fp32."""
+    """Vectors of length one but for the small term of the definition, computed in fp32."""
     return definition.unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 

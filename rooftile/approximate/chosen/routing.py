@@ -65,8 +65,8 @@ def routing(
     outputs, one that none took gets 0. Causal attention goes by the tokens' places in the text.
 
     A centroid takes the best tokens of the whole text, so a later token can push an earlier one out: this is value-causal only.
-    `strict` sends each token to its nearest centroid, by the sum of its query's and its key's score; no later token has an
-    effect, and one can decode. It needs as many queries as keys, or ready-made members.
+    `strict` sends each token to its nearest centroid, by the sum of its query's and its key's score: a rule of this library,
+    not of the paper. No later token has an effect, and one can decode. It needs as many queries as keys, or ready-made members.
 
     Args:
         q: queries (B, T, H, D), float32, bfloat16 or float16, any strides.

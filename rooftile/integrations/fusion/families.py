@@ -9,6 +9,7 @@ from torch import nn
 
 from rooftile.fused import ACTIVATIONS
 from rooftile.integrations.fusion.classes import FusedModule
+from rooftile.integrations.fusion.layers import CACHE
 
 NAMES = "Llama, Mistral, Qwen 2, Qwen 3, Gemma 2 or GPT-2"
 
@@ -17,16 +18,11 @@ _ADDED = "additions joined with the norm after them"
 _LOSS = "loss from hidden states; logits is None where labels are given: rt.fuse(model, logits=True) keeps them"
 _LOSS_WITH_LOGITS = "loss from logits, which are kept"
 
-# the parameters of the forward functions that ours replace: another version of Transformers may have others
-_ATTENTION = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
-_LAYER = (
-    "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "kwargs",
-)  # fmt: skip
-_GEMMA_LAYER = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values", "kwargs")
-_BLOCK = (
-    "hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "use_cache",
-    "kwargs",
-)  # fmt: skip
+# the parameters of the forward functions that ours replace, beside the cache: another version of Transformers may have others
+_ATTENTION = ("hidden_states", "position_embeddings", "attention_mask", "kwargs")
+_LAYER = ("hidden_states", "attention_mask", "position_ids", "use_cache", "position_embeddings", "kwargs")
+_GEMMA_LAYER = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "kwargs")
+_BLOCK = ("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "use_cache", "kwargs")
 
 
 class Change(NamedTuple):
@@ -34,7 +30,7 @@ class Change(NamedTuple):
 
     kind: str  # a name in `classes.KINDS`
     title: str  # for the report
-    due: tuple[str, ...] = ()  # the parameters that the forward function which is replaced must have; empty: not asked
+    due: tuple[str, ...] = ()  # parameters of the forward function that is replaced, beside a cache; empty: not asked
 
 
 def _like_llama(folder: str, name: str, attention: str) -> dict[str, Change]:
@@ -82,7 +78,7 @@ def plan(module: nn.Module, parent: nn.Module | None, logits: bool) -> Change | 
     if source != known.__module__:
         return f"the forward of {known.__name__} was replaced by {source}"
     names = tuple(inspect.signature(known.forward).parameters)[1:]
-    if change.due and set(names) != set(change.due):
+    if change.due and set(names) not in ({*change.due, word} for word in CACHE):
         import transformers
 
         return f"{known.__name__}.forward of Transformers {transformers.__version__} takes {', '.join(names)}"

@@ -18,6 +18,9 @@ from rooftile.fused.norms import layer_norm as fused_layer_norm
 from rooftile.fused.norms import rms_norm as fused_rms_norm
 from rooftile.fused.rope import rotary
 
+# the names of a layer's cache: since Transformers 5.24, which still takes the earlier one, and before
+CACHE = ("cache", "past_key_values")
+
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """For LlamaRMSNorm and its like. The result has the dtype of the hidden states, also if the weights are wider."""
@@ -70,7 +73,7 @@ def gemma_attention(self: Any, hidden_states: Tensor, *arguments: Any, **words: 
 
 def _attention(
     self: Any, hidden_states: Tensor, mask: dict[str, Any], position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+    attention_mask: Tensor | None = None, cache: Any = None, *, past_key_values: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Heads are rotated where the projection wrote them, (B, T, H, D), and transposed afterwards."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -83,8 +86,10 @@ def _attention(
     cos, sin = (angles[..., : angles.shape[-1] // 2] for angles in position_embeddings)
     q, k = rotary(q, k, cos, sin)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    cache = past_key_values if cache is None else cache
+    if cache is not None:
+        # since Transformers 5.24 a cache gets what the attention function gets
+        k, v = cache.update(k, v, self.layer_idx, **({"kwargs": kwargs} if _word(self) == "cache" else {}))
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.fused_eager_attention)
     dropout = self.attention_dropout if self.training else 0.0
     o, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **mask, **kwargs)
@@ -93,12 +98,13 @@ def _attention(
 
 def decoder_layer(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-    past_key_values: Any = None, use_cache: bool | None = False, position_embeddings: Any = None, **kwargs: Any,
+    cache: Any = None, use_cache: bool | None = False, position_embeddings: Any = None, *, past_key_values: Any = None,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """For LlamaDecoderLayer and its like: the addition of attention's output is one pass with the norm that follows."""
     attended, _ = self.self_attn(
         hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask, position_ids=position_ids,
-        past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+        use_cache=use_cache, position_embeddings=position_embeddings, **_named(self, cache, past_key_values), **kwargs,
     )  # fmt: skip
     normed, stream = _added(self.post_attention_layernorm, attended, hidden_states)
     return stream + self.mlp(normed)
@@ -106,33 +112,41 @@ def decoder_layer(
 
 def gemma_layer(
     self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+    position_ids: Tensor | None = None, cache: Any = None, *, past_key_values: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """For Gemma2DecoderLayer, which also normalises what it adds."""
     attended, _ = self.self_attn(
         hidden_states=self.input_layernorm(hidden_states), position_embeddings=position_embeddings,
-        attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs,
+        attention_mask=attention_mask, position_ids=position_ids, **_named(self, cache, past_key_values), **kwargs,
     )  # fmt: skip
     normed, stream = _added(self.pre_feedforward_layernorm, self.post_attention_layernorm(attended), hidden_states)
     return stream + self.post_feedforward_layernorm(self.mlp(normed))
 
 
 def gpt2_block(
-    self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None,
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,
-    use_cache: bool | None = False, **kwargs: Any,
+    use_cache: bool | None = False, *, past_key_values: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """For GPT2Block; a block with cross-attention runs as Transformers wrote it."""
+    words = {"attention_mask": attention_mask, "use_cache": use_cache, **_named(self, cache, past_key_values)}
     if encoder_hidden_states is not None:
         states = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
-        words = {"past_key_values": past_key_values, "attention_mask": attention_mask, "use_cache": use_cache}
         whole: Tensor = self.fused_from.forward(self, hidden_states, **words, **states, **kwargs)
         return whole
-    attended, _ = self.attn(
-        self.ln_1(hidden_states), past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
-    )
+    attended, _ = self.attn(self.ln_1(hidden_states), **words, **kwargs)
     normed, stream = _added(self.ln_2, attended, hidden_states)
     return stream + self.mlp(normed)
+
+
+def _word(self: Any) -> str:
+    """The name that the forward function of a module has for its cache."""
+    return next(word for word in CACHE if word in self.fused_parameters)
+
+
+def _named(self: Any, cache: Any, past_key_values: Any) -> dict[str, Any]:
+    """The cache of a layer, under the name that its attention has for it, too."""
+    return {_word(self): past_key_values if cache is None else cache}
 
 
 def _added(norm: Any, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.backends import lack_of_fp8
-from rooftile.matmul.formats import matches, parsed
+from rooftile.matmul.formats import expression, matches, parsed
 from rooftile.models.checkpoints.formats import SPARSE, check_word, weight_in
 from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao, two_four
 from rooftile.models.checkpoints.methods import section_of
@@ -97,12 +96,7 @@ def check_words(weights: object) -> None:
         check_word(word)
     for key in weights if isinstance(weights, Mapping) else ():
         if key.startswith("re:"):
-            try:
-                re.compile(key[3:])
-            except re.error as error:
-                raise InvalidInput(
-                    f"weights has the pattern {key!r}, which is no regular expression: {error}"
-                ) from None
+            expression(key[3:], f"weights has the pattern {key!r}, which is")
 
 
 def quantiser_of(weights: Weights) -> Quantiser | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.formats import expression
 from rooftile.matmul.packing import OFFSET, pack, unpack, words_to_bytes
 
 # codes that are checked at once
@@ -19,6 +20,30 @@ _AT_ONCE = 1 << 20
 def refused(folder: str, what: str) -> InvalidInput:
     """Returns the error to raise about a folder's quantisation_config."""
     return InvalidInput(f"quantization_config of {folder} {what}")
+
+
+def names_in(section: Mapping[str, Any], keys: Collection[str], folder: str) -> tuple[str, ...]:
+    """Returns the list of names under the first of some keys of a quantisation_config that has one; () where none has.
+
+    Raises:
+        InvalidInput: it is no list of names, or a name that begins with "re:" is no regular expression.
+    """
+    for key in keys:
+        found = section.get(key)
+        if not found:
+            continue
+        if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+            raise refused(folder, f"has {key} {found!r}; must be a list of names: correct it in config.json")
+        for name in found:
+            if name.startswith("re:"):
+                check_expression(name[3:], name, key, folder)
+        return tuple(found)
+    return ()
+
+
+def check_expression(text: str, name: str, key: str, folder: str) -> None:
+    """Raises InvalidInput for a pattern of a quantisation_config that is no regular expression."""
+    expression(text, f"quantization_config of {folder} has {name!r} in {key}, which is")
 
 
 def check_shape(module: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """The definition of Reformer's attention.
 
-    k_j = q_j / |q_j|                                            one projection for queries and keys
+    k_j = q_j / sqrt(|q_j|^2 + 1e-6 D)                           one projection for queries and keys
     h_r(q) = argmax [q R_r; -q R_r]                              the hash of round r, with random R_r
     sort by (h_r, place); s_r(i) is the rank of token i, c_r(i) = floor(s_r(i) / m) its chunk
     i sees j in round r iff j != i, j <= i (if causal), and c_r(j) is c_r(i) or the chunk before, cyclic within the round
@@ -48,7 +48,7 @@ def sees(hashes: Tensor, chunk: int, causal: bool, strict: bool) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length one; a vector of zeros stays. The small term is that of the code that trained the paper's models."""
+    """Vectors of length one, but for the term of the code that trained the paper's models; a vector of zeros stays."""
     return x / (x.square().sum(-1, keepdim=True) + x.shape[-1] * 1e-6).sqrt()
 
 

@@ -21,6 +21,7 @@ from rooftile.models.checkpoints.tensors import (
     checked_scales,
     group_of,
     int4_weight,
+    names_in,
     refused,
     whole,
 )
@@ -83,4 +84,4 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Awq:
         raise refused(
             folder, f'has the layout {version!r} of AWQ; read is "gemm": quantise it with version="gemm", or {FROM_16_BITS}'
         )  # fmt: skip
-    return Awq(group_of(section, folder), tuple(section.get("modules_to_not_convert") or ()))
+    return Awq(group_of(section, folder), names_in(section, ("modules_to_not_convert",), folder))

@@ -24,6 +24,7 @@ from rooftile.models.checkpoints.tensors import (
     checked_scales,
     group_of,
     int4_weight,
+    names_in,
     order_of,
     packed_codes,
     refused,
@@ -235,7 +236,7 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
                       f"{FROM_16_BITS}")  # fmt: skip
     schemes = tuple(_scheme_of(group, section, folder) for group in groups.values())
     has_cache_scheme = bool(section.get("kv_cache_scheme"))
-    return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder, has_cache_scheme)
+    return CompressedTensors(schemes, names_in(section, ("ignore",), folder), folder, has_cache_scheme)
 
 
 def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str) -> Scheme:
@@ -253,7 +254,7 @@ def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str
     format = _BLOCKS.get(layout) or _format_of(layout, bits, kind, strategy, weights, inputs, folder)
     # "weight" and "static" order columns without groups of their own
     ordered = weights.get("actorder") in (True, "group", "dynamic")
-    targets = tuple(group.get("targets") or ())
+    targets = names_in(group, ("targets",), folder)
     return Scheme(targets, layout, format, bits or 0, size, symmetric, static, ordered, inputs is not None)
 
 

@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.models.checkpoints.methods import FROM_16_BITS
-from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, refused
+from rooftile.models.checkpoints.tensors import checked_codes, checked_scales, names_in, refused
 
 # Transformers' names -> the others'
 _NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
@@ -103,8 +103,8 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Fp8:
         logging.getLogger(__name__).warning(
             "%s: scale_fmt %r is not used: scales of activations are not rounded to powers of two", folder, scales
         )
-    ignored = section.get("modules_to_not_convert") or section.get("ignored_layers") or ()
-    return Fp8(tile is not None, scheme == "static", tuple(ignored))
+    ignored = names_in(section, ("modules_to_not_convert", "ignored_layers"), folder)
+    return Fp8(tile is not None, scheme == "static", ignored)
 
 
 def reader_of_modelopt(section: Mapping[str, Any], folder: str) -> Fp8:
@@ -116,4 +116,4 @@ def reader_of_modelopt(section: Mapping[str, Any], folder: str) -> Fp8:
     algorithm = section.get("quant_algo")
     if algorithm != "FP8":
         raise refused(folder, f"has quant_algo {algorithm!r}; read is FP8: {FROM_16_BITS}")
-    return Fp8(False, True, tuple(section.get("ignore") or section.get("exclude_modules") or ()))
+    return Fp8(False, True, names_in(section, ("ignore", "exclude_modules"), folder))

@@ -27,6 +27,7 @@ from rooftile.matmul.packing import unpack_words, words_to_bytes
 from rooftile.models.checkpoints.methods import FROM_16_BITS
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
+    check_expression,
     check_shape,
     checked_scales,
     group_of,
@@ -143,8 +144,11 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
 
 def _left_out(rules: Mapping[str, Any], folder: str) -> Iterator[str]:
     """Yields the patterns of GPTQModel's `dynamic` whose modules are not quantised; rules of other kinds are refused."""
+    if not isinstance(rules, Mapping):
+        raise refused(folder, f"has dynamic {rules!r}; must be {{pattern: settings}}: correct it in config.json")
     for pattern, settings in rules.items():
         if not pattern.startswith("-:"):
             raise refused(folder, f"has the rule {pattern!r} with settings {settings} of its own; read are rules that leave "
                           'modules out ("-:"): quantise all others alike')  # fmt: skip
+        check_expression(pattern[2:], pattern, "dynamic", folder)
         yield pattern[2:]
