@@ -16,8 +16,12 @@ The Triton backward writes and reads these words. The Hopper backward writes the
 its gradients (see `rooftile.backends.triton.flash_bwd_repair`).
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from rooftile.numerics.softmax import LN2
 
 # every tile of queries divides this
 ROWS_PADDED = 128
@@ -31,6 +35,11 @@ def pack(lse, delta):
     low = delta.to(tl.uint32, bitcast=True).to(tl.uint64)
     high = lse.to(tl.uint32, bitcast=True).to(tl.uint64)
     return ((high << 32) | low).to(tl.int64, bitcast=True)
+
+
+def rest_of(rests: Tensor, lse: Tensor) -> Tensor:
+    """What the rounding of lse has lost, natural and in the shape of lse: the low halves of its words."""
+    return rests.view(torch.float32)[..., : 2 * lse.shape[-1] : 2] * LN2
 
 
 pack_lse_delta = triton.jit(pack)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import rest_of
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.call import Call, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.backends.triton.tiles import backward_kv_walks, backward_q_tile
@@ -71,7 +72,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
         dbias = None
         if spec.bias_grad:
             dbias = flash_bwd_bias.gradient(q, k, v, do, words, rests, options, spec)
-        dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, row_stats.rest_of(rests, lse), delta)
+        dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, rest_of(rests, lse), delta)
         return Grads(dq, dk, dv, dbias, dsinks)
 
     return run

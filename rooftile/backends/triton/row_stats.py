@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftile.backends.device.row_stats import pack_lse_delta
 from rooftile.backends.triton.call import Call, constants_of
-from rooftile.backends.triton.scores import LN2, LOG2E
+from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel, empties
 from rooftile.spec import Spec
 
@@ -88,11 +88,6 @@ def plan(
         return delta, words, rests
 
     return run
-
-
-def rest_of(rests: Tensor, lse: Tensor) -> Tensor:
-    """What the rounding of lse lost, natural and in the shape of lse: the low halves of the words (see `device.row_stats`)."""
-    return rests.view(torch.float32)[..., : 2 * lse.shape[-1] : 2] * LN2.value
 
 
 @cache
