@@ -398,7 +398,7 @@ def _gathered(device: torch.device) -> Work:
     hashes = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
     gathered.attend(q, k, v, gathered.from_hashes(hashes, 2, True, False, True), scale=1.0)
     # two rounds of two heads: each of 4 tokens has its chunk of 2 and the other one; places are there once, chunks for each round
-    return Work(2 * 128 * 16 * 4, 3 * _SIZE + 4 * 16 + 4 * 32, _SIZE + 32)
+    return Work(2 * 128 * 16 * 4, 3 * _SIZE + 4 * 16 + 4 * 32, _SIZE + 64)
 
 
 def _gathered_backward(device: torch.device) -> Work:
@@ -406,7 +406,7 @@ def _gathered_backward(device: torch.device) -> Work:
     o = gathered.attend(*_tensors(device, True), gathered.from_members(members, members, True), scale=1.0)
     o.backward(torch.ones_like(o))
     # 3 groups of 2 rows and 2 keys, and the outputs and lse of 6 positions in place of 4
-    return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 48 + 2 * 48, 3 * _SIZE)
+    return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 96 + 2 * 48, 3 * _SIZE)
 
 
 def _adamw(device: torch.device) -> Work:
