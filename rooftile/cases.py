@@ -9,6 +9,8 @@ A case fixes everything except the device. `CASES` maps names to cases; `tagged(
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +53,8 @@ class Case:
     sinks: bool = False
     strides: str = "contiguous"  # or "transposed" (a view of (B, H, T, D)), "expanded" (one batch row for all), "sliced"
     scatter: str = "normal"  # or "outliers", "hot" (fp16 near its largest numbers), "cold" (lse < -88)
+    # added to all scores of every second row: by the bias, or, without one, by a feature of q and k
+    offset: float = 0.0
 
     def problem(self, device: str = "cpu", *, needs_grad: bool = True, needs_lse: bool = False) -> Problem:
         """Returns the problem on a device, named as in a Spec ("cpu", "sm90")."""
@@ -85,12 +89,18 @@ class Case:
         if not self.lengths:
             shapes = [(self.B, *shape) for shape in shapes]
         q, k, v = (self._draw(shape, n, generator, device) for n, shape in enumerate(shapes))
+        if self.offset and not self.bias:
+            # every second row of queries: an outlier feature that all keys share
+            size = (abs(self.offset) * self.dim**0.5 if self.scale is None else abs(self.offset / self.scale)) ** 0.5
+            k[..., 0] = size
+            q[..., 0] = 0.0
+            q[..., 1::2, :, 0] = size if self.offset > 0 else -size
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap or None}
         if self.bias:
             full = {"B": sizes.B, "H": self.H, "T": sizes.T, "S": max(s for _, s in sizes.sequences)}
             axes = "HTS" if self.lengths else "BHTS"
             shape = [full[axis] if axis in self.bias else 1 for axis in axes]
-            options["bias"] = torch.randn(shape, generator=generator).to(device, q.dtype)
+            options["bias"] = self._with_offset(torch.randn(shape, generator=generator)).to(device, q.dtype)
         if self.alibi:
             options["alibi"] = torch.rand(self.H, generator=generator).to(device)
         if self.sinks:
@@ -107,6 +117,13 @@ class Case:
                 for n in zip(*self.lengths, strict=True)
             )
         return Inputs((q, k, v, *offsets), self.mask, options)
+
+    def _with_offset(self, bias: Tensor) -> Tensor:
+        """Adds the offset to every second row of a bias, as far as the dtype reaches."""
+        if self.offset:
+            widest = torch.finfo(DTYPES[self.dtype]).max
+            bias[..., 1::2, :] = (bias[..., 1::2, :] + self.offset).clamp(-widest, widest)
+        return bias
 
     def _draw(self, shape: tuple[int, ...], which: int, generator: torch.Generator, device: torch.device | str) -> Tensor:
         x = torch.randn(shape, generator=generator)
@@ -152,6 +169,34 @@ def _cpu_bench(causal: bool, length: int) -> Case:
     tags = frozenset({"cpu-bench"})
     mask = CAUSAL if causal else FULL
     return Case(name=name, tags=tags, B=1, T=length, S=length, H=8, Hk=8, dim=64, mask=mask)
+
+
+# what a mask of padding adds to each score of a row that sees nothing else: the smallest number of the dtype
+LOWEST = -math.inf
+
+
+def _offsets() -> Iterator[Case]:
+    """Yields problems whose rows share a large offset: a backward that recomputes weights from one rounded lse fails them."""
+    for offset in (1e3, 1e6, 1e8, -1e6, LOWEST):
+        name = "offset-lowest" if offset == LOWEST else f"offset-{offset:.0e}".replace("e+0", "e")
+        shared = {"offset": offset, "dim": 32}
+        yield _conformance(name, bias="BHTS", T=70, S=90, **shared)
+        yield _conformance(f"{name}-rows", bias="HT", T=65, S=70, H=4, Hk=2, dropout=0.2, **shared)
+        yield _conformance(f"{name}-bf16", bias="HTS", dtype="bf16", T=70, S=150, mask=CAUSAL, H=4, Hk=2, **shared)
+        yield _conformance(f"{name}-packed", bias="HTS", lengths=((60, 60), (33, 90), (0, 5)), mask=CAUSAL, **shared)
+        if offset != LOWEST:
+            feature = {"offset": offset, "dim": 64, "H": 4, "Hk": 2}
+            yield _conformance(f"{name}-feature", T=70, S=90, mask=CAUSAL, **feature)
+            yield _conformance(f"{name}-feature-full", T=129, S=90, scale=1.0, **feature)
+            yield _conformance(f"{name}-feature-bf16", dtype="bf16", T=90, S=150, **feature)
+            yield _conformance(f"{name}-feature-packed", lengths=((60, 60), (33, 90)), mask=CAUSAL, dtype="bf16", **feature)
+    yield _conformance("offset-lowest-fp16", bias="BHTS", dtype="fp16", T=70, S=90, offset=LOWEST)
+    yield _conformance("offset-lowest-d128", bias="BTS", dtype="bf16", T=140, S=300, dim=128, H=4, Hk=2, offset=LOWEST)
+    yield _conformance(
+        "offset-1e6-everything", T=100, S=120, H=4, Hk=2, mask=CAUSAL & Window(50), softcap=4.0, bias="HTS", alibi=True,
+        sinks=True, dropout=0.1, offset=1e6,
+    )  # fmt: skip
+    yield _conformance("offset-1e3-sinks", bias="BHTS", T=70, S=90, sinks=True, mask=CAUSAL & Window(20), offset=-1e3)
 
 
 _LIST = (
@@ -246,6 +291,7 @@ _LIST = (
     _conformance("packed-192-128", lengths=((60, 60), (33, 90)), dim=192, dim_v=128, mask=CAUSAL),
     _conformance("packed-192-128-bf16", lengths=((60, 60), (133, 90)), dim=192, dim_v=128, dtype="bf16", mask=CAUSAL),
     _conformance("packed-96-bf16", lengths=((60, 60), (133, 90)), dim=96, dtype="bf16", mask=CAUSAL),
+    *_offsets(),
     *(
         _gpu_bench(dim, causal, length)
         for dim in (64, 128, 256, 80, 96)

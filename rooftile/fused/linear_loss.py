@@ -107,26 +107,26 @@ def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -
 
 
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    losses, lse = fake(input)
+    losses, sums = fake(input)
     with torch.autocast(input.device.type, enabled=False):
         logits = Logits(input, weight, bias)
         for chunk in chunks(input, weight):
-            losses[chunk], lse[chunk] = run(logits(chunk), target[chunk], *numbers)
-    return losses, lse
+            losses[chunk], sums[chunk] = run(logits(chunk), target[chunk], *numbers)
+    return losses, sums
 
 
 def _gradients(
-    dlosses: Tensor, losses: None, lse: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    dlosses: Tensor, losses: None, sums: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """In plain operations, for derivatives of derivatives."""
-    (dlogits,) = gradients(dlosses, None, lse, functional.linear(input, weight, bias), target, *numbers)
+    (dlogits,) = gradients(dlosses, None, sums, functional.linear(input, weight, bias), target, *numbers)
     db = dlogits.new_zeros(0) if bias is None else dlogits.sum(0).to(bias.dtype)
     return dlogits @ weight, dlogits.T @ input, db
 
 
 def _run_gradients(
-    dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any
+    dlosses: Tensor, losses: None, sums: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any
 ) -> tuple[Tensor, ...]:
     """Makes the logits again, some rows at a time."""
     found = Gradients(input, weight, bias)
@@ -134,12 +134,12 @@ def _run_gradients(
         logits = Logits(input, weight, bias)
         for chunk in chunks(input, weight):
             z = logits(chunk)
-            found.add(chunk, gradient(dlosses[chunk], lse[chunk], z, target[chunk], *numbers, into=z))
+            found.add(chunk, gradient(dlosses[chunk], sums[chunk], z, target[chunk], *numbers, into=z))
     return found.dx, found.dw.to(weight.dtype), found.db if bias is None else found.db.to(bias.dtype)
 
 
-def _fake_gradients(d: Tensor, losses: Tensor, lse: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Any:
-    db = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+def _fake_gradients(d: Tensor, losses: Tensor, sums: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Any:
+    db = sums.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return input.new_empty(input.shape), weight.new_empty(weight.shape), db
 
 
@@ -162,7 +162,7 @@ def _run_reduced(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The loss, and its gradients for an upstream gradient of one; dw and db in fp32."""
     *numbers, mean, wants_dx, wants_dw, wants_db = rest
-    losses, lse = fake(input)
+    losses, sums = fake(input)
     found = Gradients(input, weight, bias, (wants_dx, wants_dw, wants_db))
     one = torch.ones((), dtype=losses.dtype, device=losses.device)
     share = one / (target != numbers[0]).sum() if mean else one
@@ -170,8 +170,8 @@ def _run_reduced(
         logits = Logits(input, weight, bias)
         for chunk in chunks(input, weight):
             z, t = logits(chunk), target[chunk]
-            losses[chunk], lse[chunk] = run(z, t, *numbers)
-            found.add(chunk, gradient(share.expand(t.shape), lse[chunk], z, t, *numbers, into=z))
+            losses[chunk], sums[chunk] = run(z, t, *numbers)
+            found.add(chunk, gradient(share.expand(t.shape), sums[chunk], z, t, *numbers, into=z))
     return reduced(losses, target, numbers[0], "mean" if mean else "sum"), found.dx, found.dw, found.db
 
 

@@ -3,6 +3,9 @@
 The loss of a row is lse - z_t for logits z and the target t, with label smoothing e: lse - (1 - e) z_t - e mean(z), and with a
 z-loss besides a lse². Its gradient is p (1 + 2 a lse) - (1 - e) [t] - e / V. A softcap makes z = c tanh(x / c).
 
+lse is kept as two numbers, the largest logit m and log l = log sum exp(z - m), and the loss is log l + (m - z_t). One rounded number
+would lose log l where all logits of a row share a large offset, and with it the loss and the size of the gradient.
+
 Nothing is approximated, and nothing waits for the device.
 """
 
@@ -95,34 +98,40 @@ def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -
 def defined(
     input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses and lse of logits in plain operations."""
+    """Losses (rows,), and the largest logit and the log of the sum (rows, 2), in plain operations."""
     z = input if input.dtype == torch.float64 else input.float()
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     V = z.shape[-1]
-    lse = torch.logsumexp(z, -1)
+    top, log = _sums(z)
+    lse = top + log
     target = target.long()
     inside = (target >= 0) & (target < V)
     picked = z.gather(1, torch.where(inside, target, 0)[:, None])[:, 0]
-    losses = lse - (1 - label_smoothing) * picked + z_loss * lse * lse
+    losses = log + (1 - label_smoothing) * (top - picked) + z_loss * lse * lse
     if label_smoothing:
-        losses = losses - label_smoothing * z.mean(-1)
+        losses = losses + label_smoothing * (top[:, None] - z).mean(-1)
     losses = torch.where(inside, losses, torch.nan)
-    return torch.where(target == ignore_index, 0.0, losses), lse
+    return torch.where(target == ignore_index, 0.0, losses), torch.stack([top, log], -1)
+
+
+def _sums(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest logit of each row, as a constant, and log sum exp(z - it)."""
+    top = z.detach().amax(-1)
+    return top, (z - top[:, None]).exp().sum(-1).log()
 
 
 def gradients(
-    dlosses: Tensor, losses: None, lse: Tensor | None, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float,
+    dlosses: Tensor, losses: None, sums: Tensor | None, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float,
     softcap: float, z_loss: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """The gradient of logits in plain operations. Where it may be differentiated again, lse is computed from the logits."""
+    """The gradient of logits in plain operations. Where it may be differentiated again, the sums are computed from the logits."""
     x = input if input.dtype == torch.float64 else input.float()
     z = softcap * torch.tanh(x / softcap) if softcap else x
     V, target = x.shape[-1], target.long()
-    if lse is None or torch.is_grad_enabled():
-        # a second derivative needs it as a function of the logits
-        lse = torch.logsumexp(z, -1)
-    dz = (z - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None] - label_smoothing / V
+    # a second derivative needs them as functions of the logits
+    top, log = _sums(z) if sums is None or torch.is_grad_enabled() else sums.unbind(-1)
+    dz = (z - top[:, None] - log[:, None]).exp() * (1 + 2 * z_loss * (top + log))[:, None] - label_smoothing / V
     inside = (target >= 0) & (target < V)
     hit = torch.where(inside, target, 0)[:, None] == torch.arange(V, device=x.device)
     dz = dz - (1 - label_smoothing) * (hit & inside[:, None]).to(dz.dtype)
@@ -133,15 +142,15 @@ def gradients(
 
 
 def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    """Returns losses and lse (rows,) of logits (rows, V)."""
+    """Returns losses (rows,) and sums (rows, 2) of logits (rows, V)."""
     if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.forward(input, target, *numbers)
-    losses, lse = fake(input)
+    losses, sums = fake(input)
     for some in _parts(input):
-        losses[some], lse[some] = defined(input[some], target[some], *numbers)
-    return losses, lse
+        losses[some], sums[some] = defined(input[some], target[some], *numbers)
+    return losses, sums
 
 
 def _parts(input: Tensor) -> Iterator[slice]:
@@ -151,34 +160,33 @@ def _parts(input: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, T, rows))
 
 
-def _run_gradients(dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor]:
-    return (gradient(dlosses, lse, input, target, *numbers),)
+def _run_gradients(dlosses: Tensor, losses: None, sums: Tensor, input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor]:
+    return (gradient(dlosses, sums, input, target, *numbers),)
 
 
 def gradient(
-    dlosses: Tensor, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
+    dlosses: Tensor, sums: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of logits (rows, V), written to `into` where that is given; it may be the logits."""
     if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
-        return kernels.gradient(dlosses, lse, input, target, *numbers, into=into)
+        return kernels.gradient(dlosses, sums, input, target, *numbers, into=into)
     into = torch.empty_like(input) if into is None else into
     for some in _parts(input):
-        (into[some],) = gradients(dlosses[some], None, lse[some], input[some], target[some], *numbers)
+        (into[some],) = gradients(dlosses[some], None, sums[some], input[some], target[some], *numbers)
     return into
 
 
 def fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Empty losses and lse."""
+    """Empty losses (rows,) and sums (rows, 2)."""
     dtype = torch.promote_types(input.dtype, torch.float32)
-    losses, lse = (input.new_empty(input.shape[0], dtype=dtype) for _ in range(2))
-    return losses, lse
+    return input.new_empty(input.shape[0], dtype=dtype), input.new_empty(input.shape[0], 2, dtype=dtype)
 
 
 NUMBERS = "int ignore_index, float label_smoothing, float softcap, float z_loss"
 CROSS_ENTROPY = Operation(
     "cross_entropy", f"Tensor input, Tensor target, {NUMBERS}", results=2, run=run, defined=defined,
     run_gradients=_run_gradients, gradients=gradients, fake=fake,
-    fake_gradients=lambda d, losses, lse, input, *_: (input.new_empty(input.shape),), given_to={0: 0}, unused=frozenset((0,)),
+    fake_gradients=lambda d, losses, sums, input, *_: (input.new_empty(input.shape),), given_to={0: 0}, unused=frozenset((0,)),
 )  # fmt: skip

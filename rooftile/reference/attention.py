@@ -2,9 +2,13 @@
 
     x_ij = scale q_i . k_j                     and softcap * tanh(x / softcap) if there is a softcap
     x_ij += bias_ij - slope |i - j|            and -inf where the mask hides j from i
-    lse_i = log(sum_j exp x_ij + exp sink)     the sink is a key with a score of its own and a value of zero
-    p_ij = exp(x_ij - lse_i)                   dropped with probability d, else divided by 1 - d
-    o_i = sum_j p_ij v_j
+    m_i = max_j x_ij                           the sink is a key with a score of its own and a value of zero
+    l_i = sum_j exp(x_ij - m_i)                and exp(sink - m_i)
+    p_ij = exp(x_ij - m_i) / l_i               dropped with probability d, else divided by 1 - d
+    o_i = sum_j p_ij v_j                       lse_i = m_i + log l_i
+
+Weights are never computed as exp(x - lse): lse is one rounded number, and where all scores of a row share a large offset it
+has lost log l, so that the weights would not add up to one.
 
 A row with no visible key (and no sink) gives 0 and lse = -inf. A NaN behind the mask reaches no output and no gradient:
 non-finite inputs are replaced by zeros first, and NaN is written to the pairs that see them.
@@ -69,10 +73,10 @@ def attention(
         x = x.masked_fill(~visible, -math.inf)
 
     terms = x if sinks is None else torch.cat([x, sinks.to(x.dtype).reshape(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
-    lse = _logsumexp(terms)  # (B, H, T)
-    p = torch.exp(x - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    pivot, total, lse = _sums(terms)  # (B, H, T)
+    p = torch.exp(x - pivot[..., None]) / torch.where(total == 0, 1.0, total)[..., None]
     if visible is not None:
-        # exp(-inf - lse) is NaN where lse is
+        # 0 / NaN is NaN
         p = p.masked_fill(~visible, 0.0)
     if dropout:
         index = [torch.arange(n, device=q.device) for n in (B, H, T, S)]
@@ -122,11 +126,13 @@ def attention_packed(
     return torch.cat(outs), torch.cat(lses, dim=-1)
 
 
-def _logsumexp(x: Tensor) -> Tensor:
-    """Computes log sum exp over the last axis; -inf, with zero gradients, for an empty sum."""
+def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns m, l and m + log l over the last axis; for an empty sum 0, 0 and -inf, without gradients."""
     if x.shape[-1] == 0:
-        return x.sum(-1) - math.inf
+        none = x.sum(-1)
+        return none, none, none - math.inf
     pivot = x.detach().amax(-1)
     pivot = torch.where(pivot == -math.inf, 0.0, pivot)
     total = torch.exp(x - pivot[..., None]).sum(-1)
-    return torch.where(total == 0, -math.inf, torch.log(torch.where(total == 0, 1.0, total))) + pivot
+    lse = torch.where(total == 0, -math.inf, torch.log(torch.where(total == 0, 1.0, total))) + pivot
+    return pivot, total, lse

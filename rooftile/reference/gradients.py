@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rooftile.masks import FULL, Mask, materialise
+from rooftile.reference.approximate.pairs import softmax
 from rooftile.reference.attention import attention
 from rooftile.reference.philox import keep_mask
 from rooftile.spec import Grads
@@ -35,7 +36,7 @@ def gradients(
     **options: Any,
 ) -> Grads:
     """Returns gradients for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
-    o, lse = attention(q, k, v, mask, **options)
+    o, _ = attention(q, k, v, mask, **options)
     bias, alibi, sinks = (options.get(name) for name in ("bias", "alibi", "sinks"))
     scale, softcap, dropout = options.get("scale"), options.get("softcap", 0.0), options.get("dropout", 0.0)
     B, T, H, D = q.shape
@@ -51,8 +52,9 @@ def gradients(
         distance = (i - torch.arange(S, device=q.device)).abs().to(x)
         x = x - alibi.reshape(-1, H, 1, 1) * distance
     x = x.masked_fill(~materialise(mask, T, S, q.device), -math.inf)
-    pivot = torch.where(lse == -math.inf, 0.0, lse)
-    p = torch.exp(x - pivot[..., None])  # (B, H, T, S)
+    terms = x if sinks is None else torch.cat([x, sinks.reshape(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
+    p, _ = softmax(terms)
+    p, p_sink = p[..., :S], p[..., S:]  # (B, H, T, S), and (B, H, T, 1) or nothing
 
     kept = 1.0
     if dropout:
@@ -68,15 +70,15 @@ def gradients(
     dq = torch.einsum("bhts,bshd->bthd", dS, keys) * scale
     dk = (torch.einsum("bhts,bthd->bshd", dS, q) * scale).unflatten(2, (Hk, -1)).sum(3)
     dbias = dX.sum_to_size(bias.shape) if bias is not None else None
-    dsinks = -(torch.exp(sinks[:, None] - pivot) * D_i).sum((0, 2)) if sinks is not None else None
+    dsinks = -(p_sink[..., 0] * D_i).sum((0, 2)) if sinks is not None else None
     return Grads(dq, dk, dv, dbias, dsinks)
 
 
-def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def sinks_gradient(sinks: Tensor, lse: Tensor, rest: Tensor | float, delta: Tensor) -> Tensor:
     """Computes dsink_h = sum_i -exp(sink_h - L_i) D_i, from rows (B, H, T) or packed (H, total_q).
 
-    A row with lse = -inf sees no key and has a sink of -inf: it gives nothing.
+    L_i is lse and the rest that its rounding lost. A row with lse = -inf sees no key and has a sink of -inf: it gives nothing.
     """
-    terms = torch.exp(sinks.float()[:, None] - lse) * delta
+    terms = torch.exp(sinks.float()[:, None] - lse - rest) * delta
     rows = terms.masked_fill(lse == -math.inf, 0.0).sum(-1)
     return -(rows.sum(0) if rows.ndim == 2 else rows).to(sinks.dtype)

@@ -186,6 +186,27 @@ def test_a_nan_in_a_group_shows_where_it_is_seen_and_nowhere_else() -> None:
         assert torch.equal(~dq.isfinite().all(-1), due), backend
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, -1e6, 1e8])
+@pytest.mark.parametrize("kind", ["rounds", "groups"])
+def test_weights_add_up_to_one_in_the_backward_too(kind: str, offset: float) -> None:
+    """So the gradients of the values add up to those of the outputs, whatever all scores of a row share."""
+    if kind == "rounds":
+        (q, v), hashes = made(Rounds("offset", Hv=2))
+        k, lists = q.clone(), gathered.from_hashes(hashes, 4, True, False, True)
+    else:
+        (q, k, v), found = members(Groups("offset", Hk=2, causal=False))
+        lists = gathered.from_members(*found, False)
+    k[..., 0], q[..., 0] = 1.0, 0.0
+    q[:, 1::2, :, 0] = offset
+    for backend in ways():
+        v = v.detach().requires_grad_()
+        o = gathered.attend(q, k, v, lists, scale=1.0, backend=backend)
+        # a row that sees nothing is 0, or its own value
+        do = torch.where((o == 0).all(-1, keepdim=True), 0.0, torch.randn(o.shape))
+        (dv,) = torch.autograd.grad(o, v, do)
+        torch.testing.assert_close(dv.double().sum(1), do.double().sum(1), atol=1e-4, rtol=1e-4)
+
+
 def test_large_scores() -> None:
     it = Rounds("large", R=2)
     (qk, v), hashes = made(it)

@@ -16,6 +16,8 @@ from rooftile.approximate.selected.attention import refusal
 from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.approximate.selected.tiles import queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
+from tests.approximate.tolerance import gradients
+from tests.conformance.exact import ulp
 
 
 class Shapes(NamedTuple):
@@ -86,6 +88,29 @@ def test_equals_the_definition(it: Shapes) -> None:
             torch.autograd.grad(total(*found), leaves), torch.autograd.grad(total(*due), wide, retain_graph=True), strict=True
         ):
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_share_an_offset(size: float, dtype: torch.dtype) -> None:
+    """Every second query has an outlier feature that all keys share."""
+    q, k, v, chosen = made(Shapes("offset", B=2, D=16, Dv=16))
+    k[..., 0], q[..., 0] = 1.0, 0.0
+    q[:, 1::2, :, 0] = size / 0.3
+    results = {}
+    for name, kind in (("exact", torch.float64), ("plain", torch.float32), ("half", dtype)):
+        leaves = {name: x.to(dtype).to(kind).requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)}
+        outputs = dict(zip(("o", "lse"), definition(*leaves.values(), chosen, 16), strict=True))
+        results[name] = outputs | gradients(outputs, leaves, dtype)
+    for backend in ways(q.to(dtype), v, 2, 16):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)}
+        outputs = dict(zip(("o", "lse"), attend(*leaves.values(), chosen, block=16, scale=0.3, backend=backend), strict=True))
+        found = outputs | gradients(outputs, leaves, dtype)
+        for x, due in results["exact"].items():
+            wrong, *usual = ((results[y] if isinstance(y, str) else y)[x].double() - due for y in (found, "plain", "half"))
+            seen = due.isfinite()
+            most = 2 * max(y[seen].abs().max() for y in usual) + 8 * ulp(dtype, due[seen].abs().max().item())
+            assert wrong[seen].abs().max() <= most, (backend, x)
 
 
 def test_packed_sequences_are_as_alone() -> None:
@@ -297,7 +322,7 @@ def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None
     o, lse = kernels.forward(q[0], k[0], v[0], tiles, 0.3, it.block)
     torch.testing.assert_close(o.double(), due[0], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(lse.T.double(), due_lse[0], atol=2e-5, rtol=1e-5)
-    known = do[0], lse, (do[0] * o).sum(-1), q[0], k[0], v[0]
+    known = do[0], lse, (do[0] * o).sum(-1), torch.empty_like(lse), q[0], k[0], v[0]
     found = kernels.dq(*known, tiles, 0.3, it.block), *kernels.dkdv(*known, lists, cu, cu, 0.3, it.block, each=each)
     for a, b in zip(found, of_leaves, strict=True):
         torch.testing.assert_close(a.double(), b[0], atol=1e-4, rtol=1e-4)

@@ -135,24 +135,24 @@ def _softmax_backward(device: torch.device) -> Work:
 
 def _cross_entropy(device: torch.device) -> Work:
     _backward(fused.cross_entropy(_leaf(5, 8, device=device), torch.arange(5, device=device)))
-    return Work(0, 160 + 40, 2 * 20)
+    return Work(0, 160 + 40, 3 * 20)
 
 
 def _cross_entropy_backward(device: torch.device) -> Work:
     _cross_entropy(device)
-    return Work(0, 2 * 20 + 160 + 40, 160)
+    return Work(0, 3 * 20 + 160 + 40, 160)
 
 
 def _linear_cross_entropy(device: torch.device, reduction: str = "none") -> Work:
     x, w = _leaf(5, 8, device=device), _leaf(7, 8, device=device)
     words = {"linear_bias": _leaf(7, device=device), "reduction": reduction}
     _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), **words))
-    return Work(2 * 5 * 8 * 7, 160 + 7 * 32 + 28 + 40, 2 * 20)
+    return Work(2 * 5 * 8 * 7, 160 + 7 * 32 + 28 + 40, 3 * 20)
 
 
 def _linear_cross_entropy_backward(device: torch.device) -> Work:
     _linear_cross_entropy(device)
-    return Work(6 * 5 * 8 * 7, 2 * 20 + 160 + 7 * 32 + 28 + 40, 160 + 7 * 32 + 28)
+    return Work(6 * 5 * 8 * 7, 3 * 20 + 160 + 7 * 32 + 28 + 40, 160 + 7 * 32 + 28)
 
 
 def _linear_cross_entropy_reduced(device: torch.device) -> Work:
@@ -398,7 +398,7 @@ def _gathered(device: torch.device) -> Work:
     hashes = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
     gathered.attend(q, k, v, gathered.from_hashes(hashes, 2, True, False, True), scale=1.0)
     # two rounds of two heads: each of 4 tokens has its chunk of 2 and the other one; places are there once, chunks for each round
-    return Work(2 * 128 * 16 * 4, 3 * _SIZE + 4 * 16 + 4 * 32, _SIZE + 32)
+    return Work(2 * 128 * 16 * 4, 3 * _SIZE + 4 * 16 + 4 * 32, _SIZE + 64)
 
 
 def _gathered_backward(device: torch.device) -> Work:
@@ -406,7 +406,7 @@ def _gathered_backward(device: torch.device) -> Work:
     o = gathered.attend(*_tensors(device, True), gathered.from_members(members, members, True), scale=1.0)
     o.backward(torch.ones_like(o))
     # 3 groups of 2 rows and 2 keys, and the outputs and lse of 6 positions in place of 4
-    return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 48 + 2 * 48, 3 * _SIZE)
+    return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 96 + 2 * 48, 3 * _SIZE)
 
 
 def _adamw(device: torch.device) -> Work:

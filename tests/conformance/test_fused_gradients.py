@@ -14,7 +14,17 @@ import rooftile as rt
 from rooftile import fused
 from rooftile.fused import chunks
 from rooftile.numerics import quantise_rows
-from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
+from tests.conformance.fused_cases import (
+    DTYPES,
+    OFFSETS,
+    OPERATIONS,
+    WITH_OFFSETS,
+    add_offset,
+    answers,
+    check,
+    inputs,
+    losses,
+)
 from tests.conformance.watching import watching
 from tests.memory import peak_bytes
 
@@ -26,6 +36,36 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 def test_results_and_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
     for rows, size in ((7, 40), (1, 1), (300, 17), (0, 16), (3, 1000)):
         check(name, inputs(name, rows, size, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+def test_rows_that_share_an_offset(name: str, offset: float, dtype: torch.dtype, device: torch.device) -> None:
+    leaves = inputs(name, 7, 40, dtype, device)
+    add_offset(leaves[0], offset)
+    check(name, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_logits_of_a_layer_that_share_an_offset(offset: float, reduction: str, device: torch.device) -> None:
+    x, w, b = (torch.randn(*shape, device=device) for shape in ((9, 8), (30, 8), (30,)))
+    b += max(offset, torch.finfo(b.dtype).min)
+    target = torch.arange(9, device=device) * 3
+    words = {"reduction": reduction, "label_smoothing": 0.1}
+
+    def ours(x, w, b):
+        return fused.linear_cross_entropy(x, w, target, linear_bias=b, **words)
+
+    def formula(x, w, b):
+        return functional.cross_entropy(x @ w.T + b, target, **words)
+
+    leaves = [y.requires_grad_() for y in (x, w, b)]
+    exact = answers(formula, [y.detach().double().requires_grad_() for y in leaves])
+    for found, due, usual in zip(answers(ours, leaves), exact, answers(formula, leaves), strict=True):
+        errors = [(y.double() - due).abs().amax() for y in (found, usual)]
+        assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(torch.float32).eps * due.abs().amax().clamp(min=1.0)
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -183,10 +183,16 @@ def noting(ran: list[str], name: str, function):
     return run
 
 
-def test_who_repairs_a_backends_gradients_runs_what_it_runs() -> None:
-    spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device="sm90")
-    assert dispatch.select(spec).NAME == "hopper"
-    for name, lent in dispatch.LENT.items():
-        assert dispatch.backward_of(name).keywords == lent
-        owner = lent["repair"].__module__.rsplit(".", 1)[-1]
+@pytest.mark.parametrize(("name", "device"), [("hopper", "sm90"), ("sdpa", "cpu")])
+def test_who_lends_a_backend_gradients_runs_what_it_runs(name: str, device: str) -> None:
+    spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device=device)
+    assert dispatch.select(spec).NAME == ("hopper" if device == "sm90" else "sdpa")
+    lent = dispatch.LENT[name]
+    assert dispatch.backward_of(name).keywords == lent
+    for function in lent.values():
+        owner = function.__module__.rsplit(".", 1)[-1]
         assert dispatch.verdicts(spec)[owner] == (), f"{owner} refuses what {name} runs"
+
+
+def test_only_these_backends_borrow() -> None:
+    assert set(dispatch.LENT) == {"hopper", "sdpa"}

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from rooftile import fused, launch
-from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
+from tests.conformance.fused_cases import (
+    DTYPES,
+    OFFSETS,
+    OPERATIONS,
+    WITH_OFFSETS,
+    add_offset,
+    answers,
+    check,
+    inputs,
+    losses,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
@@ -20,6 +30,16 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
         with launch.observe(seen.append):
             answers(OPERATIONS[name].call, leaves)
         assert len(seen) >= 2 or not rows
+        check(name, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+def test_rows_that_share_an_offset(name: str, offset: float, dtype: torch.dtype) -> None:
+    for size in (40, 5000):
+        leaves = inputs(name, 3, size, dtype)
+        add_offset(leaves[0], offset)
         check(name, leaves)
 
 

@@ -19,6 +19,7 @@ from tests.approximate.test_gathered import (  # noqa: F401 - collected here
     test_rounds_equal_the_definition,
     test_sixteen_bits,
     test_the_methods_take_the_kernels_and_name_what_they_refuse,
+    test_weights_add_up_to_one_in_the_backward_too,
 )
 
 # numpy warns where a GPU does not

@@ -36,14 +36,14 @@ def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int], d
         q, k, v, do, *due = (x.flatten(0, 1) for x in (q, k, v, do, *due))
     o, lse = triton.forward(q, k, v, options, spec)
     call = call_of(q, k, v, options, spec)
-    _, words = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
+    _, words, rests = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
     repair = triton.repair(q, k, v, do, options, spec)
     offsets = words if options.cu_q is None else options.cu_q
     for _ in range(2):
         grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
-        repair(torch.tensor([0], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, q)
+        repair(torch.tensor([0, 0, 0], dtype=torch.int32), q, k, v, do, words, rests, *grads, offsets, offsets, q, q)
         assert all((x == 7.0).all() for x in grads)
-        repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, q)
+        repair(torch.tensor([1, 0, 0], dtype=torch.int32), q, k, v, do, words, rests, *grads, offsets, offsets, q, q)
         for x, y in zip(grads, due, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
 
@@ -78,11 +78,11 @@ def test_lists_of_blocks_and_their_bits_are_followed(layout: str, part: int) -> 
         q, k, v, do, *due = (x.flatten(0, 1) for x in (q, k, v, do, *due))
     o, lse = triton.forward(q, k, v, options, spec)
     call = call_of(q, k, v, options, spec)
-    _, words = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
+    _, words, rests = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
     repair = triton.repair(q, k, v, do, options, spec)
     lists = (options.block_counts, options.block_indices, options.key_counts, options.key_entries, options.block_bits)
     grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
     offsets = words if options.cu_q is None else options.cu_q
-    repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, lists)
+    repair(torch.tensor([1, 0, 0], dtype=torch.int32), q, k, v, do, words, rests, *grads, offsets, offsets, q, lists)
     for x, y in zip(grads, due, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from tests.approximate.test_selected import (  # noqa: F401 - collected here
     test_equals_the_definition,
     test_every_block_is_causal_attention,
     test_packed_sequences_are_as_alone,
+    test_scores_that_share_an_offset,
     test_the_gated_sum_and_its_gradients,
     test_the_kernel_chooses_as_the_definition_does,
     test_the_lists_of_the_kernels,

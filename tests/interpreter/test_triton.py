@@ -66,7 +66,8 @@ def _traits(case: Case) -> list:
         layouts.append((spec.layout, "alone", spec.options_on))
     more = (sizes.T > sizes.S, sizes.T < sizes.S)
     edges = [("edge", n) for n in (sizes.T, sizes.S) if n < 2] + [("tile", sizes.T % 64 < 2, more), (mask.is_full, more)]
-    return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), case.strides, case.scatter, case.bias, case.scale is None]
+    offset = (case.offset, spec.dtype, spec.layout, bool(case.bias))
+    return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), case.strides, case.scatter, case.bias, case.scale is None, offset]
 
 
 def test_the_kernels_run_here() -> None:

@@ -119,8 +119,8 @@ QUANTISE = {"GROUP": 4, "ROTATE": True, "SMOOTH": True}
         ("quantised.quantise", "quantise", QUANTISE | {"D": 64, "DV": 64, "PACKED": False, "INTEGER": False}),
         ("quantised.quantise", "quantise", QUANTISE | {"D": 128, "DV": 128, "PACKED": True, "INTEGER": True}),
         ("quantised.quantise", "quantise", QUANTISE | {"D": 256, "DV": 256, "PACKED": False, "INTEGER": False}),
-        ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": False, "SUM": 128}),
-        ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": True, "SUM": 0}),
+        ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": False, "BIAS": True, "SUM": 128}),
+        ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": True, "BIAS": False, "SUM": 0}),
         ("flash_bwd.dq_accumulator", "finalize_dq", {"D": 128, "DIM": 96, "PACKED": False, "CHECK_NAN": True}),
         ("flash_bwd.dq_accumulator", "finalize_dq", {"D": 64, "DIM": 64, "PACKED": True, "CHECK_NAN": False}),
     ],
@@ -135,7 +135,7 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from rooftile.backends.hopper.tma import layout
 
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
-    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64"}
+    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64", "rests_ptr": "*i64"}
     kinds |= dict.fromkeys(("nan_flag_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
     dim = constants.get("D", 64)
     codes = (torch.int8, "i8") if constants.get("INTEGER") else (torch.float8_e4m3fn, "fp8e4nv")

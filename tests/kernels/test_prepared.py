@@ -124,11 +124,11 @@ def test_the_kernels_of_each_backward(launches) -> None:
         return [kernel for kernel, *_ in taken(launches, partial(module.backward, *call.backward, call.spec, **more))[1]]
 
     repair = ["_repair"]
-    assert kernels(HOPPER, "full") == ["compute_row_stats", "flash_bwd", "finalize_dq"]
+    assert kernels(HOPPER, "full") == ["compute_row_stats", "flash_bwd", "finalize_dq", *repair]
     assert kernels(HOPPER, "plain") == ["compute_row_stats", "flash_bwd", "finalize_dq", *repair]
     assert kernels(HOPPER, "deterministic") == ["compute_row_stats", "flash_bwd", "flash_bwd_q", *repair]
     assert kernels(HOPPER, "wide")[:3] == ["compute_row_stats", "flash_bwd_kv", "flash_bwd_q"]
-    assert kernels(TRITON, "plain") == ["_row_stats", "_backward_kv", "_backward_q"]
+    assert kernels(TRITON, "plain") == ["_row_stats", "_backward_q", "_backward_kv"]
 
 
 def test_a_repair_is_told_where_a_nan_is_noted_and_what_rows_need(launches) -> None:
@@ -138,7 +138,7 @@ def test_a_repair_is_told_where_a_nan_is_noted_and_what_rows_need(launches) -> N
     def addresses(self: Kernel, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         names = [name for name in self.fn.arg_names if name not in constants]
         for name, x in zip(names, arguments, strict=True):
-            if name in ("nan_flag_ptr", "stats_ptr"):
+            if name in ("nan_flag_ptr", "stats_ptr", "rests_ptr"):
                 taken_from.setdefault(name, []).append(x.data_ptr())
 
     call = CALLS["plain"]
@@ -149,8 +149,9 @@ def test_a_repair_is_told_where_a_nan_is_noted_and_what_rows_need(launches) -> N
     flags = taken_from["nan_flag_ptr"]
     assert len(flags) == 4
     assert len(set(flags)) == 1
-    assert len(taken_from["stats_ptr"]) == 2
-    assert len(set(taken_from["stats_ptr"])) == 1
+    for name in ("stats_ptr", "rests_ptr"):
+        assert len(taken_from[name]) == 2
+        assert len(set(taken_from[name])) == 1
 
 
 @pytest.mark.parametrize("prepares", [HOPPER, TRITON], ids=["hopper", "triton"])

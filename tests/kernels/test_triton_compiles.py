@@ -44,6 +44,7 @@ TUPLES = {
 }
 POINTERS = {
     "stats_ptr": "i64",
+    "rests_ptr": "i64",
     "seed_ptr": "i64",
     "cu_q_ptr": "i32",
     "cu_k_ptr": "i32",

@@ -36,8 +36,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lists: Lists, *, scale: float, backe
         have marks; a row that sees nothing gives its own value (T = S). Under "lists" the mean of a row over its groups, 0
         without one.
 
-    The operator also returns what the backward reads: lse (B, T, H), natural, -inf for a row that sees nothing, and no tensor
-    beside it; under "lists" the lse (B, H, N) and outputs (B, H, N, Dv) of each position of the list.
+    The operator also returns what the backward reads: lse (B, T, H, 2), -inf for a row that sees nothing, and no tensor
+    beside it; under "lists" the lse (B, H, N, 2) and outputs (B, H, N, Dv) of each position of the list. An lse is two numbers,
+    itself and what its rounding lost: in log2 with the kernels, natural with PyTorch's operations.
     """
     words = (lists.marks, lists.lows, scale, lists.width, lists.key_width, _kind(lists), backend)
     arguments = (q, k, v, lists.rows, lists.keys, *words)
@@ -112,8 +113,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *others: Any) -> Result
     wide, kind = torch.promote_types(q.dtype, torch.float32), others[-2]
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     if not kind.startswith("lists"):
-        return o, q.new_empty(q.shape[:3], dtype=wide), q.new_empty(0)
-    return o, q.new_empty(rows.shape[1:], dtype=wide), q.new_empty(*rows.shape[1:], v.shape[-1])
+        return o, q.new_empty(*q.shape[:3], 2, dtype=wide), q.new_empty(0)
+    return o, q.new_empty(*rows.shape[1:], 2, dtype=wide), q.new_empty(*rows.shape[1:], v.shape[-1])
 
 
 def _fake_backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Results:

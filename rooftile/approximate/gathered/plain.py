@@ -38,20 +38,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Resu
     safe = torch.where(none, 1.0, total)
     o = torch.einsum("rbhgij,rbhgjd->rbhgid", p, values) / safe[..., None]
     o = o.masked_fill(_any(pairs.seen & lost_v[..., None, :], -1)[..., None], math.nan)
-    lse = torch.where(none, -math.inf, top[..., 0] + safe.log())
+    lse = _two_numbers(top[..., 0].masked_fill(none, -math.inf), safe)  # (R, B, H, g, w, 2)
     B, T, H = q.shape[:3]
     if not lists.joins:
         parts, lse = (_flat(y, lists.rows.shape[3]) for y in (o, lse))
         sums = _add_at(o, pairs, (B, T, H))
         counts = _add_at(pairs.there.to(o.dtype)[..., None], pairs, (B, T, H))
         return (sums / counts.clamp(min=1)).to(q.dtype), lse, parts.to(q.dtype)
-    lses = _place(lse[..., None], pairs, (B, T, H), -math.inf)[..., 0]  # (R, B, T, H)
-    joined = torch.logsumexp(lses, 0)
+    lses = _place(lse, pairs, (B, T, H), -math.inf)  # (R, B, T, H, 2)
+    top = lses[..., 0].amax(0)
+    alone = (top == -math.inf)[..., None]
+    # a place without a row in a round has -inf twice
+    rest = lses[..., 1].masked_fill(lses[..., 0] == -math.inf, 0.0)
+    shares = torch.exp(lses[..., 0] - top.masked_fill(alone[..., 0], 0.0) + rest)
+    total = torch.where(alone[..., 0], 1.0, shares.sum(0))
+    joined = _two_numbers(top, total)
     rounds = _place(o, pairs, (B, T, H), 0.0)
-    alone = (joined == -math.inf)[..., None]
-    o = (torch.exp(lses - torch.where(alone[..., 0], 0.0, joined))[..., None] * rounds).sum(0)
+    o = ((shares / total)[..., None] * rounds).sum(0)
     own = v.repeat_interleave(H // v.shape[2], dim=2)
     return torch.where(alone, own, o).to(q.dtype), joined, q.new_empty(0)
+
+
+def _two_numbers(top: Tensor, total: Tensor) -> Tensor:
+    """Returns lse = top + log total, and what its rounding lost, (..., 2); -inf and 0 for a top of -inf."""
+    lse = top + total.log()
+    return torch.stack([lse, torch.where(top == -math.inf, 0.0, total.log() - (lse - top))], -1)
 
 
 def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Results:
@@ -60,13 +71,14 @@ def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     x, values, lost_v = _scores(q, k, v, pairs, scale)
     part = _taken(do.to(wide), pairs.i)
     if lists.joins:
-        outputs, L = _taken(o.to(wide), pairs.i), _taken(lse[..., None], pairs.i)
+        outputs, L = _taken(o.to(wide), pairs.i), _taken(lse, pairs.i)
     else:
         part = part / _taken(_add_at(pairs.there.to(wide)[..., None], pairs, (B, T, H)).clamp(min=1), pairs.i)
-        outputs, L = (y.unflatten(3, pairs.i.shape[3:]) for y in (_padded(o.to(wide), pairs), _padded(lse[..., None], pairs)))
+        outputs, L = (y.unflatten(3, pairs.i.shape[3:]) for y in (_padded(o.to(wide), pairs), _padded(lse, pairs)))
+    L, rest = L[..., :1], L[..., 1:]
     none = L.isneginf()
     delta = (outputs * part).sum(-1, keepdim=True).masked_fill(none, 0.0)
-    p = (torch.exp(x - torch.where(none, 0.0, L)) * pairs.shares).masked_fill(~pairs.seen | none, 0.0)
+    p = (torch.exp(x - torch.where(none, 0.0, L) - rest) * pairs.shares).masked_fill(~pairs.seen | none, 0.0)
     lost_do = ~part.isfinite().all(-1, keepdim=True)
     clean = torch.where(part.isfinite(), part, 0.0)
     dp = torch.einsum("rbhgid,rbhgjd->rbhgij", clean, values)
@@ -78,7 +90,7 @@ def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     dk = _add_at(torch.einsum("rbhgij,rbhgid->rbhgjd", ds, own), pairs, (B, k.shape[1], H), keys=True)
     dv = _add_at(torch.einsum("rbhgij,rbhgid->rbhgjd", p, clean), pairs, (B, k.shape[1], H), keys=True)
     if lists.joins:
-        dv = dv + torch.where((lse == -math.inf)[..., None], do.to(wide), 0.0)
+        dv = dv + torch.where(lse[..., :1] == -math.inf, do.to(wide), 0.0)
     dk, dv = (y.unflatten(2, (x.shape[2], -1)).sum(3) for x, y in ((k, dk), (v, dv)))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -175,7 +175,7 @@ def _run_backward(
         delta = kernels.deltas(o.contiguous(), do, lse, dlse.contiguous())
         tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
         lists = kernels.key_lists(chosen, cu_q, cu_k, k.shape[0], block)
-        known = do, lse, delta, q, k, v
+        known = do, lse, delta, torch.empty_like(lse), q, k, v
         return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, lists, cu_q, cu_k, scale, block)
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.approximate.selected.plain import is_far
+
 
 class Step(NamedTuple):
     """One block of keys of one head, and the queries that chose it."""
@@ -57,16 +59,34 @@ def backward(
     dq = torch.zeros(heads.shape, dtype=wide)
     dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (k, v))
     keys_of, values_of = k.to(wide), v.to(wide)
+    rest = _rest_of_lse(heads, top, keys_of, chosen, cu_q, cu_k, scale, block)
     for hk, rows, keys, sees in _steps(chosen, cu_q, cu_k, block):
         own, given = heads[hk, rows].to(wide), incoming[hk, rows].to(wide)  # (c, group, D)
         x = (own @ keys_of[keys, hk].T).mul_(scale)
-        p = torch.exp(x - top[hk, rows, :, None]).masked_fill_(~sees, 0.0)
+        x.sub_(top[hk, rows, :, None])
+        if rest is not None:
+            x.sub_(rest[hk, rows, :, None])
+        p = x.exp_().masked_fill_(~sees, 0.0)
         dp = given @ values_of[keys, hk].T
         ds = (p * (dp - part[hk, rows, :, None]) * scale).masked_fill_(~sees, 0.0)
         dq[hk, rows] += _weighed(ds, keys_of[keys, hk], sees)
         dk[keys, hk] += _summed(ds, own, sees)
         dv[keys, hk] += _summed(p, given, sees)
     return _by_row(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _rest_of_lse(
+    heads: Tensor, lse: Tensor, keys_of: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, block: int
+) -> Tensor | None:
+    """Returns log(sum exp(x - lse)) of rows (Hk, total, group) that are far, and 0 of the others; None if no row is far."""
+    far = is_far(lse)
+    if not far.any():
+        return None
+    total = torch.zeros_like(lse)
+    for hk, rows, keys, sees in _steps(chosen, cu_q, cu_k, block):
+        x = (heads[hk, rows].to(lse.dtype) @ keys_of[keys, hk].T).mul_(scale).sub_(lse[hk, rows, :, None])
+        total[hk, rows] += x.exp_().masked_fill_(~sees, 0.0).sum(-1)
+    return torch.where(far, total.log(), 0.0)
 
 
 def _by_row(x: Tensor) -> Tensor:

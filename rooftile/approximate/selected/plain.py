@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# an lse within this is rounded by no more than the scores that it came from
+FAR = 64.0
 # numbers of gathered keys at a time
 NUMBERS = 1 << 24
 
@@ -43,6 +45,8 @@ def backward(
         top, D = (x[rows].unflatten(1, (Hk, -1))[..., None] for x in (lse, delta))
         hidden = ~sees[:, :, None]
         p = torch.exp(torch.einsum("thgd,thjd->thgj", own, keys) * scale - top).masked_fill(hidden, 0.0)
+        # lse has lost what its rounding took: where it is far from 0, the weights would not add up to one
+        p = torch.where(is_far(top), p / p.sum(-1, keepdim=True), p)
         dp = torch.einsum("thgd,thjd->thgj", part, values)
         ds = (p * (dp - D) * scale).masked_fill(hidden, 0.0)
         dq[rows] = torch.einsum("thgj,thjd->thgd", ds, keys).flatten(1, 2).to(q.dtype)
@@ -50,6 +54,11 @@ def backward(
             terms = torch.einsum("thgj,thgd->thjd", weights, factor).masked_fill(~sees[..., None], 0.0)
             sums.index_put_((places, heads), terms, accumulate=True)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def is_far(lse: Tensor) -> Tensor:
+    """Whether the weights of a row, computed from its lse, would not add up to one."""
+    return (lse.abs() > FAR) & lse.isfinite()
 
 
 def _pieces(

@@ -6,7 +6,7 @@ Rooftile's contract, it refuses, or corrects their results (`cpu.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -76,13 +76,18 @@ def backward(
     lse: Tensor,
     options: Options,
     spec: Spec,
+    *,
+    far_backward: Callable[..., Grads],
 ) -> Grads:
+    """`far_backward` is another backend's, for rows whose lse is far from 0 on a CPU (see `dispatch.LENT`)."""
     assert dlse is None, "a spec with a gradient through lse is refused"
     if do is None:
         return Grads(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
     if spec.device == "cpu":
         from rooftile.backends.sdpa import cpu
 
+        if cpu.has_far_rows(lse):
+            return far_backward(do, q, k, v, options, spec)
         return cpu.backward(do, q, k, v, o, lse, spec)
     from rooftile.backends.sdpa import cuda
 

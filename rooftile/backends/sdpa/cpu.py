@@ -8,6 +8,9 @@ exact.
 It multiplies whole tiles, so NaN behind the mask leaks into the result. If a result holds NaN, the inputs are checked: if
 they are not finite, the call runs again with zeros in place of them, and NaN is written to the rows that see one. If the
 result is finite, nothing leaked; that check costs one sum.
+
+Its backward computes weights as exp(x - lse). Where the scores of a row share a large offset, such a row's weights add up to any
+number, so a call with one of them goes to another backend.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ from rooftile.masks import CAUSAL
 from rooftile.reference import merge
 from rooftile.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
 from rooftile.spec import Grads, Spec
+
+
+# an lse within this is rounded by no more than the scores that it came from
+FAR = 64.0
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -54,6 +61,11 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     if keyless:
         dq = pad(dq, (0, 0, 0, 0, keyless, 0))
     return Grads(dq.contiguous(), dk.contiguous(), dv.contiguous())
+
+
+def has_far_rows(lse: Tensor) -> bool:
+    """Whether the weights of some row, computed from its lse, would not add up to one."""
+    return bool((lse.abs().gt(FAR) & lse.isfinite()).any())
 
 
 def _keyless(q: Tensor, k: Tensor, spec: Spec) -> int:

@@ -90,3 +90,9 @@ def backward(
     if dsinks is not None:
         dsinks = dsinks.to(options.sinks.dtype)
     return Grads(dq, dk, dv, dbias, dsinks)
+
+
+def backward_of_inputs(do: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Grads:
+    """Computes the gradients where another backend ran the forward: its o would not go with the weights computed here."""
+    o, lse = forward(q, k, v, options, spec)
+    return backward(do, None, q, k, v, o, lse, options, spec)

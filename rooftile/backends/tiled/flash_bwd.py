@@ -10,6 +10,10 @@
 
 Rows that see nothing, or whose lse is NaN, get an lse of +inf here, and so weights of 0.
 
+lse is one rounded number. A row whose scores share a large offset has lost the log of its sum in it, and its weights would add up
+to n rather than to 1. So wherever lse is far from 0, the sum is computed again, as exp(rest), and P = exp(X - lse - rest): X - lse
+is exact there.
+
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
@@ -27,6 +31,10 @@ from rooftile.reference.nonfinite import all_finite, set_aside
 from rooftile.spec import Grads
 
 
+# an lse within this is rounded by no more than the scores that it came from
+FAR = 64.0
+
+
 class Incoming(NamedTuple):
     """Results of the forward and incoming gradients, (heads, G, T, Dv) and (heads, G, T)."""
 
@@ -42,6 +50,7 @@ class Rows(NamedTuple):
     do: Tensor  # (heads, G, T, Dv)
     D: Tensor  # (heads, G, T, 1)
     lse: Tensor  # (heads, G, T, 1)
+    rest: Tensor | None  # (heads, G, T, 1), what lse has lost of the log of the sum; None if no row is far
     lost: tuple[Tensor, Tensor, Tensor] | None  # rows whose P is lost, elements of do, rows whose dX is lost
 
 
@@ -51,11 +60,15 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
     dk, dv = torch.zeros_like(heads.k), torch.zeros_like(heads.v)
     for t, t_stop in heads.query_tiles():
         q, do, D, lse = (heads.rows(x, t, t_stop) for x in (heads.q, rows.do, rows.D, rows.lse))
+        rest = None if rows.rest is None else heads.rows(rows.rest, t, t_stop)
         dq = torch.zeros_like(q)
         for tile in heads.key_tiles(t, t_stop):
             keys = slice(tile.s, tile.s_stop)
             x, capped = heads.scores(q, tile)
-            p, dx = _weights(heads, x.sub_(lse).exp_(), torch.bmm(do, heads.v[:, keys].mT), D, tile, rows)
+            x.sub_(lse)
+            if rest is not None:
+                x.sub_(rest)
+            p, dx = _weights(heads, x.exp_(), torch.bmm(do, heads.v[:, keys].mT), D, tile, rows)
             # a product, then a sum: torch's in-place product on a slice multiplies head by head, at half the speed
             dv[:, keys] += torch.bmm(p.mT, do)
             if grads.dbias is not None:
@@ -104,14 +117,35 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
         finite = finite and all_finite(D)
     D.masked_fill_(empty, 0.0)
     lse.masked_fill_(empty, math.inf)
+    rest = _rest_of_lse(heads, lse)
     if grads.dsinks is not None:
-        grads.dsinks.sub_((torch.exp(heads.sinks[..., None, None] - lse) * D).sum((2, 3)))
+        x = heads.sinks[..., None, None] - lse
+        grads.dsinks.sub_((torch.exp(x if rest is None else x - rest) * D).sum((2, 3)))
     if finite:
-        return Rows(do, D, lse, None)
+        return Rows(do, D, lse, rest, None)
     lost_p = ~torch.isfinite(lse) & ~empty
     do, lost_do = set_aside(do)
     D, lost_D = set_aside(D)
-    return Rows(do, D, lse.masked_fill(lost_p, math.inf), (lost_p, lost_do, lost_p | lost_D))
+    return Rows(do, D, lse.masked_fill(lost_p, math.inf), rest, (lost_p, lost_do, lost_p | lost_D))
+
+
+def _rest_of_lse(heads: Heads, lse: Tensor) -> Tensor | None:
+    """Returns log(sum exp(X - lse)) of rows (heads, G, T, 1) that are far, and 0 of the others; None if no row is far."""
+    far = lse.abs().gt(FAR) & lse.isfinite()
+    if not far.any():
+        return None
+    rest = torch.zeros_like(lse)
+    for t, t_stop in heads.query_tiles():
+        if not far[:, :, t:t_stop].any():
+            continue
+        q, reference = heads.rows(heads.q, t, t_stop), heads.rows(lse, t, t_stop)
+        total = torch.zeros_like(reference)
+        if heads.sinks is not None:
+            total = torch.exp(heads.sinks.repeat_interleave(t_stop - t, dim=1)[..., None] - reference)
+        for tile in heads.key_tiles(t, t_stop):
+            total += heads.scores(q, tile)[0].sub_(reference).exp_().sum(-1, keepdim=True)
+        rest[:, :, t:t_stop] = total.log_().unflatten(1, (heads.spec.group, -1))
+    return rest.masked_fill_(~far, 0.0)
 
 
 def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:

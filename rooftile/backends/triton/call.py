@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.backends.device.row_stats import ROWS_PADDED
+from rooftile.backends.device.row_stats import FAR_OF_FP32, FAR_OF_HALF, ROWS_PADDED
 from rooftile.blocks.lists import steps_of_lists
 from rooftile.spec import Options, Spec
 
@@ -28,7 +28,8 @@ class KernelSpec(NamedTuple):
     PREFIX: bool
     CHUNK: bool
     FOLD: bool  # the scale rides in the exponential's multiply-add, since nothing else touches the scores
-    NATURAL: bool  # scores in natural units, where every bit of lse counts; else in units of log2
+    NATURAL: bool  # scores in natural units, where every bit of lse counts or a bias is added; else in units of log2
+    FAR: float  # an lse beyond it, in these units, is not precise enough to compute weights from it alone (see `far_rows`)
     SOFTCAP: bool
     BIAS: bool
     ALIBI: bool
@@ -192,7 +193,8 @@ def constants_of(spec: Spec) -> Constants:
         PREFIX=mask.prefix is not None,
         CHUNK=bool(chunk),
         FOLD=plain and spec.scale > 0 and spec.dtype.itemsize == 2,
-        NATURAL=spec.dtype.itemsize == 4,
+        NATURAL=spec.dtype.itemsize == 4 or spec.has_bias,
+        FAR=FAR_OF_FP32 if spec.dtype.itemsize == 4 else FAR_OF_HALF,
         SOFTCAP=spec.softcap > 0,
         BIAS=spec.has_bias,
         ALIBI=spec.has_alibi,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import rest_of
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.call import Call, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.backends.triton.tiles import backward_kv_walks, backward_q_tile
@@ -65,30 +66,31 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     def run(
         do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
     ) -> Grads:
-        delta, words = stats_of(o, do, lse, dlse)
+        delta, words, rests = stats_of(o, do, lse, dlse)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        fill(q, k, v, do, words, dq, dk, dv, options)
+        fill(q, k, v, do, words, rests, dq, dk, dv, options)
         dbias = None
         if spec.bias_grad:
-            dbias = flash_bwd_bias.gradient(q, k, v, do, words, options, spec)
-        dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
+            dbias = flash_bwd_bias.gradient(q, k, v, do, words, rests, options, spec)
+        dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, rest_of(rests, lse), delta)
         return Grads(dq, dk, dv, dbias, dsinks)
 
     return run
 
 
 def _fill(call: Call, do_strides: tuple[int, ...]) -> Callable[..., None]:
-    """The launches that fill dk and dv, then dq."""
+    """The launches that fill dq and the rests of far rows, then dk and dv."""
     of_keys = flash_bwd_kv.plan(call, backward_kv_walks(call.spec), do_strides)
     of_queries = flash_bwd_q.plan(call, backward_q_tile(call.spec), do_strides)
 
     def fill(
-        q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, options: Options
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, rests: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        options: Options,
+    ) -> None:  # fmt: skip
         others = with_stand_ins(options, q)
-        for launch in of_keys:
-            launch(q, k, v, do, words, dk, dv, *others, *lists_of_keys(options, q))
         for launch in of_queries:
-            launch(q, k, v, do, words, dq, *others, *lists_of_queries(options, q))
+            launch(q, k, v, do, words, rests, dq, *others, *lists_of_queries(options, q))
+        for launch in of_keys:
+            launch(q, k, v, do, words, rests, dk, dv, *others, *lists_of_keys(options, q))
 
     return fill

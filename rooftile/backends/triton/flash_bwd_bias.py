@@ -18,7 +18,7 @@ from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, visible
 from rooftile.backends.triton.call import Call, call_of, constants_of, strides_of
 from rooftile.backends.triton.schedule import packed_tile
-from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh
+from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, scaled_tanh
 from rooftile.backends.triton.tiles import Tile, backward_bias_tile
 from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
@@ -29,7 +29,7 @@ from rooftile.spec import Options, Spec
     "B", "H", "T", "S", "slots", "left", "right", "prefix", "chunk", "threshold", "rows", "columns", "BIAS_B", "BIAS_H",
 ])
 def _backward_bias(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dbias_ptr,          # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dbias_ptr,   # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, slots, rows, columns, BIAS_B, BIAS_H,           # sizes; the bias is (BIAS_B, BIAS_H, rows, columns)
@@ -92,12 +92,12 @@ def _backward_bias(
             key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
             length = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
             keys = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
-            stats_h = stats_ptr + h.to(tl.int64) * padded_T + row_0
+            stats_h = h.to(tl.int64) * padded_T + row_0
             if not ONE_ROW:
                 row_out = row_0.to(tl.int32) + i_t * BLOCK_T
                 length_out = row_0.to(tl.int32) + length
         else:
-            stats_h = stats_ptr + (b.to(tl.int64) * H + h) * padded_T
+            stats_h = (b.to(tl.int64) * H + h) * padded_T
         batch = tl.cast(b, tl.int64) * (0 if SPEC.PACKED else 1)
         offset = keys - length
         t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -115,7 +115,8 @@ def _backward_bias(
         k = tl.load(k_tile, mask=there & (d < SPEC.D)[None, :], other=0.0)
         v = tl.load(v_tile, mask=there & (dv < SPEC.DV)[None, :], other=0.0)
         do = tl.load(do_tile, mask=here & (dv < SPEC.DV)[None, :], other=0.0)
-        lse, delta = unpack_lse_delta(tl.load(stats_h + t, mask=t < length, other=0))
+        _, delta = unpack_lse_delta(tl.load(stats_ptr + stats_h + t, mask=t < length, other=0))
+        lse, rest = unpack_lse_delta(tl.load(rests_ptr + stats_h + t, mask=t < length, other=0))
         slope = 0.0
         if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
@@ -130,7 +131,7 @@ def _backward_bias(
         x = add_bias(
             x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, not OWN, SPEC.ALIBI, UNIT
         )
-        p = exponential(x, lse[:, None], 1.0, SPEC.NATURAL)
+        p = tl.exp2(exponent(x, lse[:, None], 1.0, SPEC.NATURAL) - rest[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
         if SPEC.DROPOUT:
             dp = tl.where(dropout_mask(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
@@ -157,12 +158,12 @@ def _backward_bias(
 _start_backward = Kernel(_backward_bias)
 
 
-def gradient(q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, options: Options, spec: Spec) -> Tensor:
-    """The gradient of the bias of dense or packed q, k and v, in its shape and dtype; `words` as `device.row_stats` has them."""
-    return launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, strides_of(do), words)
+def gradient(q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, rests: Tensor, options: Options, spec: Spec) -> Tensor:
+    """The gradient of the bias of dense or packed q, k and v, in its shape and dtype; `device.row_stats` has words and rests."""
+    return launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, strides_of(do), words, rests)
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:
+def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], words: Tensor, rests: Tensor) -> Tensor:
     """Returns the gradient in the shape and dtype of the bias."""
     bias = call.options.bias
     heads = bias.shape[:-2] if not call.packed else (1, bias.shape[0])
@@ -177,7 +178,7 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stat
     one_row, one_column = rows == 1, columns == 1
     grid = (1 if one_column else -(-columns // tile.BLOCK_S), 1 if one_row else slots, heads[0] * heads[1])
     arguments = (
-        call.q, call.k, call.v, do, stats, dbias, *call.option_tensors, *call.strides, do_strides,
+        call.q, call.k, call.v, do, words, rests, dbias, *call.option_tensors, *call.strides, do_strides,
         call.B, call.H, call.T, call.S, call.padded_T, slots, rows, columns, heads[0], heads[1], *call.numbers,
     )  # fmt: skip
     _start_backward(grid, arguments, _constants(call.spec, tile, one_row, one_column))

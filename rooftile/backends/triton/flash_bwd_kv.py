@@ -17,7 +17,7 @@ the eighth product was cheaper than spilling or halving the tile (tried on an H2
 
 A product with a weight of 0 is not harmless when the other factor is NaN. A row that sees a NaN has one in lse or D already,
 so non-finite queries and gradients can simply be set aside, but only where there are some: a tile whose result holds a NaN
-is computed again with non-finite values set aside, as in the forward.
+is computed again with non-finite values set aside, as in the forward. So is a tile that meets far rows (see `device.row_stats`).
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
@@ -38,7 +38,7 @@ from rooftile.backends.triton.scores import (
     LOG2E,
     add_bias,
     dropout_mask,
-    exponential,
+    exponent,
     nan_if_non_finite,
     scaled_tanh,
     zero_non_finite,
@@ -56,7 +56,7 @@ NAN_SAFE_T = tl.constexpr(16)
 def _walk(
     dk, dv, k, v, j,                                            # the sums, the keys and values
     low, high, low_tiles, tiles,                                # the queries to visit
-    q_ptr, do_ptr, stats_ptr, q_stride_t, do_stride_t,
+    q_ptr, do_ptr, stats_ptr, rests_ptr, q_stride_t, do_stride_t,
     T, S, offset, b, h, mask, factor, scale, softcap,
     bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
     SPEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
@@ -90,6 +90,8 @@ def _walk(
             q = tl.load(q_tile)
         # dense rows past the end weigh nothing; packed ones are another sequence's
         lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if BOUNDED else tl.load(stats_ptr + t))
+        if SPEC.NATURAL or NAN_SAFE:
+            lse, rest = unpack_lse_delta(tl.load(rests_ptr + t, mask=there, other=0) if BOUNDED else tl.load(rests_ptr + t))
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SPEC.PRECISION)  # (BLOCK_S, BLOCK_T)
@@ -101,7 +103,8 @@ def _walk(
         x = add_bias(
             x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
         )
-        p = exponential(x, lse[None, :], factor, SPEC.NATURAL)
+        e = exponent(x, lse[None, :], factor, SPEC.NATURAL)
+        p = tl.exp2(e - rest[None, :] if SPEC.NATURAL or NAN_SAFE else e)
         if MASKED:
             i = t[None, :] + offset
             sees = visible(i, j[:, None], S, mask, SPEC)
@@ -146,7 +149,7 @@ def _walk(
 @triton.jit
 def dkdv_tile(
     n,
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr,  # tensors
     bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
@@ -183,7 +186,7 @@ def dkdv_tile(
         # a slot past the end: its keys are nobody's, and nothing is stored
         T = tl.where(i_s * BLOCK_S < S, T, 0)
         batch = tl.cast(0, tl.int64)
-        stats_ptr += row_0
+        stats_row = row_0
     else:
         bh, i_s = dense_tile(n, tiles, B * HK, wave, False)
         b = bh // HK
@@ -191,7 +194,9 @@ def dkdv_tile(
         row_0 = b.to(tl.int64) * T
         key_0 = b.to(tl.int64) * S
         batch = b.to(tl.int64)
-        stats_ptr += b.to(tl.int64) * H * padded_T
+        stats_row = b.to(tl.int64) * H * padded_T
+    stats_ptr += stats_row
+    rests_ptr += stats_row
     # a sequence's first query and key: by the batch stride if dense, by the row stride if packed
     q_row = row_0 * q_stride_t if SPEC.PACKED else batch * q_stride_b
     do_row = row_0 * do_stride_t if SPEC.PACKED else batch * do_stride_b
@@ -214,7 +219,8 @@ def dkdv_tile(
         dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     if WANT_DV:
         dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
-    HIDES: tl.constexpr = SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS
+    # a far row is NaN where scores are in log2, whatever the mask
+    MAY_BE_NAN: tl.constexpr = SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS or not SPEC.NATURAL
 
     # the queries that see some of these keys, [start, stop), and within them those that see all
     offset = S - T
@@ -264,18 +270,19 @@ def dkdv_tile(
         q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
         do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
         stats_h = stats_ptr + h.to(tl.int64) * padded_T
+        rests_h = rests_ptr + h.to(tl.int64) * padded_T
         bias_h = bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h
         if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
         dk, dv = _walk(
             dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles,
-            q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
+            q_h, do_h, stats_h, rests_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
-            q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
+            q_h, do_h, stats_h, rests_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
-    if HIDES:
+    if MAY_BE_NAN:
         has_nan = 0
         if WANT_DK:
             has_nan += tl.max(tl.where(dk == dk, 0, 1))
@@ -298,7 +305,7 @@ def dkdv_tile(
                 dk, dv = _walk(
                     dk, dv, k, v, j, start, start, 0, safe_tiles,
                     q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
-                    stats_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
+                    stats_ptr + h.to(tl.int64) * padded_T, rests_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
                     T, S, offset, b, h, mask, factor, scale, softcap,
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
                     slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
@@ -316,7 +323,7 @@ def dkdv_tile(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr,  # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
@@ -326,8 +333,8 @@ def _backward_kv(
 ):
     # fmt: on
     dkdv_tile(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr,
-        cu_k_ptr, counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, seed_ptr,
+        cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
         scale, softcap, left, right, prefix, chunk, threshold, keep_scale, list_numbers, SPEC, WALK,
     )  # fmt: skip
 
@@ -336,7 +343,7 @@ _kernel = Kernel(_backward_kv)
 
 
 def plan(call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
-    """The launches that fill dk and dv, given q, k, v, do, the words of rows, dk, dv and the options."""
+    """The launches that fill dk and dv, given q, k, v, do, the words and rests of rows, dk, dv and the options."""
     found = []
     for walk in walks:
         programs, tiles = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)

@@ -9,7 +9,8 @@ Each program owns one tile of queries and walks their keys as the forward does:
 Every sum has one owner and one order, so two runs agree bit for bit.
 
 A row that sees a NaN has a NaN in lse or D already. A NaN that a row does not see can only leak through 0 * K; a tile whose
-result holds a NaN is computed again with non-finite keys stripped.
+result holds a NaN is computed again with non-finite keys stripped. So is a tile with far rows (see `device.row_stats`), after one
+walk more for what their lse has lost.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
@@ -22,11 +23,12 @@ import triton
 import triton.language as tl
 
 from rooftile.backends.device.listed import List, first_of_listed, seen_bits
-from rooftile.backends.device.row_stats import unpack_lse_delta
+from rooftile.backends.device.row_stats import pack_lse_delta, unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.backends.triton.call import Call, constants_of
+from rooftile.backends.triton.far_rows import is_far, sum_far_rows
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh, zero_non_finite
+from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, scaled_tanh, zero_non_finite
 from rooftile.backends.triton.tiles import Tile
 from rooftile.launch import Kernel
 from rooftile.spec import Spec
@@ -38,7 +40,7 @@ NAN_SAFE_S = tl.constexpr(16)
 # fmt: off
 @triton.jit
 def _walk(
-    dq, q, do, lse, delta,                                      # the sum, this tile's rows
+    dq, q, do, lse, rest, delta,                                # the sum, this tile's rows
     low, high, low_tiles, tiles,                                # the keys to visit
     k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
     bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
@@ -76,7 +78,8 @@ def _walk(
         x = add_bias(
             x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
         )
-        p = exponential(x, lse[:, None], factor, SPEC.NATURAL)
+        e = exponent(x, lse[:, None], factor, SPEC.NATURAL)
+        p = tl.exp2(e - rest[:, None] if SPEC.NATURAL or NAN_SAFE else e)
         if MASKED:
             sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
             if SPEC.BITS:
@@ -101,8 +104,8 @@ def _walk(
 @triton.jit
 def dq_tile(
     n,
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
-    bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr,  # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
@@ -137,7 +140,7 @@ def dq_tile(
         k_ptr += key_0 * k_stride_s
         v_ptr += key_0 * v_stride_s
         do_ptr += row_0 * do_stride_t
-        stats_ptr += h.to(tl.int64) * padded_T + row_0
+        stats_row = h.to(tl.int64) * padded_T + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
         bh, i_t = dense_tile(n, tiles, B * H, wave, SPEC.RIGHT or SPEC.PREFIX)
@@ -148,7 +151,7 @@ def dq_tile(
         k_ptr += b.to(tl.int64) * k_stride_b
         v_ptr += b.to(tl.int64) * v_stride_b
         do_ptr += b.to(tl.int64) * do_stride_b
-        stats_ptr += bh.to(tl.int64) * padded_T
+        stats_row = bh.to(tl.int64) * padded_T
         bias_ptr += b.to(tl.int64) * bias_stride_b
     q_ptr += h.to(tl.int64) * q_stride_h
     do_ptr += h.to(tl.int64) * do_stride_h
@@ -165,7 +168,10 @@ def dq_tile(
     do_tile = do_ptr + t.to(tl.int64)[:, None] * do_stride_t + dv[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
     do = tl.load(do_tile, mask=there[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+    stats_ptr += stats_row
+    rests_ptr += stats_row
     lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+    true_lse, rest = unpack_lse_delta(tl.load(rests_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(rests_ptr + t))
 
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
@@ -208,19 +214,30 @@ def dq_tile(
         safe_tiles = listed * (SPEC.LIST_S // NAN_SAFE_S)
         bits_row = list_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
         blocks = List(indices_ptr + list_row * list_most, bits_ptr + bits_row, list_part)
+    far = is_far(true_lse, SPEC.FAR)
+    if tl.max(tl.where(far, 1, 0), 0) > 0:
+        sink = tl.load(sinks_ptr + h).to(tl.float32) if SPEC.SINKS else 0.0
+        lost, total = sum_far_rows(
+            q, do, true_lse, start, safe_tiles, k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+            bias_ptr, bias_stride_t, bias_stride_s, slope, sink, seed, dropout, blocks, SPEC, NAN_SAFE_S)
+        delta = tl.where(far, total + rest, delta)
+        rest = tl.where(far, lost, 0.0)
+        tl.store(stats_ptr + t, pack_lse_delta(lse, delta), mask=there)
+        tl.store(rests_ptr + t, pack_lse_delta(true_lse, rest), mask=there)
     dq = _walk(
-        dq, q, do, lse, delta, clear_start, clear_start, 0, clear_tiles,
+        dq, q, do, lse, rest, delta, clear_start, clear_start, 0, clear_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
         bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, False, False, STAGES)
     dq = _walk(
-        dq, q, do, lse, delta, start, clear_stop, left_tiles, left_tiles + right_tiles,
+        dq, q, do, lse, rest, delta, start, clear_stop, left_tiles, left_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
         bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, True, False, STAGES)
-    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS:
+    # a far row is NaN where scores are in log2, whatever the mask
+    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS or not SPEC.NATURAL:
         if tl.max(tl.where(dq == dq, 0, 1)) > 0:
             dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
             dq = _walk(
-                dq, q, do, lse, delta, start, start, 0, safe_tiles,
+                dq, q, do, true_lse, rest, delta, start, start, 0, safe_tiles,
                 k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
                 bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
@@ -231,7 +248,7 @@ def dq_tile(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr,  # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
@@ -241,8 +258,8 @@ def _backward_q(
 ):
     # fmt: on
     dq_tile(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr,
-        cu_k_ptr, counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr,
+        cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
         scale, softcap, left, right, prefix, chunk, threshold, keep_scale, list_numbers, SPEC, TILE,
     )  # fmt: skip
 
@@ -251,7 +268,10 @@ _kernel = Kernel(_backward_q)
 
 
 def plan(call: Call, tile: Tile, do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
-    """The launch that fills dq, if there is anything to fill, given q, k, v, do, the words of rows, dq and the options."""
+    """The launch that fills dq, if there is anything to fill, given q, k, v, do, the words and rests of rows, dq and the options.
+
+    It also fills in the rests of far rows, which the launches for dk and dv read.
+    """
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if not programs:
         return []

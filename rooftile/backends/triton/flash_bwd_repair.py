@@ -3,6 +3,10 @@
 A weight of zero does not hide a NaN in the other factor of a matrix product. So a backend whose products lose what a mask should
 hide notes in a word of memory that it met a NaN, and launches this after its own kernels. Triton's kernels set non-finite rows
 aside wherever they must. One launch, as it follows every backward and all but always finds nothing to do.
+
+A far row (see `device.row_stats`) is such a NaN too. The tiles of queries fill in its rest, which the tiles of keys read. So programs
+draw tiles in their order, those of queries first, and one that has drawn a tile of keys waits until all tiles of queries are done:
+whoever has one of these is running, and waits for nobody.
 """
 
 from collections.abc import Callable
@@ -25,13 +29,37 @@ from rooftile.spec import Options, Spec
 PROGRAMS = 256
 
 
+@triton.jit
+def _draw(nan_flag_ptr, stop):
+    """The next tile that no program has; if there is none to compute, it is not read."""
+    n = 0
+    if stop > 0:
+        n = tl.atomic_add(nan_flag_ptr + 1, 1)
+    return n
+
+
+@triton.jit
+def _note_done(nan_flag_ptr):
+    """Says that a tile of queries is done, after all threads have stored its rests."""
+    tl.debug_barrier()
+    tl.atomic_add(nan_flag_ptr + 2, 1)
+
+
+@triton.jit
+def _wait_for_queries(nan_flag_ptr, dq_tiles):
+    done = tl.atomic_add(nan_flag_ptr + 2, 0)
+    while done < dq_tiles:
+        done = tl.atomic_add(nan_flag_ptr + 2, 0)
+    tl.debug_barrier()
+
+
 # fmt: off
 @triton.jit(do_not_specialize=[
     "dq_tiles", "dkdv_tiles", "B", "H", "T", "S", "tiles_of_queries", "tiles_of_keys", "wave", "left", "right", "prefix", "chunk",
 ])
 def _repair(
-    nan_flag_ptr,                                               # whether to
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, bias_ptr,
+    nan_flag_ptr,                                               # whether to; tiles that are drawn; tiles of queries that are done
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, bias_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides,
     dq_tiles, dkdv_tiles,                                       # in all heads and sequences
     B, H, T, S, padded_T, tiles_of_queries, tiles_of_keys, wave,    # sizes; packed: T and S are totals
@@ -42,27 +70,31 @@ def _repair(
     # fmt: on
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
     # q stands for ALiBi, seed and lists: no kernel reads them here
-    for n in range(tl.program_id(0), stop, tl.num_programs(0)):
+    n = _draw(nan_flag_ptr, stop)
+    while n < stop:
         if n < dq_tiles:
             dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, bias_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
                 q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
                 scale, softcap, left, right, prefix, chunk, 0, 1.0, (0, 0, 1, 0, 0), SPEC, TILE,
             )  # fmt: skip
+            _note_done(nan_flag_ptr)
         else:
+            _wait_for_queries(nan_flag_ptr, dq_tiles)
             dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
+                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
                 cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
                 tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                 (0, 0, 1, 0, 0, 0, 0, 0), SPEC, WALK,
             )  # fmt: skip
             if SECOND_WALK is not None:
                 dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
+                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
                     cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
                     tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                     (0, 0, 1, 0, 0, 0, 0, 0), SPEC, SECOND_WALK,
                 )  # fmt: skip
+        n = _draw(nan_flag_ptr, stop)
 
 
 # fmt: off
@@ -71,7 +103,7 @@ def _repair(
 ])
 def _repair_listed(
     nan_flag_ptr,
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
     counts_ptr, indices_ptr, key_counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, do_strides,
     dq_tiles, dkdv_tiles,
@@ -84,28 +116,32 @@ def _repair_listed(
     """The same over lists of blocks; there is no bias."""
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
     none = (0, 0, 0, 0)
-    for n in range(tl.program_id(0), stop, tl.num_programs(0)):
+    n = _draw(nan_flag_ptr, stop)
+    while n < stop:
         if n < dq_tiles:
             dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, q_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
                 counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
                 dq_tiles // (B * H), wave,
                 scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], lists[4]), SPEC, TILE,
             )  # fmt: skip
+            _note_done(nan_flag_ptr)
         else:
+            _wait_for_queries(nan_flag_ptr, dq_tiles)
             dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
                 cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
                 padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                 lists, SPEC, WALK,
             )  # fmt: skip
             if SECOND_WALK is not None:
                 dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
                     cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
                     S, padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                     lists, SPEC, SECOND_WALK,
                 )  # fmt: skip
+        n = _draw(nan_flag_ptr, stop)
 
 
 _kernel_listed = Kernel(_repair_listed)
@@ -119,11 +155,14 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
     contiguous. There are masks, groups, softcap, bias, sinks and packed sequences, and no other option. What is returned holds none of
     the tensors. It takes
 
-        nan_flag   int32 (1,): the kernel reads it when it runs, and leaves dq, dk and dv alone if it is zero
+        nan_flag   int32 (3,): the kernel reads the first when it runs, and leaves dq, dk and dv alone if it is zero; the others are
+                   zeros, and count tiles
         q, k, v, do
         words      int64, dense (B, H, padded T) or packed (H, total_q): lse and delta of each row, as `device.row_stats` has them
+        rests      the same, lse and zeros; it fills in what the lse of far rows has lost
         dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
         cu_q, cu_k int32 offsets of packed sequences; else any tensors
+        sinks      fp32 (H,), if there are any; else any tensor
         bias       in the strides of the options'; else any tensor. Over lists of blocks counts and indices of those of queries,
                    counts and entries of those of keys, and bits or None stand here, as a tuple
     """

@@ -1,7 +1,8 @@
 """From the products of a tile of queries and keys to its scores, and dropout: shared by forward and backward.
 
-Scores are in units of log2, so that an exponential is one multiply-add and one instruction. For fp32 they stay natural: a
-row's lse, rounded once more in another unit, would cost as many bits as its magnitude has. Positions come as broadcastable tensors, one
+Scores are in units of log2, so that an exponential is one multiply-add and one instruction. For fp32, and with a bias, they stay
+natural: a row's lse, rounded once more in another unit, would cost as many bits as its magnitude has, and a bias of the smallest
+number of its dtype would become -inf. Positions come as broadcastable tensors, one
 along each axis of the tile, so the same code serves a tile and its transpose.
 """
 
@@ -14,11 +15,17 @@ LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
 @triton.jit
-def exponential(x, reference, factor, NATURAL: tl.constexpr):
-    """exp(x - reference): x times factor and the reference in log2, or both natural."""
+def exponent(x, reference, factor, NATURAL: tl.constexpr):
+    """x - reference in log2: x times factor and the reference in log2, or both natural."""
     if NATURAL:
-        return tl.exp2((x - reference) * LOG2E)
-    return tl.exp2(x * factor - reference)
+        return (x - reference) * LOG2E
+    return x * factor - reference
+
+
+@triton.jit
+def exponential(x, reference, factor, NATURAL: tl.constexpr):
+    """exp(x - reference)."""
+    return tl.exp2(exponent(x, reference, factor, NATURAL))
 
 
 @triton.jit

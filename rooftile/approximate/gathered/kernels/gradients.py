@@ -15,8 +15,8 @@ from rooftile.approximate.gathered.kernels.outputs import low_rounds, numbers_of
 from rooftile.approximate.gathered.kernels.shape import (
     HIDDEN,
     holds_nan,
-    in_log2,
     launch,
+    load_lse,
     load_places,
     parts_of,
     seen_pairs,
@@ -32,7 +32,7 @@ from rooftile.launch import Kernel
 
 @triton.jit
 def _dq_walk(
-    dq, q, do, lse, delta, i, at, there, low, k_ptr, v_ptr, k_stride, v_stride, keys_ptr, marks_ptr, lows_ptr, stride, group,
+    dq, q, do, lse, rest, delta, i, at, there, low, k_ptr, v_ptr, k_stride, v_stride, keys_ptr, marks_ptr, lows_ptr, stride, group,
     S, M, groups, key_width, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, SHAPE.BLOCK_D)
@@ -46,7 +46,7 @@ def _dq_walk(
         j = tl.where(j_there, j, HIDDEN)
         sees = seen_pairs(i[:, None], j[None, :], at[:, None], j_at[None, :], low[:, None], SHAPE)
         x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
-        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None]), 0.0)
+        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None] - rest[:, None]), 0.0)
         if SHAPE.ROUNDS > 1:
             p *= weights(
                 at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE
@@ -93,11 +93,10 @@ def _backward_q(
     rows_v = there[:, None] & (dv < SHAPE.DV)[None, :]
     do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=rows_v, other=0.0)
     o = tl.load(o_ptr + statistics[:, None] * SHAPE.DV + dv[None, :], mask=rows_v, other=0.0)
-    lse = tl.load(lse_ptr + statistics, mask=there, other=float("-inf"))
+    lse, rest = load_lse(lse_ptr, statistics, there)
     # a row that sees nothing has no weights, whatever do holds
-    delta = tl.where(lse == float("-inf"), 0.0, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+    delta = tl.where(lse == float("inf"), 0.0, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
     tl.store(delta_ptr + statistics, delta, mask=written & (r == 0))
-    lse = in_log2(lse)
     k_ptr += b.to(tl.int64) * k_strides[0] + (h // SHAPE.GROUP).to(tl.int64) * k_strides[2]
     v_ptr += b.to(tl.int64) * v_strides[0] + (h // SHAPE.GROUP_V).to(tl.int64) * v_strides[2]
     keys_ptr += part * M
@@ -111,7 +110,7 @@ def _backward_q(
     i_place = i + (S - T)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     dq = _dq_walk(
-        dq, q, do, lse, delta, i_place, at, there, low, k_ptr, v_ptr, k_strides[1], v_strides[1], keys_ptr, marks_ptr, lows_ptr,
+        dq, q, do, lse, rest, delta, i_place, at, there, low, k_ptr, v_ptr, k_strides[1], v_strides[1], keys_ptr, marks_ptr, lows_ptr,
         stride, group, S, M, groups, key_width, scale, SHAPE,
     )  # fmt: skip
     if not SHAPE.REPAIR:
@@ -143,7 +142,7 @@ def _dkdv_walk(
         rows_v = there[:, None] & (dv < SHAPE.DV)[None, :]
         do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=rows_v, other=0.0)
         # a row that is not there has no weights
-        lse = in_log2(tl.load(lse_ptr + statistics, mask=there, other=float("-inf")))
+        lse, rest = load_lse(lse_ptr, statistics, there)
         delta = tl.load(delta_ptr + statistics, mask=there, other=0.0)
         sees = seen_pairs((i + (S - T))[:, None], j[None, :], at[:, None], j_at[None, :], low[:, None], SHAPE)
         if SHAPE.REPAIR:
@@ -151,7 +150,7 @@ def _dkdv_walk(
             sees = sees & there[:, None]
         # rows are queries: what belongs to a query stays in few registers, and what belongs to a key is there once
         x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
-        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None]), 0.0)
+        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None] - rest[:, None]), 0.0)
         if SHAPE.ROUNDS > 1:
             p *= weights(
                 at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE
@@ -239,7 +238,7 @@ def backward(
     rows, keys = ((R, B, T, H), (R, B, S, H)) if lists.joins else ((B, H, N), (B, H, M))
     wide: dict[str, torch.dtype] = {"dtype": torch.float32}
     dq, dk, dv = q.new_empty(*rows, D, **wide), q.new_empty(*keys, D, **wide), q.new_empty(*keys, Dv, **wide)
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(lse.shape[:-1])
     numbers = (T, S, N, M, *numbers_of(lists), H, B, low_rounds(lists), scale)
     if N and B:
         shape = shape_of(q, k, v, lists, "dq")

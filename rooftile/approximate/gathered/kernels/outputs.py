@@ -19,12 +19,13 @@ from rooftile.approximate.gathered.kernels.shape import (
     parts_of,
     seen_pairs,
     shape_of,
+    store_lse,
     strides_of,
     tile_of_group,
     weights,
 )
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.backends.triton.scores import LN2, LOG2E, nan_if_non_finite, zero_non_finite
+from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
 
 
@@ -121,7 +122,7 @@ def _forward(
     else:
         place = ((r * B + b).to(tl.int64) * T + row) * H + h
         written = there
-    tl.store(lse_ptr + place, tl.where(sees_none, float("-inf"), (m + tl.log2(l)) * LN2), mask=written)
+    store_lse(lse_ptr, place, tl.where(sees_none, float("-inf"), m), l, written)
     o_tile = o_ptr + place[:, None] * SHAPE.DV + dv[None, :]
     tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=written[:, None] & (dv < SHAPE.DV)[None, :])
 
@@ -130,14 +131,14 @@ _start = Kernel(_forward)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of each row of each round.
+    """Returns o and lse of each row of each round, lse as two numbers (see `shape.store_lse`).
 
-    For "lists" in the order of the list, (B, H, N, Dv) and (B, H, N); else by place, (R, B, T, H, Dv) and (R, B, T, H).
+    For "lists" in the order of the list, (B, H, N, Dv) and (B, H, N, 2); else by place, (R, B, T, H, Dv) and (R, B, T, H, 2).
     """
     (B, T, H, _), S = q.shape, k.shape[1]
     R, N, M = lists.rows.shape[0], lists.rows.shape[3], lists.keys.shape[3]
     sizes = (R, B, T, H) if lists.joins else (B, H, N)
-    o, lse = q.new_empty(*sizes, v.shape[-1]), q.new_empty(sizes, dtype=torch.float32)
+    o, lse = q.new_empty(*sizes, v.shape[-1]), q.new_empty(*sizes, 2, dtype=torch.float32)
     shape = shape_of(q, k, v, lists, "forward")
     tiles = lists.groups * -(-lists.width // shape.ROWS)
     if N and B:

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel
 
 # a place after all others
@@ -108,9 +107,18 @@ def weights(i_at, i_there, j_at, j_there, marks_ptr, lows_ptr, stride, groups, S
 
 
 @triton.jit
-def in_log2(lse):
-    """lse in units of log2; rows that see nothing get +inf, and so weights of 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def store_lse(lse_ptr, place, m, l, mask):
+    """Stores m + log2 l, and what its rounding lost: weights computed from one number would not add up to one at a large offset."""
+    lse = m + tl.log2(l)
+    tl.store(lse_ptr + 2 * place, lse, mask=mask)
+    tl.store(lse_ptr + 2 * place + 1, tl.where(m == float("-inf"), 0.0, tl.log2(l) - (lse - m)), mask=mask)
+
+
+@triton.jit
+def load_lse(lse_ptr, place, mask):
+    """lse and its rest, in log2; rows that see nothing, or are not there, get +inf, and so weights of 0."""
+    lse = tl.load(lse_ptr + 2 * place, mask=mask, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(lse_ptr + 2 * place + 1, mask=mask, other=0.0)
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor, lists: Lists, phase: str, hopper: bool | None = None) -> Shape:

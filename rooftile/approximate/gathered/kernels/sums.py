@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.gathered.kernels.shape import padded, strides_of
+from rooftile.approximate.gathered.kernels.shape import padded, store_lse, strides_of
 from rooftile.approximate.gathered.lists import Slots
-from rooftile.backends.triton.scores import LN2, LOG2E
 from rooftile.launch import Kernel
 
 # numbers that a program holds
@@ -29,13 +28,14 @@ def _join(
     mask = there[:, None] & (dv < DV)[None, :]
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     for r in range(rounds):
-        top = tl.maximum(top, tl.load(lses_ptr + r * rows.to(tl.int64) + row, mask=there, other=float("-inf")))
+        top = tl.maximum(top, tl.load(lses_ptr + 2 * (r * rows.to(tl.int64) + row), mask=there, other=float("-inf")))
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK,), tl.float32)
     o = tl.zeros((BLOCK, BLOCK_DV), tl.float32)
     for r in range(rounds):
         place = r * rows.to(tl.int64) + row
-        weight = tl.exp2((tl.load(lses_ptr + place, mask=there, other=float("-inf")) - top) * LOG2E)
+        lse = tl.load(lses_ptr + 2 * place, mask=there, other=float("-inf"))
+        weight = tl.exp2(lse - top + tl.load(lses_ptr + 2 * place + 1, mask=there, other=0.0))
         total += weight
         o += weight[:, None] * tl.load(parts_ptr + place[:, None] * DV + dv[None, :], mask=mask, other=0.0).to(tl.float32)
     sees_none = total == 0.0
@@ -45,7 +45,7 @@ def _join(
     own = tl.load(own + dv[None, :], mask=mask & sees_none[:, None], other=0.0).to(tl.float32)
     o = o / total[:, None] + own
     tl.store(o_ptr + row[:, None] * DV + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + row, tl.where(sees_none, float("-inf"), top + tl.log2(total) * LN2), mask=there)
+    store_lse(lse_ptr, row, tl.where(sees_none, float("-inf"), top), total, there)
 
 
 @triton.jit(do_not_specialize=["rounds", "rows"])
@@ -66,7 +66,7 @@ def _add_rounds(
     if OWN:
         for g in range(GROUP):
             place = row * GROUP + g
-            alone = tl.load(lse_ptr + place, mask=there, other=0.0) == float("-inf")
+            alone = tl.load(lse_ptr + 2 * place, mask=there, other=0.0) == float("-inf")
             total += tl.load(do_ptr + place[:, None] * D + d[None, :], mask=mask & alone[:, None], other=0.0).to(tl.float32)
     tl.store(out_ptr + row[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -105,20 +105,21 @@ _start_join, _start_rounds, _start_slots = Kernel(_join), Kernel(_add_rounds), K
 
 
 def join(parts: Tensor, lses: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns o (B, T, H, Dv) and lse (B, T, H) from those of the rounds, one more axis in front."""
+    """Returns o (B, T, H, Dv) and lse (B, T, H, 2) from those of the rounds, one more axis in front."""
     R, _, T, H, Dv = parts.shape
     o, lse = parts.new_empty(parts.shape[1:]), lses.new_empty(lses.shape[1:])
     if lse.numel():
         block, constants = _constants(Dv, "V")
-        numbers = (*strides_of(v), T, H, H // v.shape[2], R, lse.numel())
-        _start_join((-(-lse.numel() // block), 1, 1), (parts, lses, v, o, lse, *numbers), constants)
+        rows = lse.numel() // 2
+        numbers = (*strides_of(v), T, H, H // v.shape[2], R, rows)
+        _start_join((-(-rows // block), 1, 1), (parts, lses, v, o, lse, *numbers), constants)
     return o, lse
 
 
 def add_rounds(parts: Tensor, like: Tensor, do: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
     """The sum over the rounds of parts (R, B, T, H, D), and over the heads of a group, as `like` (B, T, Hk, D).
 
-    With do and lse (B, T, H) the rows with lse = -inf add their do: they have their own value as output.
+    With do and lse (B, T, H, 2) the rows with lse = -inf add their do: they have their own value as output.
     """
     out = like.new_empty(like.shape)
     if out.numel():

@@ -1,4 +1,8 @@
-"""The backward: dq, and dk with dv. Weights are recomputed from lse, as in FlashAttention-2."""
+"""The backward: dq, and dk with dv. Weights are recomputed from lse, as in FlashAttention-2.
+
+A row whose lse is far from 0 (see `backends.triton.far_rows`) is NaN to the walks, and computed again by those that set NaN aside,
+with what its lse has lost: the program of its dq finds that, and leaves it to the programs of dk.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from rooftile.approximate.selected.kernels.shape import (
 )
 from rooftile.approximate.selected.tiles import Tiles, queries_of_step
 from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
+from rooftile.backends.triton.far_rows import is_far
 from rooftile.launch import Kernel
 
 # All queries choose the first block of a text, so its list has parts: of so many queries at least, and of about so many in all. A
@@ -30,8 +35,27 @@ STAGES_Q, STAGES_KV = 2, 3
 
 
 @triton.jit
+def _rest_of_lse(q, lse, position, r, k_ptr, k_stride, entries, count, S, scale, SHAPE: tl.constexpr):
+    """log2 of the sum of exp(x - lse): 0 but for what the rounding of lse has lost."""
+    s = tl.arange(0, SHAPE.KEYS)
+    d = tl.arange(0, SHAPE.BLOCK_D)
+    PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
+    total = tl.zeros((SHAPE.ROWS,), tl.float32)
+    for n in range(count * PER):
+        entry = n // PER
+        j = tl.load(entries + entry * 2) * SHAPE.BLOCK + (n - entry * PER) * SHAPE.KEYS + s
+        word = tl.load(entries + entry * 2 + 1)
+        k_tile = k_ptr + j.to(tl.int64)[:, None] * k_stride + d[None, :]
+        k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SHAPE.D)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
+        sees = (((word >> r) & 1) != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < S)[None, :]
+        total += tl.sum(tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None]), 0.0), 1)
+    return tl.log2(total)
+
+
+@triton.jit
 def _dq_walk(
-    dq, q, do, lse, delta, position, r, k_ptr, v_ptr, k_stride, v_stride, entries, count, S, scale, SHAPE: tl.constexpr,
+    dq, q, do, lse, rest, delta, position, r, k_ptr, v_ptr, k_stride, v_stride, entries, count, S, scale, SHAPE: tl.constexpr,
     NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, SHAPE.KEYS)
@@ -48,7 +72,8 @@ def _dq_walk(
         v = tl.load(v_ptr + line * v_stride + dv[None, :], mask=there & (dv < SHAPE.DV)[None, :], other=0.0)
         x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
         sees = (((word >> r) & 1) != 0)[:, None] & (j[None, :] <= position[:, None]) & (j < S)[None, :]
-        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None]), 0.0)
+        e = x * (scale * LOG2E) - lse[:, None]
+        p = tl.where(sees, tl.exp2(e - rest[:, None] if NAN_SAFE else e), 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=SHAPE.PRECISION)
         ds = p * (dp - delta[:, None]) * scale
         if NAN_SAFE:
@@ -60,7 +85,7 @@ def _dq_walk(
 
 @triton.jit(do_not_specialize=["tiles", "most", "H"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, table_ptr, counts_ptr, entries_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rests_ptr, dq_ptr, table_ptr, counts_ptr, entries_ptr,
     q_strides, k_strides, v_strides, tiles, most, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """dq (total, H, D)."""
@@ -84,14 +109,20 @@ def _backward_q(
     list_row = (hk * tiles + tile).to(tl.int64)
     count = tl.load(counts_ptr + list_row)
     entries = entries_ptr + list_row * most * 2
+    far = is_far(lse, SHAPE.FAR)
+    rest = tl.zeros((ROWS,), tl.float32)
+    if tl.max(tl.where(far, 1, 0), 0) > 0:
+        rest = tl.where(far, _rest_of_lse(q, lse, position, r, k_ptr, k_strides[0], entries, count, S, scale, SHAPE), 0.0)
+        tl.store(rests_ptr + place, rest, mask=there)
+    marked = tl.where(far, float("nan"), lse)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     dq = _dq_walk(
-        dq, q, do, lse, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, False
+        dq, q, do, marked, rest, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, False
     )
     if tl.max(tl.where(dq == dq, 0, 1)) > 0:
         dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
         dq = _dq_walk(
-            dq, q, do, lse, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, True
+            dq, q, do, lse, rest, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, True
         )
     dq_tile = dq_ptr + place[:, None] * SHAPE.D + d[None, :]
     tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < SHAPE.D)[None, :])
@@ -99,7 +130,7 @@ def _backward_q(
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_stride, q_stride_h, H,
+    dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, rests_ptr, queries_ptr, start, stop, hk, S, later, q_stride, q_stride_h, H,
     scale, SHAPE: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, SHAPE.ROWS)
@@ -117,12 +148,19 @@ def _dkdv_walk(
         do = tl.load(do_tile, mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
         lse = in_log2(tl.load(lse_ptr + place, mask=there, other=float("inf")))
         delta = tl.load(delta_ptr + place, mask=there, other=0.0)
+        far = is_far(lse, SHAPE.FAR)
         # a row that is not there has weights of 0, as its lse is infinite
         sees = (j[:, None] <= (row + later)[None, :]) & (j < S)[:, None] & there[None, :]
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SHAPE.PRECISION)
-        p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[None, :]), 0.0)
+        if NAN_SAFE:
+            # other rows have none
+            rest = tl.load(rests_ptr + place, mask=there & far, other=0.0)
+            e = x * (scale * LOG2E) - lse[None, :] - rest[None, :]
+        else:
+            e = x * (scale * LOG2E) - tl.where(far, float("nan"), lse)[None, :]
+        p = tl.where(sees, tl.exp2(e), 0.0)
         kept = p
         values = do
         if NAN_SAFE:
@@ -139,7 +177,7 @@ def _dkdv_walk(
 
 @triton.jit(do_not_specialize=["sequences", "places", "extra", "each", "H"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, kept_ptr, cu_q_ptr, cu_k_ptr, queries_ptr, starts_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rests_ptr, dk_ptr, dv_ptr, kept_ptr, cu_q_ptr, cu_k_ptr, queries_ptr, starts_ptr,
     q_strides, k_strides, v_strides, sequences, places, extra, each, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """dk (total, Hk, D) and dv (total, Hk, Dv); of a block with several parts their sums, kept (parts, BLOCK, D + Dv) in fp32.
@@ -195,14 +233,14 @@ def _backward_kv(
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     dk, dv_sum = _dkdv_walk(
-        dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
+        dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, rests_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
         q_strides[1], H, scale, SHAPE, False,
     )  # fmt: skip
     if tl.max(tl.where(dk == dk, 0, 1)) + tl.max(tl.where(dv_sum == dv_sum, 0, 1)) > 0:
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
         dk, dv_sum = _dkdv_walk(
-            dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
+            dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, rests_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
             q_strides[1], H, scale, SHAPE, True,
         )  # fmt: skip
     if is_long:
@@ -262,24 +300,24 @@ _start_q, _start_kv, _start_join = Kernel(_backward_q), Kernel(_backward_kv), Ke
 
 
 def dq(
-    do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int,
+    do: Tensor, lse: Tensor, delta: Tensor, rests: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int,
     launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32."""
+    """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32. Fills in the rests of far rows."""
     found, count = q.new_empty(q.shape), tiles.table.shape[0]
     shape = shape_of(q, v, k.shape[1], block, tiles.queries)
     if q.shape[0]:
-        tensors = (q, k, v, do, lse, delta, found, tiles.table, tiles.counts, tiles.entries)
+        tensors = (q, k, v, do, lse, delta, rests, found, tiles.table, tiles.counts, tiles.entries)
         numbers = (*strides_of(q, k, v), count, tiles.entries.shape[2], q.shape[1], scale)
         _start_q((count * k.shape[1], 1, 1), (*tensors, *numbers), constants_of(shape, launch or launch_of(shape, STAGES_Q)))
     return found
 
 
 def dkdv(
-    do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, cu_q: Tensor, cu_k: Tensor,
+    do: Tensor, lse: Tensor, delta: Tensor, rests: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, cu_q: Tensor, cu_k: Tensor,
     scale: float, block: int, launch: Launch | None = None, each: int | None = None, queries: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv from contiguous do (total, H, Dv), lse and delta (total, H) in fp32.
+    """Returns dk and dv from contiguous do (total, H, Dv), lse, delta and rests (total, H) in fp32, after `dq`.
 
     A list of more than `each` queries has parts. Their sums are kept from place 2 (start // each) on: a list from `start` to `stop`
     has ceil((stop - start) / each) parts, at least 2, and 2 (stop // each) is as many places further on or more. So no length is
@@ -296,7 +334,7 @@ def dkdv(
         each = each or max(LEAST_OF_PART, triton.next_power_of_2(entries // PARTS))
         extra = 2 * (entries // each)
         kept = torch.empty(extra, block, D + v.shape[-1], dtype=torch.float32, device=q.device)
-        tensors = (q, k, v, do, lse, delta, dk, dv, kept, cu_q, cu_k, lists.queries, lists.starts)
+        tensors = (q, k, v, do, lse, delta, rests, dk, dv, kept, cu_q, cu_k, lists.queries, lists.starts)
         numbers = (*strides_of(q, k, v), sequences, places, extra, each, H, scale)
         _start_kv(((extra + places * Hk) * per, 1, 1), (*tensors, *numbers), constants)
         if extra:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import FAR_OF_FP32, FAR_OF_HALF
 from rooftile.backends.triton.scores import LOG2E
 
 
@@ -26,6 +27,7 @@ class Shape(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     PRECISION: str
+    FAR: float  # an lse beyond it, in log2, is not precise enough to compute weights from it alone
     PAGE: int = 0  # tokens of a page of a cache that has the keys; 0: they lie one after the other
 
 
@@ -65,7 +67,8 @@ def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int 
     # a step's scores and values stay in registers
     keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32 if max(padded[1:]) <= 64 else 16)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, page)
+    far = FAR_OF_FP32 if q.dtype == torch.float32 else FAR_OF_HALF
+    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, far, page)
 
 
 class Launch(NamedTuple):

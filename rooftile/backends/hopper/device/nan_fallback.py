@@ -117,7 +117,9 @@ def recompute_without_hidden_nan(
         h = config.query_head(rows, work)
         in_bounds = t < work.T
         line = work.b * H + h
-        lse = gl.load(lse_ptr + line.to(gl.int64) * total + work.q_start + t, mask=in_bounds, other=0.0) * LOG2E
+        lse = gl.load(lse_ptr + line.to(gl.int64) * total + work.q_start + t, mask=in_bounds, other=0.0)
+        if config.BIAS is None:
+            lse = lse * LOG2E
         lse = gl.where(lse == float("-inf"), 0.0, lse)
         lines = gl.expand_dims(t * q_stride + (h - first_head) * q_head_stride, 1) + gl.expand_dims(e, 0)
         q = gl.load(
@@ -151,7 +153,10 @@ def recompute_without_hidden_nan(
                 s = add_bias(s, gl.load(bias_rows + j, mask=in_bounds, other=0.0), scoring)
             if config.SOFTCAP:
                 s = scoring.apply_softcap(s)
-            p = gl.exp2(s * scoring.scale_log2 - lse)
+            if config.BIAS is not None:
+                p = gl.exp2((s - lse) * scoring.scale_log2)
+            else:
+                p = gl.exp2(s * scoring.scale_log2 - lse)
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
             if config.LIST_S > 0:
                 sees = sees & is_there

@@ -172,7 +172,12 @@ def update_softmax(s, m, l, scale_log2, config: KernelConfig, FIRST: gl.constexp
     # a row that has seen no key yet: exp2(-inf - 0) is 0
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2((m - reference) * scale_log2)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(reference * scale_log2, 1))
+    if config.BIAS is not None:
+        # log2(e) times the smallest number of a dtype would be -inf; of scores so large any factor tells apart those that differ
+        factor = gl.where(gl.abs(reference) > 1e30, 0.5, scale_log2)
+        p = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(reference * factor, 1))
+    else:
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(reference * scale_log2, 1))
     parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, config.KEYS // 8, 4, 2]), 3), 1)
     if FIRST:
         l = parts

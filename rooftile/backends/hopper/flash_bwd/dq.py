@@ -157,7 +157,7 @@ def _compute(
         grads.release(own_fill)
         if not config.FP16:
             dq = dq * scoring.scale
-        flag_nan(nan_flag_ptr, dq, config)
+        flag_nan(nan_flag_ptr, dq, config, True)
         # the queries have been read for the last time
         store_rows(
             queries.buffer(own_fill), dq.to(dtype), dq_desc, dq_ptr, work, H, row, work.q_start, work.T, config.DIM, config

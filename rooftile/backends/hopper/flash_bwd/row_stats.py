@@ -1,4 +1,4 @@
-"""Computes the row statistics for the backward: lse in units of log2, and
+"""Computes the row statistics for the backward: lse in units of log2, NaN for a far row (see `device.row_stats`), and
 
     D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient of lse: dS = P (dP - D) then includes it
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.backends.device.row_stats import pack
+from rooftile.backends.device.row_stats import FAR_OF_HALF, pack
 from rooftile.backends.hopper.device.config import LOG2E
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.flash_bwd import dq_accumulator
@@ -34,11 +34,14 @@ class RowStats(NamedTuple):
     lse: Tensor
     delta: Tensor
     rows: Tensor | None  # delta in the shape of lse, for the gradient of sinks
-    words: Tensor  # both in one word (see `device.row_stats`), for a repair; unless NaN is checked, any tensor
-    nan_flag: Tensor  # one int32, 0: the kernels set it where they meet a NaN; unless NaN is checked, any tensor
+    words: Tensor  # both in one word, and
+    rests: Tensor  # what far rows need besides (see `device.row_stats`): both for a repair, unless NaN is checked any tensors
+    # three int32, 0: the kernels set the first where they meet a NaN; unless NaN is checked, any tensor
+    nan_flag: Tensor
     dq_sum: Tensor | None  # zeros to add dq to (see `dq_accumulator`)
 
 
+FAR = gl.constexpr(FAR_OF_HALF)
 _pack_lse_delta = gluon.jit(pack)
 
 
@@ -50,12 +53,13 @@ _pack_lse_delta = gluon.jit(pack)
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_ptr"],
 )
 def compute_row_stats(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, nan_flag_ptr, sum_ptr, cu_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, rests_ptr, nan_flag_ptr, sum_ptr, cu_ptr,
     o_unit_b, o_unit_t, o_unit_h,                       # strides, in units of 8 elements
     do_unit_b, do_unit_t, do_unit_h,
     B, H, T, padded_T,
     D: gl.constexpr, DIM: gl.constexpr,
     DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CHECK_NAN: gl.constexpr, PACKED: gl.constexpr,
+    BIAS: gl.constexpr,                                 # Triton's scores are natural then
     SUM: gl.constexpr,                                  # columns of the sum of dq, 0 if there is none
 ):
     # fmt: on
@@ -85,21 +89,34 @@ def compute_row_stats(
             # a row that sees only its sink has o = 0, whatever do holds: 0 * NaN must not reach the sink's gradient
             delta = gl.where(gl.max(gl.where(o != 0.0, 1, 0), 1) > 0, delta, 0.0)
     row = (b * H + h) * T + t
+    dlse = gl.zeros([ROWS], gl.float32, line)
     if DLSE:
-        delta -= gl.load(dlse_ptr + row, mask=there, other=0.0)
-    lse = gl.load(lse_ptr + row, mask=there, other=float("inf")) * LOG2E
-    lse = gl.where(lse == float("-inf"), float("inf"), lse)
+        dlse = gl.load(dlse_ptr + row, mask=there, other=0.0)
+        delta -= dlse
+    natural = gl.load(lse_ptr + row, mask=there, other=float("inf"))
+    natural = gl.where(natural == float("-inf"), float("inf"), natural)
+    lse = natural * LOG2E
+    size = gl.abs(natural if BIAS else lse)
+    far = (size > FAR) & (size < float("inf"))
+    # whatever sums it gets NaN, which the repair sets right
+    lse = gl.where(far, float("nan"), lse)
     word = (b * H + h) * padded_T + place
     gl.store(words_ptr + word, lse)
     gl.store(delta_ptr + word, delta)
     if SINKS:
         gl.store(rows_ptr + row, delta, mask=there)
     if CHECK_NAN:
+        stats = _pack_lse_delta(natural if BIAS else lse, delta)
+        rests = _pack_lse_delta(natural if BIAS else natural * LOG2E, gl.where(far, -dlse, 0.0))
         if PACKED:
-            gl.store(stats_ptr + row, _pack_lse_delta(lse, delta), mask=there)
+            gl.store(stats_ptr + row, stats, mask=there)
+            gl.store(rests_ptr + row, rests, mask=there)
         else:
-            gl.store(stats_ptr + word, _pack_lse_delta(lse, delta))
-        gl.store(nan_flag_ptr, 0, mask=(first == 0) & (h == 0) & (gl.program_id(2) == 0))
+            gl.store(stats_ptr + word, stats)
+            gl.store(rests_ptr + word, rests)
+        is_first = (first == 0) & (h == 0) & (gl.program_id(2) == 0)
+        for i in gl.static_range(3):
+            gl.store(nan_flag_ptr + i, 0, mask=is_first)
     if SUM:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         start = ((b * H + h) * padded_T + first) * SUM
@@ -129,30 +146,35 @@ def plan(
     new_row = empties((*outer, padded_T), torch.float32, device)
     new_rows = empties(rows_shape(sizes, spec), torch.float32, device) if spec.has_sinks else None
     new_words = empties((*outer, sizes.T if packed else padded_T), torch.int64, device) if check_nan else None
-    new_flag = empties((1,), torch.int32, device) if check_nan else None
+    new_flag = empties((3,), torch.int32, device) if check_nan else None
     new_sum = empties(dq_accumulator.shape(math.prod(outer) * padded_T, columns), torch.float32, device) if columns else None
     grid = (padded_T // ROWS.value, sizes.H, 1 if packed else sizes.B)
     numbers = (*_units(o), *_units(o if do is None else do), sizes.B, sizes.H, sizes.T, padded_T)
-    constants = _constants(spec.dim_v, do is not None, dlse is not None, spec.has_sinks, check_nan, packed, columns)
+    constants = _constants(spec.dim_v, do is not None, dlse is not None, spec.has_sinks, check_nan, packed, spec.has_bias, columns)
     launch = _kernel.bound(grid, numbers, constants)
 
     def run(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor, cu_q: Tensor) -> RowStats:
         lse_rows, delta = new_row(), new_row()
         rows = None if new_rows is None else new_rows()
-        words, flag = (lse_rows, lse_rows) if new_words is None or new_flag is None else (new_words(), new_flag())
+        words, rests, flag = lse_rows, lse_rows, lse_rows
+        if new_words is not None and new_flag is not None:
+            words, rests, flag = new_words(), new_words(), new_flag()
         dq_sum = None if new_sum is None else new_sum()
         launch(
-            o, do, lse, dlse, lse_rows, delta, lse if rows is None else rows, words, flag, lse if dq_sum is None else dq_sum, cu_q
-        )
-        return RowStats(lse_rows, delta, rows, words, flag, dq_sum)
+            o, do, lse, dlse, lse_rows, delta, lse if rows is None else rows, words, rests, flag,
+            lse if dq_sum is None else dq_sum, cu_q,
+        )  # fmt: skip
+        return RowStats(lse_rows, delta, rows, words, rests, flag, dq_sum)
 
     return run
 
 
 @cache
-def _constants(dim: int, do: bool, dlse: bool, sinks: bool, check_nan: bool, packed: bool, columns: int) -> dict[str, int]:
+def _constants(
+    dim: int, do: bool, dlse: bool, sinks: bool, check_nan: bool, packed: bool, bias: bool, columns: int
+) -> dict[str, int]:  # fmt: skip
     flags = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": check_nan, "PACKED": packed}
-    return flags | {"SUM": columns, "num_warps": 4}
+    return flags | {"BIAS": bias, "SUM": columns, "num_warps": 4}
 
 
 def _units(x: Tensor) -> tuple[int, ...]:

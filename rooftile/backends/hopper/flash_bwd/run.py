@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import rest_of
 from rooftile.backends.hopper.bias import (
     are_prepared,
     bias_descriptor,
@@ -37,7 +38,6 @@ from rooftile.backends.hopper.tiles import (
 from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
 from rooftile.blocks.lists import steps_of_lists
 from rooftile.launch import BoundedCache, Describe, Kernel, empties, kind_of
-from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Sizes, Spec
 
@@ -99,18 +99,18 @@ def _plan(
 ) -> Backward:  # fmt: skip
     """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
 
-    Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one, and
-    the launch of `repair` computes everything again if it is set. A bias's gradient has a launch of its own.
+    Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one. A far
+    row (see `device.row_stats`) gives a NaN too, to its dq at least. The launch of `repair` computes everything again if the flag is
+    set. A bias's gradient has a launch of its own.
     """
     sizes = sizes_of(q, k, options)
-    may_hide = _may_hide(spec)
     columns = padded(spec.dim) if _accumulates_dq(spec) else 0
-    stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=may_hide or spec.bias_grad, columns=columns)
+    stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=True, columns=columns)
     fill = _fill(k, v, sizes, spec, bias_kind(options))
     readable_options = options
     if options.bias is not None:
         readable_options = options._replace(bias=readable_bias(options.bias, bias_shape(sizes)))
-    mend = repair(q, k, v, o if do is None else do, readable_options, spec) if may_hide else None
+    mend = repair(q, k, v, o if do is None else do, readable_options, spec)
     del readable_options
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
 
@@ -123,12 +123,13 @@ def _plan(
         cu_q, cu_k = lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
         bias = lse if bias is None else readable_bias(bias, bias_shape(sizes))
         stats = stats_of(o, do, lse, lse if dlse is None else dlse, cu_q)
-        dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
         lists = options.block_counts, options.block_indices, options.key_counts, options.key_entries, options.block_bits
         fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k, bias, lists)
-        if mend is not None:
-            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k, bias if lists[0] is None else lists)
-        dbias = bias_gradient(q, k, v, do, stats.words, options, spec) if spec.bias_grad else None
+        of_rows = stats.words, stats.rests
+        others = lse if sinks is None else sinks, bias if lists[0] is None else lists
+        mend(stats.nan_flag, q, k, v, do, *of_rows, dq, dk, dv, cu_q, cu_k, *others)
+        dbias = bias_gradient(q, k, v, do, *of_rows, options, spec) if spec.bias_grad else None
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, rest_of(stats.rests, lse), stats.rows)
         return Grads(dq, dk, dv, dbias, dsinks)
 
     return run
@@ -139,7 +140,7 @@ def _without_keys(
 ) -> Grads:
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
-    return Grads(dq, dk, dv, dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, stats.rows))
+    return Grads(dq, dk, dv, dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows))
 
 
 def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec, bias_kind: BiasKind | None) -> Callable[..., None]:
@@ -193,11 +194,6 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
             break
         parts *= 2
     return parts
-
-
-def _may_hide(spec: Spec) -> bool:
-    """Whether some query does not see a key that is computed beside those that it sees."""
-    return spec.mask != FULL or spec.layout == "packed" or spec.block_size is not None
 
 
 def _accumulates_dq(spec: Spec) -> bool:
@@ -259,7 +255,7 @@ def _over_lists(
 
 def _finalize(sizes: Sizes, padded_T: int, spec: Spec) -> Callable[..., None]:
     """The launch that makes dq of its sum."""
-    launch = dq_accumulator.finalize(spec, sizes, padded_T, check_nan=_may_hide(spec))
+    launch = dq_accumulator.finalize(spec, sizes, padded_T, check_nan=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         launch(stats.dq_sum, dq, stats.nan_flag, cu_q)

@@ -357,20 +357,28 @@ def _compute(
         q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
         read = _read_words(words, lists, fill, next_work.t + WG * config.ROWS, keys, config, has_next)
-        m = m * scoring.scale_log2
+        # scores with a bias stay natural: log2(e) times the smallest number of a dtype would be -inf
+        UNIT: gl.constexpr = 1.0 if config.BIAS is not None else LOG2E
+        TO_LOG2: gl.constexpr = LOG2E if config.BIAS is not None else 1.0
+        if config.BIAS is None:
+            m = m * scoring.scale_log2
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         rows = gl.arange(0, WG_ROWS, row_layout)
         output_scale = 1.0
         if config.SINKS:
-            sink = gl.load(sinks_ptr + config.query_head(rows, work)).to(gl.float32) * LOG2E
+            sink = gl.load(sinks_ptr + config.query_head(rows, work)).to(gl.float32) * UNIT
             m_new = gl.maximum(m, sink)
             reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-            output_scale = gl.exp2(m - reference)
-            l = l * output_scale + gl.exp2(sink - reference)
+            output_scale = gl.exp2((m - reference) * TO_LOG2)
+            l = l * output_scale + gl.exp2((sink - reference) * TO_LOG2)
             m = m_new
         t = row + query_offset(rows, config.ROWS)
         line = work.b * H + config.query_head(rows, work)
-        gl.store(lse_ptr + line.to(gl.int64) * total + work.q_start + t, (m + gl.log2(l)) * LN2, mask=t < work.T)
+        if config.BIAS is not None:
+            lse = m + gl.log2(l) * LN2
+        else:
+            lse = (m + gl.log2(l)) * LN2
+        gl.store(lse_ptr + line.to(gl.int64) * total + work.q_start + t, lse, mask=t < work.T)
         output_scale = gl.where(l == 0.0, 0.0, output_scale / l)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.release(fill)
