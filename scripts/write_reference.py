@@ -20,7 +20,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "rooftile",
         (
             "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
-            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse",
+            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse", "doctor",
         ),
     ),
     ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),

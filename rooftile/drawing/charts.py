@@ -32,7 +32,7 @@ class Series:
     """A line: its name, its colour class and marker (both by `kind`), and its points in data units, x rising."""
 
     name: str
-    kind: str  # "ours", "standard" or "other"
+    kind: str  # "ours", "standard", "other", "third", or "due" for what a model expects
     points: tuple[Point, ...]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
+from rooftile import shown
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, parsed, weight_format
 from rooftile.matmul.quantise import check_rule
@@ -190,6 +191,22 @@ class Status:
     """The prepared layers of a model; `print` it for a table."""
 
     layers: tuple[LayerStatus, ...]
+
+    def __repr__(self) -> str:
+        formats = ", ".join(dict.fromkeys(one.format for one in self.layers))
+        numbers, nbytes = (sum(getattr(one, name) for one in self.layers) for name in ("numbers", "nbytes"))
+        return f"Status({shown.counted(len(self.layers), 'layer')} in {formats}: {numbers:,} numbers, {nbytes:,} bytes)"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (
+                one.name, one.format, f"{one.numbers:,}", f"{one.nbytes:,}", f"{one.error:.2%}", f"{one.clipped:.2%}",
+                f"{one.steps:,}", "-" if one.flips is None else f"{one.flips:.2%}",
+            )
+            for one in self.layers
+        )  # fmt: skip
+        head = ("layer", "format", "numbers", "bytes", "error", "clipped", "steps", "flips")
+        return shown.card(shown.table(head, rows, words=(0, 1)))
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))
