@@ -22,6 +22,7 @@ TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTAL
         ("write_tables.py", "docs/how-to/choose-a-method.md"),
         ("write_reference.py", "docs/reference/api.md"),
         ("write_operators.py", "docs/reference/operators.md"),
+        ("write_entrance.py", "README.md"),
     ],
 )
 def test_running_the_script_changes_nothing(script, page):
