@@ -51,13 +51,13 @@ def entrance() -> str:
     served = row("h200-engine", "W1-1b", "rooftile", "serve")
     where = card(ours, cudnn, *judged, fused, served)
     words = (
-        f"Rooftile is a PyTorch library on GPUs and CPUs for exact attention (a causal forward of 16k tokens runs at {ours.tflops:.0f} TFLOP/s, "
-        f"{us(cudnn) / us(ours):.2f} times cuDNN's speed), for finding what bounds a program (experiments judge "
-        f"{median(one.measures['judged_percent'] for one in judged):.0f} % of its time, the median of {len(judged)} programs), "
-        f"for training models and giving them number formats (a 1B Llama trains {fused.measures['of_sdpa_ratio']:.2f} times as fast as with "
-        f"PyTorch's SDPA), and for serving them ({served.measures['output_tok_s']:,.0f} tokens per second from a 1B Llama); all numbers are "
-        f"from an {where}."
-    )  # fmt: skip
+        "Rooftile is a PyTorch library on GPUs and CPUs for exact attention (a causal forward of 16k tokens runs at "
+        f"{ours.tflops:.0f} TFLOP/s, {us(cudnn) / us(ours):.2f} times cuDNN's speed), for finding what bounds a program (experiments "
+        f"judge {median(one.measures['judged_percent'] for one in judged):.0f} % of its time, the median of {len(judged)} programs), "
+        f"for training models and giving them number formats (a 1B Llama trains {fused.measures['of_sdpa_ratio']:.2f} times as fast "
+        f"as with PyTorch's SDPA), and for serving them ({served.measures['output_tok_s']:,.0f} tokens per second from a 1B Llama); "
+        f"all numbers are from an {where}."
+    )
     return fill(words, 130, break_on_hyphens=False)
 
 
@@ -66,8 +66,8 @@ def fp8() -> str:
     found = [row("h200-precision", f"d128-{mask}-16k", "fp8", "fwd") for mask in ("full", "causal")]
     full, causal = (one.measures["of_best_16_bit_ratio"] for one in found)
     return (
-        f"  At 16k keys and D = 128 on an {card(*found)}, FP8 including quantisation is {full:.2f}x the fastest 16-bit kernel of ours, and\n"
-        f"  {causal:.2f}x under a causal mask; short sequences are slower ([how](docs/how-to/fp8-and-int8.md))."
+        f"  At 16k keys and D = 128 on an {card(*found)}, FP8 including quantisation is {full:.2f}x the fastest 16-bit kernel of\n"
+        f"  ours, and {causal:.2f}x under a causal mask; short sequences are slower ([how](docs/how-to/fp8-and-int8.md))."
     )
 
 

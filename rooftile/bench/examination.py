@@ -34,7 +34,10 @@ HEAD = ("", "measured", "datasheet", "of datasheet", "busy elsewhere")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Holds the findings of `doctor`; `print` it for a table, and a notebook shows it as one. The fields are those of the command's JSON."""
+    """Holds the findings of `doctor`; `print` it for a table, and a notebook shows it as one.
+
+    The fields are those of the command's JSON.
+    """
 
     machine: dict[str, Any]
     datasheet: dict[str, Any] | None
