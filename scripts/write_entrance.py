@@ -50,13 +50,14 @@ def entrance() -> str:
     fused = row("h200-training", "llama-1b-8x4k", "fused", "step")
     served = row("h200-engine", "W1-1b", "rooftile", "serve")
     where = card(ours, cudnn, *judged, fused, served)
+    share = median(one.measures["judged_percent"] for one in judged)
+    times, tokens = fused.measures["of_sdpa_ratio"], served.measures["output_tok_s"]
     words = (
         "Rooftile is a PyTorch library on GPUs and CPUs for exact attention (a causal forward of 16k tokens runs at "
-        f"{ours.tflops:.0f} TFLOP/s, {us(cudnn) / us(ours):.2f} times cuDNN's speed), for finding what bounds a program (experiments "
-        f"judge {median(one.measures['judged_percent'] for one in judged):.0f} % of its time, the median of {len(judged)} programs), "
-        f"for training models and giving them number formats (a 1B Llama trains {fused.measures['of_sdpa_ratio']:.2f} times as fast "
-        f"as with PyTorch's SDPA), and for serving them ({served.measures['output_tok_s']:,.0f} tokens per second from a 1B Llama); "
-        f"all numbers are from an {where}."
+        f"{ours.tflops:.0f} TFLOP/s, {us(cudnn) / us(ours):.2f} times cuDNN's speed), for finding what bounds a program "
+        f"(experiments judge {share:.0f} % of its time, the median of {len(judged)} programs), for training models and giving "
+        f"them number formats (a 1B Llama trains {times:.2f} times as fast as with PyTorch's SDPA), and for serving them "
+        f"({tokens:,.0f} tokens per second from a 1B Llama); all numbers are from an {where}."
     )
     return fill(words, 130, break_on_hyphens=False)
 
@@ -65,10 +66,11 @@ def fp8() -> str:
     """Compares FP8 attention with the fastest 16-bit kernel."""
     found = [row("h200-precision", f"d128-{mask}-16k", "fp8", "fwd") for mask in ("full", "causal")]
     full, causal = (one.measures["of_best_16_bit_ratio"] for one in found)
-    return (
-        f"  At 16k keys and D = 128 on an {card(*found)}, FP8 including quantisation is {full:.2f}x the fastest 16-bit kernel of\n"
-        f"  ours, and {causal:.2f}x under a causal mask; short sequences are slower ([how](docs/how-to/fp8-and-int8.md))."
+    words = (
+        f"At 16k keys and D = 128 on an {card(*found)}, FP8 including quantisation is {full:.2f}x the fastest 16-bit kernel "
+        f"of ours, and {causal:.2f}x under a causal mask; short sequences are slower ([how](docs/how-to/fp8-and-int8.md))."
     )
+    return fill(words, 130, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def formats() -> str:

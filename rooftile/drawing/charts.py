@@ -36,6 +36,15 @@ class Series:
     points: tuple[Point, ...]
 
 
+# a line through fewer points says nothing that a sentence does not
+FEWEST = 3
+
+
+def enough(series: Sequence[Series]) -> bool:
+    """Whether lines have enough points to be drawn: one of them three or more."""
+    return any(len(line.points) >= FEWEST for line in series)
+
+
 def log_chart(
     series: Sequence[Series], *, title: str, y_name: str, write: Write, x_name: str = "tokens", ticks: Sequence[float] = (),
     mark: float | None = None, rings: Sequence[tuple[str, Point, str]] = (),
