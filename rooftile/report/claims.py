@@ -165,7 +165,7 @@ def distribution_claim(bits: PrecisionErrors, distribution: str) -> str:
     if worst.rmse < (1 + ALIKE) * best.rmse:
         return f"{words} all recipes err alike"
     alike = [loss for loss in recipes if loss.rmse < (1 + ALIKE) * best.rmse]
-    return f"{words} {best.recipe} errs least" if len(alike) == 1 else f"{words} {len(alike)} recipes err least: {', '.join(loss.recipe for loss in alike)}"
+    return f"{words} {best.recipe} errs least" if len(alike) == 1 else f"{words} {len(alike)} recipes err least: {'; '.join(loss.recipe for loss in alike)}"
 
 
 def serving_claim(serving: Serving) -> str:

@@ -130,8 +130,8 @@ CPU = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
-        "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
-        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 60, "recall": 35,
+        "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13,
+        "training": 70, "serving": 7, "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24,
     },
 )
 

@@ -11,14 +11,16 @@ from rooftile.drawing.units import SPACE
 from rooftile.hardware import load
 
 # the probe's time on the machine on which the plans' seconds were taken, one idle core of an Intel Xeon of 2023
-REFERENCE_S = 0.15
-# of products, passes over memory and small operators, as the experiments have them
+REFERENCE_S = 0.075
+# about half of a plan's time goes by the clock (budgets and limits), and takes no longer on a slower machine
+CLOCKED = 0.5
+# products, passes over memory and small operators, as the experiments have them
 PRODUCTS, PASSES, SMALL = 12, 16, 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was found before the experiments.
+    """Holds what was found before the experiments.
 
     Args:
         slower: this machine's time over that of the plans' machine, with its load.
@@ -48,8 +50,8 @@ def probe(on_gpu: bool) -> Probe:
         taken = min(_work() for _ in range(2)) if on_gpu else sum(_work() for _ in range(3)) / 3
     finally:
         torch.set_num_threads(threads)
-    slower = max(taken / REFERENCE_S, 0.25)
-    return Probe(slower=slower, others=meter.others(), cores=load.cores())
+    slower = CLOCKED + (1 - CLOCKED) * taken / REFERENCE_S
+    return Probe(slower=round(slower, 2), others=meter.others(), cores=load.cores())
 
 
 def minutes(seconds: float) -> str:

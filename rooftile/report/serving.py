@@ -48,7 +48,7 @@ class Served:
     seconds: float
     output_tokens: int
     preemptions: int  # requests that lost their blocks and were recomputed
-    pace_spread: float = 0.0  # of the answers' pace over the turns, as in `rooftile.report.spread`
+    pace_spread: float = 0.0  # how far the turns lie apart, as in `rooftile.report.spread`
 
     @property
     def steps(self) -> int:

@@ -19,7 +19,7 @@ from rooftile import masks
 from rooftile.cli import main
 from rooftile.drawing import charts, svg, units
 from rooftile.masks import CAUSAL, FULL, Window
-from rooftile.report import claims, experiments, page, spread, top
+from rooftile.report import claims, experiments, page, probe, spread, top
 from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
 from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine, Roof
@@ -491,3 +491,17 @@ def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     assert set(plan.seconds) == names
     assert plan.model.hidden % plan.model.heads == 0
     assert (plan.device, plan.is_quick) == (device, quick)
+
+
+def test_the_probe_takes_the_time_of_its_work_and_puts_the_threads_back(monkeypatch):
+    import torch
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(probe, "_work", lambda: 3 * probe.REFERENCE_S)
+    found = probe.probe(on_gpu=False)
+    # half of the plan's time goes by the clock
+    assert found.slower == pytest.approx(2.0)
+    assert found.expected_s({"a": 10.0, "b": 20.0}) == pytest.approx(60.0)
+    assert torch.get_num_threads() == before
+    monkeypatch.undo()
+    assert probe._work() > 0
