@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         merge,
         quantise_qkv,
     )
+    from rooftile.bench.examination import doctor
     from rooftile.blocks import Blocks
     from rooftile.diagnosis.run import diagnose
     from rooftile.integrations.fusion import fuse, unfuse
@@ -68,6 +69,7 @@ __all__ = [
     "attention_with_lse",
     "diagnose",
     "disable",
+    "doctor",
     "enable",
     "enabled",
     "explain",
@@ -104,7 +106,7 @@ _HOMES = {
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
     "LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run",
-    "plan": "rooftile.planning.run",
+    "plan": "rooftile.planning.run", "doctor": "rooftile.bench.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
 

@@ -18,6 +18,7 @@ from rooftile import validate as checks
 from rooftile.backends import eager
 from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.explanation import Explanation
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.matmul import QuantisedWeight
@@ -437,9 +438,10 @@ def explain(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> str:
+) -> Explanation:
     """Shows which backend `attention` would run on these arguments, and every reason why the others would not. Runs nothing.
 
+    The answer is a text, with the chosen `backend` and all `refusals` as attributes; a notebook shows it as a table.
     `explain(x, weight)` does so for `linear`, where weight is what `quantise_weight` or `sparsity.compress` returned.
 
     Example:
@@ -461,7 +463,7 @@ def explain(
         q, k, v, options = without_padding(q, k, v, mask, options, asked, key_padding_mask)
     options = checks.bias_in_numbers(options, q.dtype)
     spec = decode(checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options)))
-    return f"{checks.sizes_line(*given)}\n{dispatch.explain(spec)}"
+    return dispatch.explain(spec).below(checks.sizes_line(*given))
 
 
 def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.explanation import Explanation
 from rooftile.precision import ValueOrder
 from rooftile.spec import Grads, Spec, decode
 
@@ -73,7 +74,7 @@ def choose(code: str, backend: str | None) -> str:
     return str(select(decode(code), backend).NAME)
 
 
-def explain(spec: Spec) -> str:
+def explain(spec: Spec) -> Explanation:
     """The table that `rooftile.explain` prints: which backend runs `spec`, and why not each other."""
     reasons = verdicts(spec)
     chosen = next((name for name, against in reasons.items() if not against), None)
@@ -83,7 +84,7 @@ def explain(spec: Spec) -> str:
             lines.append(f"{name:8} runs it")
         else:
             lines += _reasons(name, against) or [f"{name:8} could, but {chosen} comes first"]
-    return "\n".join(lines)
+    return Explanation("\n".join(lines), chosen, reasons.items())
 
 
 def _refusal(spec: Spec, backend: str | None) -> str:

@@ -23,6 +23,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftile import shown
 from rooftile.errors import InvalidInput
 from rooftile.words import answers_foreign_words, answers_words
 
@@ -130,6 +131,18 @@ class Mask:
         words += [f"Prefix({self.prefix})"] if self.prefix is not None else []
         words += [f"Chunk({n})" for n in self.chunks]
         return " & ".join(words) or "FULL"
+
+    def _repr_html_(self) -> str:
+        """Draws the mask over as many tokens as show its bounds, a line for each of up to 64 queries."""
+        bounds = [n for n in (self.left, self.right, self.prefix, *self.chunks) if n is not None]
+        N = max(16, 4 * min(max(bounds, default=0), UNBOUNDED // 4))
+        lines = min(N, 64)
+        rows = []
+        for n in range(lines):
+            start, stop = visible(self, n * N // lines, N, N)
+            rows.append([(start / N, stop / N)])
+        words = f"{self!r}: queries run down, keys across, {N:,} of each; filled is visible"
+        return shown.card(shown.sentence(words), shown.spans(rows))
 
 
 # beyond any position, and small enough that sums of a few stay within int32

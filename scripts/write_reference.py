@@ -13,6 +13,11 @@ from rooftile import FULL
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
 
+# the parts of the page, each by the title of its first section: a reader finds a name by a few links
+PARTS = {
+    "Functions": "Attention", "Serving": "Engine", "Number formats": "Formats and training", "Masks": "Masks, blocks and methods",
+    "Errors": "Errors and modules", "flash-attn 2 names": "Names of flash-attn",
+}  # fmt: skip
 # a section: its title, its module, and its names in the order in which a reader needs them
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -20,7 +25,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "rooftile",
         (
             "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
-            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse",
+            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse", "doctor",
         ),
     ),
     ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
@@ -106,7 +111,9 @@ def page() -> str:
 
 
 def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[str]:
-    yield f"## {title}"
+    if title in PARTS:
+        yield f"## {PARTS[title]}"
+    yield f"### {title}"
     if module != "rooftile":
         yield f"In `{module}`."
     for name in names:
@@ -115,7 +122,7 @@ def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[st
 
 def entry(name: str, thing: object) -> Iterator[str]:
     """Yields the heading, the signature and the docstring of one name."""
-    yield f"### `{name}`"
+    yield f"#### `{name}`"
     if not callable(thing):
         yield f"The mask `{thing}`: see the table of masks in [masks as intervals](../concepts/masks-as-intervals.md)."
         return

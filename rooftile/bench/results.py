@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from rooftile import shown
 from rooftile.bench.session import About
 from rooftile.errors import InvalidInput
 
@@ -53,6 +54,16 @@ class Row(About):
     high: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # how it was run, where the case's name does not say
     reason: str = ""  # why there is no time
+
+    def __repr__(self) -> str:
+        found = [f"{name} {value:,.4g}" for name, value in self.measures.items()][:3]
+        if self.median_us is not None:
+            found = [f"{self.median_us:,.4g} us", *([f"{self.tflops:,.4g} TFLOP/s"] if self.tflops is not None else []), *found]
+        words = self.reason or ", ".join(found) or "no time"
+        return f"Row({self.suite} {self.case} {self.backend} {self.phase} on {self.device}: {words})"
+
+    def _repr_html_(self) -> str:
+        return shown.card(shown.facts((name, value) for name, value in json.loads(self.json()).items()))
 
     def json(self) -> str:
         """The row as one line, without the fields that do not apply."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,11 +79,16 @@ class Session:
         return replace(roof, compute_us=roof.compute_us * before / rate, memory_us=memory_us)
 
 
-def open_session(device: torch.device | str = "cpu", *, refresh: bool = False) -> Session:
-    """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`."""
+def open_session(
+    device: torch.device | str = "cpu", *, refresh: bool = False, say: Callable[[str], None] | None = None
+) -> Session:
+    """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`.
+
+    say: is called with words about each step, if something is measured.
+    """
     device = torch.device(device)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit(), date)
+    return Session(device, describe(device), ceilings.measure(device, refresh=refresh, say=say), commit(), date)
 
 
 def commit() -> str:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from rooftile import shown
 from rooftile.blocks.block_mask import lists_of_block_mask
 from rooftile.blocks.captured import Seen, captured, changed
 from rooftile.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpacked
@@ -29,7 +30,7 @@ _OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[Blocks, list[Seen]]] = WeakKeyDict
 
 
 @answers_words
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Blocks:
     """Lists of key blocks, an argument of `rooftile.attention`.
 
@@ -85,6 +86,20 @@ class Blocks:
                     f"blocks: bits is {tuple(self.bits.shape)}; must be {(*self.counts.shape, 'n', rows, keys // BITS)}: a bit "
                     f"for each pair of the first n blocks of a list, n at most {self.indices.shape[3]}"
                 )
+
+    def __repr__(self) -> str:
+        lists, keys = tuple(self.counts.shape), self.indices.shape[-1]
+        part = "" if self.bits is None else f", up to {self.bits.shape[3]:,} seen in part"
+        return f"Blocks(lists {lists} of up to {keys:,} blocks of {self.size[0]} x {self.size[1]}{part}, on {self.counts.device})"
+
+    def _repr_html_(self) -> str:
+        """Draws the lists of the first head of the first sequence, for up to 128 blocks of queries. Waits for the device."""
+        counts, indices = self.counts[0, 0, :128].tolist(), self.indices[0, 0, :128].tolist()
+        seen = [[place for place in its[:count] if place >= 0] for count, its in zip(counts, indices, strict=True)]
+        last = max((place for its in seen for place in its), default=0) + 1
+        rows = [[(place / last, (place + 1) / last) for place in its] for its in seen]
+        words = "The lists of the first head: blocks of queries run down, blocks of keys across; filled is seen."
+        return shown.card(shown.sentence(f"{self!r}"), shown.spans(rows), shown.sentence(words))
 
     @classmethod
     def from_dense(cls, keep: Tensor, size: tuple[int, int] = (128, 128), *, validate: bool = False) -> Blocks:

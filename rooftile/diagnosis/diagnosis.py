@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftile import shown
+from rooftile.diagnosis.output.notebook import notebook
 from rooftile.diagnosis.output.page import render
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
 from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.output.trace import Trace
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.output.written import values_of
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
 from rooftile.diagnosis.verdicts.findings import Finding
@@ -42,6 +45,14 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return self.text(20)
+
+    def __repr__(self) -> str:
+        bound = self.step.bound or "without a verdict"
+        counts = f"{shown.counted(len(self.ops), 'operator')}, {shown.counted(len(self.remedies), 'remedy', 'remedies')}"
+        return f"Diagnosis({duration(self.step.time_us)} per step of {shown.short(self.program.command)}: {bound}; {counts})"
+
+    def _repr_html_(self) -> str:
+        return notebook(Diagnosis.from_json(self.to_json()))
 
     def text(self, rows: int) -> str:
         """Returns the table of the `rows` most expensive operators, and the sentence."""

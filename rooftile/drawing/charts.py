@@ -32,8 +32,17 @@ class Series:
     """A line: its name, its colour class and marker (both by `kind`), and its points in data units, x rising."""
 
     name: str
-    kind: str  # "ours", "standard" or "other"
+    kind: str  # "ours", "standard", "other", "third", or "due" for what a model expects
     points: tuple[Point, ...]
+
+
+# a line through fewer points says nothing that a sentence does not
+FEWEST = 3
+
+
+def enough(series: Sequence[Series]) -> bool:
+    """Whether lines have enough points to be drawn: one of them three or more."""
+    return any(len(line.points) >= FEWEST for line in series)
 
 
 def log_chart(

@@ -1,12 +1,17 @@
 """Renders a page: one HTML file from a template, which loads nothing.
 
-`page.css` is the style of all pages, and `figure.html` has what their templates share. Needs jinja2.
+`page.css` is the style of all pages, `picture.css` of pictures there and in notebooks, and `figure.html` has what the templates
+share. Needs jinja2, except for `safe` and what is shown in a notebook.
+
+Colours have one meaning each: blue (`ours`) is what this library did, green (`other`) what that is compared with, orange
+(`standard`) the plain way, which stores all scores or rounds all numbers at once. What bounds an operator has colours of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -36,11 +41,29 @@ def check_ready() -> None:
         raise InvalidInput("the page needs jinja2, which is not installed; pip install jinja2")
 
 
-def safe(text: str) -> Any:
-    """Marks HTML that this package wrote, so that it is not escaped."""
-    from markupsafe import Markup
+class Safe(str):
+    """HTML that this package wrote, which templates do not escape."""
 
-    return Markup(text)
+    def __html__(self) -> str:
+        return str(self)
+
+
+def safe(text: str) -> Safe:
+    """Marks HTML that this package wrote, so that it is not escaped."""
+    return Safe(text)
+
+
+def in_notebook(chart: Chart | None) -> str:
+    """Returns a chart with its title and caption for a notebook, on a paper of its own: a style that other cells do not see."""
+    if chart is None:
+        return ""
+    style = (files("rooftile.drawing") / "picture.css").read_text().replace(":root", "&")
+    frame = "background:var(--card);color:var(--ink);padding:10px 14px;max-width:620px;margin:0 0 8px"
+    note = f'<figcaption style="font-size:0.85em">{escape(chart.note)}</figcaption>' if chart.note else ""
+    return (
+        f'<style>.rooftile-picture {{ {style} }}</style><figure class="rooftile-picture" style="{frame}">'
+        f"<b>{escape(chart.title)}</b>{chart.picture}{note}</figure>"
+    )
 
 
 def json_element(values: Any) -> Any:
@@ -62,5 +85,5 @@ def render(package: str, template: str, **values: Any) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=DictLoader(shared)
     )  # fmt: skip
-    css = safe((here / "page.css").read_text())
+    css = safe("\n".join((here / name).read_text() for name in ("picture.css", "page.css")))
     return environment.from_string((files(package) / template).read_text()).render(css=css, **values)

@@ -85,6 +85,10 @@ def marker(kind: str, point: Point, words: str) -> str:
         "ours": f'<circle class="mark ours" cx="{x:.1f}" cy="{y:.1f}" r="4">',
         "standard": f'<rect class="mark standard" x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2">',
         "other": f'<path class="mark other" d="M {x:.1f} {y - 5:.1f} l 5 5 l -5 5 l -5 -5 z">',
+        "third": f'<path class="mark third" d="M {x:.1f} {y - 5:.1f} l 4.6 8 l -9.2 0 z">',
+        "rose": f'<rect class="mark rose" x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2">',
+        "gold": f'<circle class="mark gold" cx="{x:.1f}" cy="{y:.1f}" r="4">',
+        "due": f'<circle class="mark due" cx="{x:.1f}" cy="{y:.1f}" r="2.5">',
     }
     shape = shapes[kind]
     return f"{shape}<title>{escape(words)}</title></{shape[1:].split(' ', 1)[0]}>"

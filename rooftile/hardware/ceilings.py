@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.hardware import rates
+from rooftile.hardware import load, rates
 from rooftile.hardware.chips import Rates
 from rooftile.hardware.device import describe
 
@@ -38,6 +39,8 @@ class Ceilings:
     operator_us: float  # the host's time for one small operator and its result, waiting for no device
     node_us: float | None  # the time of a small kernel in a CUDA graph; None on a CPU
     date: str
+    # cores that other programs kept busy while each was measured, by the names above and "fp32 product"; without what is unknown
+    busy_cores: dict[str, float] = field(default_factory=dict)
 
     def rates(self, dtype: str) -> Rates:
         """Returns the ceilings for a dtype: "fp32", "bf16", "fp16", "fp8" or "int8"."""
@@ -51,12 +54,14 @@ class Ceilings:
 
 
 _MEASURED: dict[str, Ceilings] = {}
+Say = Callable[[str], None] | None
 
 
-def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
+def measure(device: torch.device | str, *, refresh: bool = False, say: Say = None) -> Ceilings:
     """Returns the ceilings of a device: measured once (a few seconds), then read from the cache.
 
     refresh: measure again, and store the new numbers.
+    say: is called with words about each step, if something is measured.
 
     Example:
         >>> measure("cpu").copy_gbs > 0
@@ -68,7 +73,7 @@ def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
     if not refresh and key not in _MEASURED and path.exists():
         _MEASURED[key] = Ceilings(**json.loads(path.read_text()))
     if refresh or key not in _MEASURED:
-        _MEASURED[key] = _measure(device)
+        _MEASURED[key] = _measure(device, say)
         _keep(path, _MEASURED[key])
     return _MEASURED[key]
 
@@ -78,7 +83,7 @@ def measure_again(device: torch.device | str) -> Ceilings:
     device = torch.device(device)
     path = _path(device)
     before = measure(device)
-    _MEASURED[str(path)] = higher(before, _measure(device))
+    _MEASURED[str(path)] = higher(before, _measure(device, None))
     _keep(path, _MEASURED[str(path)])
     return _MEASURED[str(path)]
 
@@ -89,7 +94,19 @@ def higher(a: Ceilings, b: Ceilings) -> Ceilings:
     faster = {name: max(getattr(a, name), getattr(b, name)) for name in ("copy_gbs", "cache_gbs", "fma_tflops", "special_gops")}
     shorter = {name: min(getattr(a, name), getattr(b, name)) for name in ("launch_us", "operator_us")}
     nodes_us = [us for us in (a.node_us, b.node_us) if us is not None]
-    return replace(b, matmul_tflops=products, node_us=min(nodes_us, default=None), **faster, **shorter)
+    chosen = replace(b, matmul_tflops=products, node_us=min(nodes_us, default=None), **faster, **shorter)
+    return replace(chosen, busy_cores=_loads(chosen, a, b))
+
+
+def _loads(chosen: Ceilings, a: Ceilings, b: Ceilings) -> dict[str, float]:
+    """Returns the load under which each of the chosen ceilings was measured."""
+    found: dict[str, float] = {}
+    for name in b.busy_cores | a.busy_cores:
+        product = name.removesuffix(" product")
+        values = [of.matmul_tflops.get(product) if product != name else getattr(of, name) for of in (chosen, b)]
+        source = b if values[0] == values[1] else a
+        found |= {name: source.busy_cores[name]} if name in source.busy_cores else {}
+    return found
 
 
 def cache_directory() -> Path:
@@ -117,25 +134,43 @@ def _keep(path: Path, ceilings: Ceilings) -> None:
         warnings.warn(f"could not store the measured ceilings: {error}", stacklevel=3)
 
 
-def _measure(device: torch.device) -> Ceilings:
+def _measure(device: torch.device, say: Say) -> Ceilings:
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _measure_current(device)
-    return _measure_current(device)
+            return _measure_current(device, say)
+    return _measure_current(device, say)
 
 
-def _measure_current(device: torch.device) -> Ceilings:
-    products = rates.matmuls(device)
-    node_us = rates.node_us(device)
+def _measure_current(device: torch.device, say: Say) -> Ceilings:
+    """Measures one ceiling after another, each with the load that others put on the machine meanwhile."""
+    busy: dict[str, float] = {}
+    meter = load.Meter()
+
+    def one(name: str, words: str, work: Callable[[], Any]) -> Any:
+        if say is not None:
+            say(f"measuring {words}")
+        meter.restart()
+        found = work()
+        if (others := meter.others()) is not None:
+            busy[name] = others
+        return found
+
+    products = {
+        name: one(f"{name} product", f"products in {name}", work) / 1e12 for name, work in rates.matmuls(device).items()
+    }
+    node_us = one("node_us", "kernels of a CUDA graph", lambda: rates.node_us(device)) if device.type == "cuda" else None
+    fp32 = products["fp32"] * 1e12
     return Ceilings(
         device=describe(device).name,
-        copy_gbs=round(rates.copy(device) / 1e9, 2),
-        matmul_tflops={name: round(flops / 1e12, 4) for name, flops in products.items()},
-        cache_gbs=round(rates.cache_copy(device) / 1e9, 2),
-        fma_tflops=round(rates.multiply_adds(device, products["fp32"]) / 1e12, 4),
-        special_gops=round(rates.exponentials(device) / 1e9, 4),
-        launch_us=round(rates.launch_us(device), 3),
-        operator_us=round(rates.operator_us(device), 3),
+        copy_gbs=round(one("copy_gbs", "copies in memory", lambda: rates.copy(device)) / 1e9, 2),
+        # four digits, however slow a dtype is
+        matmul_tflops={name: float(f"{rate:.4g}") for name, rate in products.items()},
+        cache_gbs=round(one("cache_gbs", "copies in the cache", lambda: rates.cache_copy(device)) / 1e9, 2),
+        fma_tflops=float(f"{one('fma_tflops', 'multiply-adds', lambda: rates.multiply_adds(device, fp32)) / 1e12:.4g}"),
+        special_gops=round(one("special_gops", "exponentials", lambda: rates.exponentials(device)) / 1e9, 4),
+        launch_us=round(one("launch_us", "small operators", lambda: rates.launch_us(device)), 3),
+        operator_us=round(one("operator_us", "one small operator", lambda: rates.operator_us(device)), 3),
         node_us=None if node_us is None else round(node_us, 3),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        busy_cores=busy,
     )

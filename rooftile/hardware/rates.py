@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,18 +40,18 @@ def cache_copy(device: torch.device) -> float:
     return 2 * size / _seconds_in_cache(device, lambda: target.copy_(source))
 
 
-def matmuls(device: torch.device) -> dict[str, float]:
-    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16; fp8 and int8 on GPUs with them.
+def matmuls(device: torch.device) -> dict[str, Callable[[], float]]:
+    """Returns for each dtype what measures the FLOPs per second of a square matrix product.
 
-    A multiply and an add of int8 count as FLOPs, too.
+    fp64, fp32, bf16, fp16; fp8 and int8 on GPUs with them. A multiply and an add of int8 count as FLOPs, too.
     """
-    found = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}
+    found: dict[str, Callable[[], float]] = {name: partial(_matmul, dtype, device) for name, dtype in DTYPES.items()}
     # AMD's first fp8 format is a different one
     has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if has_fp8:
-        found["fp8"] = _fp8_matmul(device)
+        found["fp8"] = partial(_fp8_matmul, device)
     if has_int8(device):
-        found["int8"] = _int8_matmul(device)
+        found["int8"] = partial(_int8_matmul, device)
     return found
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from rooftile import shown
 from rooftile.words import answers_foreign_words
 
 
@@ -99,6 +100,14 @@ class Status(NamedTuple):
     calls: dict[str, int]  # Rooftile's functions, Transformers' models too, by backend
     sdpa: dict[str, int]  # forward calls of F.scaled_dot_product_attention, by backend
     refused: dict[str, int]  # those that PyTorch's own kernel ran, by reason
+
+    def __repr__(self) -> str:
+        on = f"enabled, backend {self.backend or 'the fastest'}" if self.enabled else "not enabled"
+        calls, sdpa, refused = (sum(counted.values()) for counted in (self.calls, self.sdpa, self.refused))
+        return f"Status({on}; {calls:,} calls, {sdpa:,} of SDPA, {refused:,} refused)"
+
+    def _repr_html_(self) -> str:
+        return shown.card(shown.preformatted(str(self)))
 
     def __str__(self) -> str:
         state = f"yes, backend {self.backend or 'the fastest for each problem'}" if self.enabled else "no"

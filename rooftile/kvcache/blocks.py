@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from rooftile import shown
 from rooftile.errors import InvalidInput
 from rooftile.words import answers_words
 
@@ -128,6 +129,17 @@ class BlockPool:
         self._contents: dict[int, _Contents] = {}
         self._found: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
+
+    def __repr__(self) -> str:
+        held = f"{self.used_blocks:,} used, {self.cached_blocks:,} cached, {self.free_blocks:,} free"
+        return f"{type(self).__name__}({self.total:,} blocks of {self.size} tokens: {held})"
+
+    def _repr_html_(self) -> str:
+        """Draws used blocks as a bar, and lists the counts."""
+        bar = shown.spans([[(0.0, self.used_blocks / self.total)]], side=192, height=18)
+        counts = (("used", self.used_blocks), ("cached", self.cached_blocks), ("free", self.free_blocks))
+        rows = ((f"{name} blocks", f"{n:,}", f"{n / self.total:.0%}") for name, n in counts)
+        return shown.card(shown.sentence(f"{self!r}"), bar, shown.table((), rows))
 
     @property
     def free_blocks(self) -> int:

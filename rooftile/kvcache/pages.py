@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rooftile import shown
 from rooftile.fused import Rotation, runs_on
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
@@ -41,6 +42,15 @@ class PagedKV:
         blocks, size, heads, dim = self.k.shape
         dtype = str(self.k.dtype).removeprefix("torch.")
         return f"PagedKV({self.table.shape[0]} sequences in {blocks:,} blocks of {size} tokens, {heads} heads of {dim}, {dtype})"
+
+    def _repr_html_(self) -> str:
+        """Lists the sequences' tokens and blocks, up to 32 of them. Waits for the device."""
+        rows = [
+            (n, f"{tokens:,}", ", ".join(map(str, blocks[: -(-tokens // self.size)])))
+            for n, (tokens, blocks) in enumerate(zip(self.lengths[:32].tolist(), self.table[:32].tolist(), strict=True))
+        ]
+        more = [shown.sentence(f"and {len(self.lengths) - 32:,} more")] * (len(self.lengths) > 32)
+        return shown.card(shown.sentence(f"{self!r}"), shown.table(("sequence", "tokens", "blocks"), rows, words=(0, 2)), *more)
 
     @property
     def size(self) -> int:
@@ -200,6 +210,13 @@ class Pages:
         """Returns all tensors whose first axis is the block."""
         scales = [] if self.scales is None else [self.scales]
         return [self.storage, *scales, *self.planes.values()]
+
+    def __repr__(self) -> str:
+        return f"Pages({self})"
+
+    def _repr_html_(self) -> str:
+        where = f"{_bytes(self.nbytes)} in {str(self.storage.dtype).removeprefix('torch.')} on {self.storage.device}"
+        return shown.card(shown.table(("pages", "memory"), [(self, where)], words=(0, 1)))
 
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.explanation import Explanation
 from rooftile.hardware.arch import lacks_fp8
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
@@ -229,19 +230,21 @@ def gluon_is_installed() -> bool:
     return util.find_spec("triton.experimental.gluon") is not None
 
 
-def explain(asked: Call) -> str:
+def explain(asked: Call) -> Explanation:
     """Says which backend takes a call, and why those before it do not."""
     return explained((name, list(refusals(name, asked)), _runs(name, asked)) for name in order(asked))
 
 
-def explained(backends: Iterable[tuple[str, list[str], str]]) -> str:
+def explained(backends: Iterable[tuple[str, list[str], str]]) -> Explanation:
     """Returns a line for each backend up to the first that runs, from their names, refusals, and words for "runs"."""
-    lines = []
+    lines, asked, chosen = [], [], None
     for name, reasons, runs in backends:
         lines.append(f"{name:<11} {'; '.join(reasons) or runs}")
+        asked.append((name, reasons))
         if not reasons:
+            chosen = name
             break
-    return "\n".join(lines)
+    return Explanation("\n".join(lines), chosen, asked)
 
 
 def _runs(name: str, asked: Call) -> str:

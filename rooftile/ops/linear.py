@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from rooftile import fused, matmul
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.explanation import Explanation
 from rooftile.matmul import QuantisedWeight, backends
 from rooftile.matmul.two_four import backends as sparse_backends
 from rooftile.matmul.two_four import multiply_two_four
@@ -72,7 +73,7 @@ def linear(
     return matmul.multiply(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=named)
 
 
-def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour) -> str:
+def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour) -> Explanation:
     """Says which backend of `linear` runs on these, and why the others do not."""
     _check(x, weight, None)
     rows, scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, None)
@@ -80,10 +81,9 @@ def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour)
     if isinstance(weight, TwoFour):
         sparse = Sparse(weight.values, weight.places, weight.scales)
         asked = sparse_backends.Call(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
-        return f"{tuple(x.shape)} x {weight}\n{sparse_backends.explain(asked)}"
+        return sparse_backends.explain(asked).below(f"{tuple(x.shape)} x {weight}")
     product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
-    found = backends.explain(backends.Call(rows, scales, weight.parts, None, product))
-    return f"{tuple(x.shape)} x {weight}\n{found}"
+    return backends.explain(backends.Call(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")
 
 
 def _plain(

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.output.written import values_of
 from rooftile.errors import InvalidInput
-from rooftile.planning.output.page import render
-from rooftile.planning.output.table import text
+from rooftile.planning.output.page import notebook, render
+from rooftile.planning.output.table import chosen, text
 from rooftile.planning.records import KEPT_NAMES, Layer, Load, Option, Other, Part, Total
 from rooftile.sparsity import Recipe
 
@@ -44,6 +45,12 @@ class Plan:
 
     def __str__(self) -> str:
         return text(self)
+
+    def __repr__(self) -> str:
+        return f"Plan(for {self.model} on {self.device}: {chosen(self.layers)}; step {duration(self.total.predicted_us)})"
+
+    def _repr_html_(self) -> str:
+        return notebook(self)
 
     @property
     def weights(self) -> dict[str, str] | str:

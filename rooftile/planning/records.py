@@ -88,6 +88,9 @@ class Layer:
     chosen: str = ""
     fuse_with: str = ""
 
+    def __repr__(self) -> str:
+        return f"Layer({self.name}: {self.chosen or 'not chosen'} of {', '.join(option.format for option in self.options)})"
+
     @property
     def operator(self) -> str:
         """Its operator."""

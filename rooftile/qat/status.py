@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from rooftile import shown
 from rooftile.matmul.weight import dequantised
 from rooftile.qat.codes import inside
 from rooftile.qat.coverage import Coverage, coverage_of
@@ -38,6 +39,22 @@ class Status:
 
     layers: tuple[LayerStatus, ...]
     coverage: Coverage
+
+    def __repr__(self) -> str:
+        formats = ", ".join(dict.fromkeys(one.format for one in self.layers))
+        numbers, nbytes = (sum(getattr(one, name) for one in self.layers) for name in ("numbers", "nbytes"))
+        return f"Status({shown.counted(len(self.layers), 'layer')} in {formats}: {numbers:,} numbers, {nbytes:,} bytes)"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (
+                one.name, one.format, f"{one.numbers:,}", f"{one.nbytes:,}", f"{one.error:.2%}", f"{one.clipped:.2%}",
+                f"{one.steps:,}", "-" if one.flips is None else f"{one.flips:.2%}",
+            )
+            for one in self.layers
+        )  # fmt: skip
+        head = ("layer", "format", "numbers", "bytes", "error", "clipped", "steps", "flips")
+        return shown.card(shown.table(head, rows, words=(0, 1)))
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))

@@ -7,26 +7,30 @@ from typing import Any
 from rooftile.bench.methods.crossover import Found, rounded
 from rooftile.bench.methods.losses import EXACT
 from rooftile.drawing import charts
-from rooftile.drawing.charts import Series
+from rooftile.drawing.charts import Series, enough
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.units import duration, percent, power, times
 from rooftile.report.approximate import Approximate
+from rooftile.report.claims import ALIKE
 from rooftile.report.mask_tiles import draw_tiles
 from rooftile.report.sight import Sight
 
 
-def section(found: Approximate) -> dict[str, Any]:
-    """Returns what the template shows."""
+def section(found: Approximate, spread: float = 0.0) -> dict[str, Any]:
+    """Returns what the template shows. spread: that of the run's times; a method that is faster by less is not called faster."""
+    charts = [_chart(found, name, spread) for name in found.paying if enough(_series(found, name))]
+    short = [name for name in found.paying if not enough(_series(found, name))]
     some = next(iter(found.sizes.values()))
     return {
-        "claim": claim(found),
+        "claim": claim(found, spread),
         "setup": (
             "These methods compute less than all pairs, and give another result than attention. Each is timed beside rooftile.attention "
             f"on the same tensors, {some.H} heads of {some.D} numbers in {found.dtype}, forward. Native Sparse Attention has "
             f"{found.sizes['nsa'].H} heads that share one key head, and Loki is a step of decoding. The dotted line marks the length from "
             "which a method is faster at all longer ones that were measured, interpolated between powers of two."
         ),
-        "charts": [_chart(found, name) for name in found.paying],
+        "charts": charts,
+        "short": [f"{title(name, found.paying[name], spread)}." for name in short],
         "losses": [_needle_bars(found), _error_bars(found)],
         "table": _table(found),
         "lost": (
@@ -43,9 +47,9 @@ def section(found: Approximate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def claim(found: Approximate) -> str:
+def claim(found: Approximate, spread: float = 0.0) -> str:
     """Returns the section's title from its numbers."""
-    faster = {name: each for name, each in found.paying.items() if each.at is not None}
+    faster = {name: each for name, each in found.paying.items() if is_faster(each, spread)}
     if not faster:
         return f"Up to {longest(found):,} tokens, no approximate method is faster than exact attention here"
     first = min(faster, key=lambda name: faster[name].at or 0.0)
@@ -53,6 +57,14 @@ def claim(found: Approximate) -> str:
         f"{len(faster)} of {len(found.paying)} approximate methods become faster than exact attention here, "
         f"the first ({first}) from {start(faster[first])} tokens"
     )
+
+
+def is_faster(found: Found, spread: float) -> bool:
+    """Whether a method is faster at the longest length, by more than two times of the run differ anyway."""
+    if found.at is None:
+        return False
+    last = found.points[-1]
+    return last.exact_us / last.method_us > 1 + max(ALIKE, 2 * spread)
 
 
 def longest(found: Approximate) -> int:
@@ -65,30 +77,34 @@ def start(found: Found) -> str:
     return found.words().removesuffix(" or below")
 
 
-def title(name: str, found: Found) -> str:
+def title(name: str, found: Found, spread: float = 0.0) -> str:
     """Returns the title of a method's chart."""
     if not found.points:
         return f"{name}: {found.words()}"
     last = found.points[-1]
     if found.at is None:
         return f"{name}: not faster up to {last.N:,} tokens, where it takes {times(last.method_us / last.exact_us)} the time"
+    if not is_faster(found, spread):
+        return f"{name}: as fast at {last.N:,} tokens"
     return f"{name}: faster from {start(found)} tokens, {times(last.exact_us / last.method_us)} at {last.N:,}"
 
 
-def _chart(found: Approximate, name: str) -> Chart:
-    search = found.paying[name]
-    series = [
-        Series(name="exact", kind="other", points=tuple((float(point.N), point.exact_us) for point in search.points)),
-        Series(name=name, kind="ours", points=tuple((float(point.N), point.method_us) for point in search.points)),
+def _series(found: Approximate, name: str) -> list[Series]:
+    points = found.paying[name].points
+    return [
+        Series(name="exact", kind="other", points=tuple((float(point.N), point.exact_us) for point in points)),
+        Series(name=name, kind="ours", points=tuple((float(point.N), point.method_us) for point in points)),
     ]
-    words = title(name, search)
+
+
+def _chart(found: Approximate, name: str, spread: float) -> Chart:
+    search, series = found.paying[name], _series(found, name)
+    words = title(name, search, spread)
     rows = [
         [f"{point.N:,}", duration(point.exact_us), duration(point.method_us), times(point.exact_us / point.method_us)]
         for point in search.points
     ]
     table = Table(["tokens", "exact", name, "speed, of exact"], rows)
-    if not search.points:
-        return Chart(words, safe(""), table=table)
     # a method that is faster from the first length on has no place at which two lines cross
     mark = rounded(search.at) if search.at is not None and search.at > search.points[0].N else None
     picture = charts.log_chart(series, title=words, y_name="time", write=duration, mark=mark)

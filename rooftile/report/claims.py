@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from rooftile.drawing.units import number, percent, power, times, tokens
 from rooftile.report.block_tables import BLOCK, Samples
-from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison
+from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Check, Served, Serving
 from rooftile.report.tiles import TileMap, Tiling
 from rooftile.report.training import Run, Training
 
-# two medians closer than this count as equal
+# two medians closer than this count as equal, also where their spread is smaller
 ALIKE = 0.05
+# errors of rounding that differ by less count as equal: each backend may err twice as much as the definition in its dtype
+SAME_ROUNDING = 2.0
 # two final losses, in nats per byte, closer than this lie on one another in the picture
 SAME_CURVE = 0.02
 # the sides of a comparison, as the page names them
@@ -23,13 +25,13 @@ WHAT = {
 }
 
 
-def against(ours: float, theirs: float, less: str, more: str, alike: str) -> str:
-    """Compares ours with theirs in words; less is better.
+def against(ours: float, theirs: float, less: str, more: str, alike: str, spread: float = 0.0) -> str:
+    """Compares ours with theirs in words; less is better. Within their spread together they are alike.
 
     >>> against(2.0, 46.0, "less memory", "more memory", "the same memory")
     '23× less memory'
     """
-    if ours == theirs or (min(ours, theirs) > 0 and max(ours, theirs) / min(ours, theirs) < 1 + ALIKE):
+    if ours == theirs or (min(ours, theirs) > 0 and max(ours, theirs) / min(ours, theirs) < 1 + max(ALIKE, spread)):
         return alike
     if min(ours, theirs) <= 0:
         return less if ours < theirs else more
@@ -44,8 +46,15 @@ def common_length(comparison: Comparison, ours: str = OURS) -> int:
 def headline(tiling: Tiling) -> str:
     """Returns the page's first sentence, about the window."""
     window = tiling.window
-    speed = against(window.forward_us, window.sdpa_us, "faster than SDPA", "slower than SDPA", "as fast as SDPA")
+    speed = window_claim(window)
     return f"A window over {window.N:,} tokens skips {percent(window.saved)} of the scores: {speed}"
+
+
+def window_claim(window: TileMap) -> str:
+    """Compares the forward under a mask with SDPA's."""
+    spread = window.forward_spread + window.sdpa_spread
+    words = ("faster than SDPA", "slower than SDPA", "as fast as SDPA")
+    return against(window.forward_us, window.sdpa_us, *words, spread)
 
 
 def split(standing: str) -> tuple[str, str]:
@@ -69,9 +78,20 @@ def _beside_each(comparison: Comparison, what: str, less: str, more: str, alike:
     """Compares ours with SDPA, if that got so far, and with standard attention at the common length."""
     N = common_length(comparison)
     ours = getattr(comparison.of(OURS)[N], what)
-    theirs = {NAMES[side]: getattr(comparison.of(side)[N], what) for side in (SDPA, STANDARD) if N in comparison.of(side)}
-    words = [against(ours, value, *(f"{word} {name}" for word in (less, more, alike))) for name, value in theirs.items()]
+    theirs = {NAMES[side]: comparison.of(side)[N] for side in (SDPA, STANDARD) if N in comparison.of(side)}
+    words = [
+        against(
+            ours, getattr(one, what), f"{less} {name}", f"{more} {name}", f"{alike} {name}", _spread(comparison.of(OURS)[N], one, what)
+        )
+        for name, one in theirs.items()
+    ]  # fmt: skip
     return f"{N:,} tokens: {', '.join(words)}"
+
+
+def _spread(ours: Reading, theirs: Reading, what: str) -> float:
+    """Returns the spread of two times together; counted bytes have none."""
+    name = f"{what.removesuffix('_us')}_spread"
+    return getattr(ours, name) + getattr(theirs, name) if what.endswith("_us") else 0.0
 
 
 def error_claim(comparison: Comparison, what: str) -> str:
@@ -80,7 +100,7 @@ def error_claim(comparison: Comparison, what: str) -> str:
     ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
     which = {"forward_error": "output", "backward_error": "gradient"}[what]
     words = against(
-        ours, theirs, "closer to fp64 than standard", "further from fp64 than standard", "as exact as standard"
+        ours, theirs, "closer to fp64 than standard", "further from fp64 than standard", "as exact as standard", SAME_ROUNDING - 1
     )
     return f"The {which} is {words}, {power(ours)} off"
 
@@ -114,7 +134,8 @@ def standing_of_step(training: Training, what: str) -> str:
     """Compares the second run with the first in one quantity, "step_ms" or "peak_bytes"."""
     sdpa, ours = (getattr(run, what) for run in training.runs)
     less, more, alike = WHAT[what]
-    return against(ours, sdpa, f"{less} than with SDPA", f"{more} than with SDPA", f"{alike} as with SDPA")
+    spread = sum(run.step_spread for run in training.runs) if what == "step_ms" else 0.0
+    return against(ours, sdpa, f"{less} than with SDPA", f"{more} than with SDPA", f"{alike} as with SDPA", spread)
 
 
 def learning(run: Run) -> tuple[float, float]:
@@ -138,9 +159,13 @@ def precision_claim(bits: PrecisionErrors) -> str:
 
 def distribution_claim(bits: PrecisionErrors, distribution: str) -> str:
     """Returns the title of a distribution's chart."""
-    best = min((loss for loss in bits.losses[distribution] if loss.precision != "native"), key=lambda loss: loss.rmse)
+    recipes = [loss for loss in bits.losses[distribution] if loss.precision != "native"]
+    best, worst = (choose(recipes, key=lambda loss: loss.rmse) for choose in (min, max))
     words = {"outliers": "With outliers", "gaussian": "Without outliers", "sink": "With a sink"}[distribution]
-    return f"{words} the best of these is {best.recipe}"
+    if worst.rmse < (1 + ALIKE) * best.rmse:
+        return f"{words} all recipes err alike"
+    alike = [loss for loss in recipes if loss.rmse < (1 + ALIKE) * best.rmse]
+    return f"{words} {best.recipe} errs least" if len(alike) == 1 else f"{words} {len(alike)} recipes err least: {'; '.join(loss.recipe for loss in alike)}"
 
 
 def serving_claim(serving: Serving) -> str:
@@ -178,7 +203,8 @@ def pace_claim(serving: Serving) -> str:
     """Returns the title of the table of both allocators."""
     reserved, paged = serving.contiguous, serving.paged
     steps = against(paged.steps, reserved.steps, "fewer steps", "more steps", "as many steps")
-    pace = against(reserved.tokens_s, paged.tokens_s, "more tokens per second", "fewer tokens per second", "as many tokens per second")
+    words = ("more tokens per second", "fewer tokens per second", "as many tokens per second")
+    pace = against(reserved.tokens_s, paged.tokens_s, *words, reserved.pace_spread + paged.pace_spread)
     return f"The same requests from pages: {steps}, {pace}"
 
 

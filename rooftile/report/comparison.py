@@ -20,6 +20,7 @@ from rooftile.drawing.units import duration, size
 from rooftile.hardware.arch import arch
 from rooftile.hardware.device import describe
 from rooftile.report.plan import Plan
+from rooftile.report.spread import relative
 from rooftile.spec import Problem
 
 OURS, SDPA, STANDARD = "rooftile", "sdpa", "standard"
@@ -37,6 +38,8 @@ class Reading:
     training_peak_bytes: int  # forward and backward, beyond the inputs
     forward_error: float  # the error of o
     backward_error: float  # the largest of dq, dk, dv
+    forward_spread: float = 0.0  # as in `rooftile.report.spread`
+    backward_spread: float = 0.0
 
     @property
     def step_us(self) -> float:
@@ -66,6 +69,11 @@ class Comparison:
     readings: tuple[Reading, ...]
     traffic: tuple[Traffic, ...]
     stopped: dict[str, str]
+
+    @property
+    def spreads(self) -> list[float]:
+        """Returns the spreads of all times."""
+        return [spread for one in self.readings for spread in (one.forward_spread, one.backward_spread)]
 
     def of(self, side: str) -> dict[int, Reading]:
         """Returns one side's readings by length."""
@@ -169,7 +177,10 @@ def _reading(side: str, N: int, forward: Row, backward: Row) -> Reading:
         "forward_error",
         "backward_error",
     )
-    return Reading(side=side, N=N, **dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+    spreads = {
+        f"{name}_spread": relative(row.low_us, row.median_us, row.high_us) for name, row in (("forward", forward), ("backward", backward))
+    }
+    return Reading(side=side, N=N, **dict(zip(names, values, strict=True)), **spreads)  # type: ignore[arg-type]
 
 
 def _traffic(problem: Problem) -> Traffic:

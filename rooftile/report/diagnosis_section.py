@@ -14,20 +14,23 @@ from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.units import count, duration, percent, size, times
 from rooftile.report.diagnosis import Diagnosed, Repeats, attention_bytes
 
+# times of one pass differ by as much between two runs
+SAME = 0.15
 
-def section(found: Diagnosed) -> dict[str, Any]:
-    """Returns the section's words and charts."""
+
+def section(found: Diagnosed, ceilings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the section's words and charts. ceilings: those of the page, in place of those of each diagnosis."""
     steps = [
         (f"Training with {name} attention", step) for name, step in (("eager", found.eager), ("Rooftile's", found.rooftile)) if step
     ]
     if found.decode:
         steps.append((f"Decoding {found.batch} answers at once", found.decode))
     eager, ours = found.eager, found.rooftile
-    shown = [repeats_chart(found.repeats)] if found.repeats else []
+    shown = [repeats_chart(found.repeats)] if found.repeats and len(found.repeats.points) >= charts.FEWEST else []
     if eager and ours:
         shown.append(bytes_bars(eager, ours))
     shown += [chart for name, step in steps if step is not found.decode and (chart := _line_of(name, step))]
-    if eager and (roofs := _roofline(eager)):
+    if eager and (roofs := _roofline(eager, ceilings or eager.ceilings)):
         shown.append(roofs)
     return {
         "claim": claim(found),
@@ -66,10 +69,11 @@ def repeats_chart(found: Repeats) -> Chart:
     expected = sorted([(float(r), us) for r, us, _ in points] + corner)
     measured = tuple((float(r), us) for r, _, us in points)
     rung = max((r for r, *_ in points if r <= found.knee / 2), default=points[0][0])
-    title = f"{rung} operations in place of one take {times(dict(measured)[rung] / measured[0][1])} the time"
+    ratio = dict(measured)[rung] / measured[0][1]
+    title = f"{rung} operations in place of one take {'the same time' if ratio < 1 + SAME else f'{times(ratio)} the time'}"
     series = [
         Series(name="measured", kind="ours", points=measured),
-        Series(name="by the ceilings", kind="other", points=tuple(expected)),
+        Series(name="by the ceilings", kind="due", points=tuple(expected)),
     ]
     picture = charts.log_chart(
         series, title=title, y_name="time", write=duration, x_name="repeats", ticks=[float(r) for r, *_ in points]
@@ -114,7 +118,7 @@ def _line_of(name: str, found: Diagnosis) -> Chart | None:
     return chart and chart._replace(title=f"{name}: {chart.title}")
 
 
-def _roofline(found: Diagnosis) -> Chart | None:
+def _roofline(found: Diagnosis, ceilings: dict[str, Any]) -> Chart | None:
     names = [f"{PHASES.get(op.phase, '')}{op.op.split('::')[-1]}" for op in found.ops]
-    chart = roofline(found.ceilings, found.step, found.ops, (), names, any(op.kernels for op in found.ops))
+    chart = roofline(ceilings, found.step, found.ops, (), names, any(op.kernels for op in found.ops), raised=False)
     return chart and chart._replace(title="The training step with eager attention, under this machine's roofs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rooftile.hardware import ceilings, load
 from rooftile.report import (
     approximate,
     comparison,
@@ -20,6 +21,7 @@ from rooftile.report import (
     formats,
     machine,
     precision,
+    probe,
     recall,
     serving,
     tiles,
@@ -29,6 +31,7 @@ from rooftile.report import (
 from rooftile.report.plan import Plan
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
+from rooftile.report.spread import usual
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +54,23 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
     failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
     seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # ... and this process's own time in it
+    others: dict[str, float] = field(default_factory=dict)  # cores that other programs kept busy during each, where known
+    before: probe.Probe | None = None
+
+    @property
+    def spread(self) -> float:
+        """The usual spread of the run's times, as in `rooftile.report.spread`."""
+        found = self.comparison.spreads if self.comparison else []
+        for one in self.tiling.maps if self.tiling else ():
+            found += [one.forward_spread, one.sdpa_spread]
+        return usual(found)
+
+    @property
+    def busy(self) -> float | None:
+        """Cores that other programs kept busy over the whole run; None where that is unknown."""
+        wall = sum(self.seconds[name] for name in self.others)
+        return sum(cores * self.seconds[name] for name, cores in self.others.items()) / wall if wall else None
 
     def json(self) -> dict[str, Any]:
         """Returns the raw numbers as plain values."""
@@ -71,6 +91,9 @@ class Report:
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "others": self.others,
+            "before": self.before and asdict(self.before),
         }
 
 
@@ -86,9 +109,23 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
 
     # see `serving.one_thread`: beside other programs, threads that wait for each other would be measured
     with serving.one_thread() if plan.device == "cpu" else nullcontext():
+        report.before = probe.probe(plan.device == "cuda")
+        progress.expect(report.before)
         _run_all(report, plan, device, progress)
+        if report.machine is not None:
+            _settle(report, report.machine, device)
     progress.clear()
     return report
+
+
+def _settle(report: Report, found: machine.Machine, device: str) -> None:
+    """Puts the highest ceilings that the run has seen under everything that is drawn beneath them."""
+    report.machine, final = machine.settled(found, ceilings.measure(device))
+    if report.weights is not None:
+        lines = weights.rooflines(report.plan, final, report.weights.size)
+        report.weights = replace(report.weights, rooflines=lines)
+    if report.formats is not None:
+        report.formats = replace(report.formats, planned=replace(report.formats.planned, ceilings=final.json()))
 
 
 def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> None:
@@ -96,13 +133,17 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
 
     def attempt(name: str, experiment: Callable[[], Any]) -> None:
         # the only place that catches any exception: a page that names the failure is better than no page
-        began = time.perf_counter()
+        began, own, meter = time.perf_counter(), time.process_time(), load.Meter()
         try:
             setattr(report, name, experiment())
         except Exception as error:
             text = " ".join(str(error).split()) or "no message"
             report.failures[name] = f"{type(error).__name__}: {text[:600]}"
         report.seconds[name] = round(time.perf_counter() - began, 2)
+        report.cpu_seconds[name] = round(time.process_time() - own, 2)
+        if (others := meter.others()) is not None:
+            report.others[name] = others
+        progress.done(name, report.seconds[name])
 
     def step(name: str) -> Callable[[float, str], None]:
         return lambda done, doing: progress.show(name, done, doing)

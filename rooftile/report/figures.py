@@ -22,11 +22,14 @@ from rooftile.report.training import Training
 KINDS = {OURS: "ours", SDPA: "other", STANDARD: "standard"}
 
 
-def length_chart(comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str]) -> Chart:
+def length_chart(comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str]) -> Chart | None:
+    """Draws a quantity over the length; None if no side has enough lengths."""
     series = [
         Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what))
         for side in comparison.sides
     ]
+    if not charts.enough(series):
+        return None
     lengths = sorted({reading.N for reading in comparison.readings})
     rows = []
     for length in lengths:
@@ -45,7 +48,7 @@ def traffic_chart(comparison: Comparison) -> Chart:
     lines = (
         ("Rooftile", "ours", "compulsory"),
         ("standard", "standard", "standard"),
-        ("no cache", "other", "tiled"),
+        ("no cache", "due", "tiled"),
     )
     series = [
         Series(
@@ -119,7 +122,7 @@ def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
     kinds = {"native": "plain", PLAINEST: "standard", "fp8": "ours", "int8": "ours"}
     names = {"native": f"{bits.dtype}, for comparison"}
     rows = [
-        (names.get(loss.recipe, loss.recipe), kinds.get(loss.recipe, "other"), loss.rmse, power(loss.rmse)) for loss in found
+        (names.get(loss.recipe, loss.recipe), kinds.get(loss.recipe, "soft"), loss.rmse, power(loss.rmse)) for loss in found
     ]  # fmt: skip
     table = Table(
         ["recipe", "RMSE", "better", "largest error", "1 − cosine", "largest error of lse", "forward"],
@@ -131,7 +134,7 @@ def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
             for loss in found
         ],
     )  # fmt: skip
-    return Chart(title, safe(charts.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better.", table)
+    return Chart(title, safe(charts.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better. Blue: what precision=\"fp8\" and \"int8\" choose.", table)
 
 
 def step_charts(training: Training) -> list[Chart]:

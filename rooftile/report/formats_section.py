@@ -57,10 +57,11 @@ def claim(found: Formats) -> str:
     """Returns the section's title, from the losses of the format that is drawn."""
     one = next(cost for cost in found.costs if cost.format == found.pictured)
     by_rounding, by_training = one.rounded - found.continued, one.trained - found.continued
-    if by_rounding <= 0:
+    # single trainings differ by so much
+    if by_rounding <= LITTLE:
         return f"Rounding to {one.format} costs this Llama nothing that shows"
-    if by_training >= by_rounding:
-        return f"Training for {one.format} wins nothing back here: rounding costs {by_rounding:+.4f} nats per byte"
+    if by_rounding - by_training <= LITTLE:
+        return f"Training for {one.format} wins nothing back that shows: rounding costs {by_rounding:+.4f} nats per byte"
     share = min((by_rounding - by_training) / by_rounding, 1.0)
     return f"Training for {one.format} wins back {percent(share)} of the {by_rounding:.4f} nats per byte that rounding costs"
 
@@ -94,7 +95,7 @@ def _frontier(found: Formats, title: str) -> str:
     parts.append(text(WIDTH - RIGHT, HEIGHT - 6, f"bytes of the model ({size(found.nbytes)} in full precision)", "axis", "end"))
     for one in found.costs:
         ends = [(x.place(one.nbytes), y.place(value)) for value in above[one.format]]
-        parts.append(f'<polyline class="line thin other dashed" points="{path(ends)}"/>')
+        parts.append(f'<polyline class="line thin due dashed" points="{path(ends)}"/>')
         for kind, how, place, value in zip(("standard", "ours"), ("rounded", "trained"), ends, above[one.format], strict=True):
             parts.append(marker(kind, place, f"{one.format}, {how}: {value:+.4f} nats per byte, {size(one.nbytes)}"))
     parts += _names(found.costs, above, x, y)

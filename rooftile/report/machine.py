@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +25,7 @@ class Roof:
     measured: float
     datasheet: float | None
     unit: str
+    others: float | None = None  # cores that other programs kept busy while it was measured; None where that is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Machine:
     problem: str  # the spec of the verdicts
     chosen: str
     verdicts: dict[str, tuple[str, ...]]
+    ceilings: dict[str, Any] = field(default_factory=dict)  # all of them, as `Ceilings.json` has them
 
 
 def survey(plan: Plan, device: str) -> Machine:
@@ -55,7 +57,15 @@ def survey(plan: Plan, device: str) -> Machine:
         problem=str(spec),
         chosen=str(dispatch.select(spec).NAME),
         verdicts=verdicts,
+        ceilings=measured.json(),
     )
+
+
+def settled(found: Machine, known: ceilings.Ceilings) -> tuple[Machine, ceilings.Ceilings]:
+    """Returns the machine with the highest ceilings that the run has seen, so that the page has one speed of each kind."""
+    final = ceilings.higher(ceilings.Ceilings(**found.ceilings), known)
+    chip = chip_named(found.device["name"]) if found.device["type"] == "cuda" else None
+    return replace(found, roofs=tuple(_roofs(final, chip)), measured_on=final.date, ceilings=final.json()), final
 
 
 def _training_case(plan: Plan) -> Case:
@@ -64,10 +74,14 @@ def _training_case(plan: Plan) -> Case:
 
 
 def _roofs(measured: ceilings.Ceilings, chip: Chip | None) -> list[Roof]:
-    roofs = [Roof(what="copy", measured=measured.copy_gbs, datasheet=chip and chip.bandwidth_gbs, unit="GB/s")]
+    busy = measured.busy_cores
+    copy = {"measured": measured.copy_gbs, "datasheet": chip and chip.bandwidth_gbs, "others": busy.get("copy_gbs")}
+    roofs = [Roof(what="copies in memory", unit="GB/s", **copy)]  # type: ignore[arg-type]
     for dtype, tflops in measured.matmul_tflops.items():
         sheet = getattr(chip, f"{dtype}_tflops", None)
-        roofs.append(Roof(what=f"{dtype} product", measured=tflops, datasheet=sheet, unit="TFLOP/s"))
+        roofs.append(
+            Roof(what=f"{dtype} product", measured=tflops, datasheet=sheet, unit="TFLOP/s", others=busy.get(f"{dtype} product"))
+        )
     return roofs
 
 

@@ -11,19 +11,20 @@ from typing import Any
 
 from rooftile.drawing import page
 from rooftile.drawing.page import Table, json_element, safe
-from rooftile.drawing.units import duration, number, percent, power, size, times
+from rooftile.drawing.units import duration, percent, power, size, times
 from rooftile.report import (
     approximate_section,
     claims,
     diagnosis_section,
     figures,
     formats_section,
+    machine_section,
     recall_section,
+    top,
     weights_section,
 )
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
-from rooftile.report.machine import Machine
 from rooftile.report.mask_tiles import mask_tiles
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Serving
@@ -46,44 +47,27 @@ def render(report: Report) -> str:
         },
         device_name=report.machine.device["name"] if report.machine else report.plan.device,
         headline=claims.headline(report.tiling) if report.tiling else "Exact attention, measured on this machine",
-        tiles_of_numbers=_numbers(report),
+        tiles_of_numbers=top.numbers(report),
+        load=top.load_words(report),
+        contents=top.CONTENTS,
         comparison=report.comparison and _comparison(report.comparison),
         why=_why(report),
         masks=report.tiling and _masks(report.tiling),
         precision=report.precision and _precision(report.precision),
-        approximate=report.approximate and approximate_section.section(report.approximate),
+        approximate=report.approximate and approximate_section.section(report.approximate, report.spread),
         model=report.training and _model(report.training, report),
         on_cpu=report.plan.device == "cpu",
         serving=report.serving and _serving(report.serving),
         weights=report.weights and weights_section.section(report.weights),
         formats=report.formats and formats_section.section(report.formats),
-        diagnosis=report.diagnosis and diagnosis_section.section(report.diagnosis),
+        diagnosis=report.diagnosis
+        and diagnosis_section.section(report.diagnosis, report.machine.ceilings if report.machine else None),
         recall=report.recall and recall_section.section(report.recall),
-        machine=report.machine and _machine(report.machine),
+        machine=report.machine and machine_section.section(report.machine),
         not_shown=_not_shown(report),
         environment=_environment(report),
         numbers=json_element(report.json()),
     )
-
-
-def _numbers(report: Report) -> list[dict[str, str]]:
-    """Returns the four numbers at the top."""
-    shown = []
-    if report.tiling:
-        window = report.tiling.window
-        shown.append({"big": percent(window.saved), "small": f"of the scores skipped under {window.mask}"})
-        big, small = claims.split(
-            claims.against(window.forward_us, window.sdpa_us, "faster than SDPA", "slower than SDPA", "as fast as SDPA")
-        )
-        shown.append({"big": big, "small": f"{small} under that window, forward"})
-    if report.serving:
-        reserved, paged = report.serving.contiguous, report.serving.paged
-        big, small = claims.split(claims.held(report.serving))
-        shown.append({"big": big, "small": f"{small} in the same memory: {number(paged.running)} from pages, {number(reserved.running)} reserved"})
-    if report.training:
-        ends = [f"{claims.learning(run)[1]:.2f}" for run in report.training.runs]
-        shown.append({"big": ends[1], "small": f"nats per byte after training a Llama with Rooftile; {ends[0]} with SDPA, from the same seed"})
-    return shown
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
@@ -95,6 +79,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ("forward_error", claims.error_claim, "relative error", power),
         ("backward_error", claims.error_claim, "relative error", power),
     )
+    drawn = [figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts]
     precision = {"fp32": "single", "bf16": "bfloat16", "fp16": "half"}[comparison.dtype]
     return {
         "setup": (
@@ -107,9 +92,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ),
         "reach": claims.scaling_claim(comparison) + ".",
         "stops": [f"{claims.NAMES[side][0].upper()}{claims.NAMES[side][1:]}: {reason}." for side, reason in comparison.stopped.items()],
-        "charts": [
-            figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts
-        ],
+        "charts": [chart for chart in drawn if chart is not None],
+        # what has too few lengths for a line is said in words
+        "claims": [claim(comparison, what) for (what, claim, *_), chart in zip(charts, drawn, strict=True) if chart is None],
         "method": (
             f"Times are medians of calls taken in turns, after a check against the definition. Memory is measured ({comparison.peak_kind}), "
             "beyond the inputs. Errors are |x − exact| / |exact| against fp64, on sampled rows and heads; the "
@@ -240,36 +225,6 @@ def _serving(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _machine(machine: Machine) -> dict[str, Any]:
-    device = machine.device
-    able = [name for name, reasons in machine.verdicts.items() if not reasons]
-    backends = []
-    for name, reasons in machine.verdicts.items():
-        words = "does not run here: " + "; ".join(reasons) if reasons else "runs"
-        backends.append((name, "runs, and is chosen" if name == machine.chosen else words))
-    unit = "cores" if device["type"] == "cpu" else "multiprocessors"
-    return {
-        "claim": f"It copies {number(machine.roofs[0].measured)} GB/s and multiplies {_best(machine)}",
-        "has_sheet": bool(machine.datasheet),
-        "roofs": [
-            (f"{roof.what}, {roof.unit}", number(roof.measured), number(roof.datasheet) if roof.datasheet else "")
-            for roof in machine.roofs
-        ],
-        "roofs_note": (
-            f"{device['name']}, {device['cores']} {unit}, {size(device['memory_bytes'])} of memory. "
-            f"Measured {machine.measured_on[:10]} on random data." + f" Right column: {machine.datasheet}." * bool(machine.datasheet)
-        ),
-        "backends_claim": f"{len(able)} of {len(machine.verdicts)} backends run a causal training step here",
-        "backends": backends,
-        "problem": machine.problem,
-    }  # fmt: skip
-
-
-def _best(machine: Machine) -> str:
-    best = max(machine.roofs[1:], key=lambda roof: roof.measured)
-    return f"{number(best.measured)} {best.unit} in {best.what.split()[0]}"
-
-
 def _not_shown(report: Report) -> str:
     sentences = [
         "One machine, one run, one shape: other head dims, batches and machines give other numbers.",
@@ -285,13 +240,13 @@ def _not_shown(report: Report) -> str:
         )
     if report.plan.device == "cpu":
         sentences.append("Nothing here ran on a GPU, and everything ran on one CPU core.")
-    sentences.append("The times include the load of other programs that ran at the same time.")
+    sentences.append("The times include the load of other programs, which the top of the page states.")
     return " ".join(sentences)
 
 
 def _environment(report: Report) -> str:
     device = report.machine.device if report.machine else {}
-    words = [f"Rooftile {report.reproduction['rooftile']}", f"commit {report.reproduction['commit']}"]
+    words = [f"Rooftile {report.reproduction['rooftile']}"]
     words += [f"commit {report.reproduction['commit']}"] * bool(report.reproduction["commit"])
     for name in ("torch", "triton", "python"):
         if device.get(name):
@@ -299,5 +254,6 @@ def _environment(report: Report) -> str:
     if device:
         driver = "driver" if device["type"] == "cuda" else "kernel"
         words.append(f"{device['name']} ({driver} {device['driver']})")
-    taken = sum(report.seconds.values())
-    return f"{', '.join(words)}. {report.reproduction['date']}. The experiments took {taken:,.0f} s."
+    taken, own = sum(report.seconds.values()), sum(report.cpu_seconds.values())
+    of_it = f", of which this process computed for {own:,.0f} s" if own else ""
+    return f"{', '.join(words)}. {report.reproduction['date']}. The experiments took {taken:,.0f} s{of_it}."

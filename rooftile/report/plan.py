@@ -130,8 +130,8 @@ CPU = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
-        "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
-        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 60, "recall": 35,
+        "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13,
+        "training": 70, "serving": 7, "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24,
     },
 )
 
@@ -141,7 +141,7 @@ CPU_QUICK = Plan(
     batch=1,
     heads=2,
     dim=32,
-    lengths=(256, 512),
+    lengths=(128, 256, 512),
     memory_limit=GIB // 4,
     patience=2.0,
     rounds=2,
@@ -162,7 +162,7 @@ CPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
+    diagnosis=DiagnosisPlan(rungs=(1, 2, 4), nbytes=1 << 16, batch=2, context=32, budget=0.2),
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
         "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4,
@@ -212,7 +212,7 @@ GPU_QUICK = Plan(
     batch=1,
     heads=4,
     dim=64,
-    lengths=(256, 1024),
+    lengths=(256, 512, 1024),
     memory_limit=2 * GIB,
     patience=2.0,
     rounds=3,
@@ -233,7 +233,7 @@ GPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
+    diagnosis=DiagnosisPlan(rungs=(1, 2, 4), nbytes=1 << 16, batch=2, context=32, budget=0.2),
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
         "machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "approximate": 8,

@@ -17,7 +17,7 @@ from rooftile.report.planned import ROWS, Planned, Product
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 310, 54, 14, 28, 40
 # lines of the choices below the roofline, and where the columns of the numbers of rows begin
 LINE, COLUMNS = 19.0, (86, 192, 298)
-KINDS = dict(zip(ROWS, ("ours", "standard", "other"), strict=True))
+KINDS = dict(zip(ROWS, ("third", "rose", "gold"), strict=True))
 # roofs nearer to each other than this are one line
 SAME = 1.05
 

@@ -24,6 +24,7 @@ import torch
 from rooftile.bench.workloads import Ask
 from rooftile.report.block_tables import BLOCK, Frame, Recorder, Samples
 from rooftile.report.plan import ServingPlan
+from rooftile.report.spread import spread_of
 from rooftile.report.training import corpus, quiet
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
@@ -47,6 +48,7 @@ class Served:
     seconds: float
     output_tokens: int
     preemptions: int  # requests that lost their blocks and were recomputed
+    pace_spread: float = 0.0  # how far the turns lie apart, as in `rooftile.report.spread`
 
     @property
     def steps(self) -> int:
@@ -76,7 +78,7 @@ class Served:
         return {
             "allocator": self.allocator, "steps": self.steps, "seconds": self.seconds, "output_tokens": self.output_tokens,
             "tokens_s": self.tokens_s, "waste": self.waste, "saved": self.saved, "running": self.running,
-            "preemptions": self.preemptions,
+            "preemptions": self.preemptions, "pace_spread": self.pace_spread,
         }  # fmt: skip
 
 
@@ -192,6 +194,7 @@ class Side:
         self._outputs: dict[int, RequestOutput] = {}
         self._asked = len(asks)
         self._seconds = 0.0
+        self._turns_s: list[float] = []
 
     @property
     def done(self) -> float:
@@ -215,7 +218,8 @@ class Side:
         if self._device.type == "cuda":
             # a step in flight would count towards the other's time
             torch.cuda.synchronize(self._device)
-        self._seconds += time.perf_counter() - began
+        self._turns_s.append(time.perf_counter() - began)
+        self._seconds += self._turns_s[-1]
 
     def served(self) -> Served:
         """Returns the measurements."""
@@ -227,6 +231,7 @@ class Side:
             seconds=self._seconds,
             output_tokens=sum(len(one.token_ids) for output in self.outputs for one in output.outputs),
             preemptions=self._engine.scheduler.preemptions - self._preempted,
+            pace_spread=spread_of(self._turns_s),
         )
 
 

@@ -19,6 +19,7 @@ from rooftile.hardware.arch import arch
 from rooftile.hardware.clock import clock_for
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.report.plan import Plan
+from rooftile.report.spread import spread_of
 
 
 class Visit(NamedTuple):
@@ -42,6 +43,8 @@ class TileMap:
     visible_pairs: int
     forward_us: float
     sdpa_us: float  # PyTorch's SDPA under the same mask, as a boolean matrix where it has no word for it
+    forward_spread: float = 0.0  # as in `rooftile.report.spread`
+    sdpa_spread: float = 0.0
 
     @property
     def masked(self) -> int:
@@ -62,6 +65,7 @@ class TileMap:
         return {
             "mask": self.mask, "N": self.N, "computed": len(self.visits), "masked": self.masked, "skipped": self.skipped,
             "saved": self.saved, "visible_pairs": self.visible_pairs, "forward_us": self.forward_us, "sdpa_us": self.sdpa_us,
+            "forward_spread": self.forward_spread, "sdpa_spread": self.sdpa_spread,
         }  # fmt: skip
 
 
@@ -132,8 +136,10 @@ def tile_masks(plan: Plan, device: str, on_step: Callable[[float, str], None]) -
             visits=visits,
             full_visits=len(walks[FULL]),
             visible_pairs=masks.pairs(mask, N, N),
-            forward_us=times[mask][0],
-            sdpa_us=times[mask][1],
+            forward_us=median(times[mask][0]),
+            sdpa_us=median(times[mask][1]),
+            forward_spread=spread_of(times[mask][0]),
+            sdpa_spread=spread_of(times[mask][1]),
         )
         for mask, visits in walks.items()
     ]
@@ -184,8 +190,8 @@ def _case(plan: Plan, mask: Mask) -> Case:
 
 def _forward_us(
     plan: Plan, backend: str, device: str, on_step: Callable[[float, str], None]
-) -> dict[Mask, tuple[float, float]]:
-    """Measures the median time of a forward under each example, Rooftile's and SDPA's, in turns."""
+) -> dict[Mask, tuple[list[float], list[float]]]:
+    """Measures the times of a forward under each example, Rooftile's and SDPA's, in turns."""
     masks_here = examples(plan.tile_length)
     inputs = _case(plan, FULL).inputs(device)
     clock = clock_for(torch.device(device))
@@ -201,7 +207,7 @@ def _forward_us(
                 samples = clock.samples(work)
                 # the first turn has cold caches, or compiles
                 found += samples if turn else []
-    return {mask: (median(ours), median(theirs)) for mask, (ours, theirs) in taken.items()}
+    return taken
 
 
 def _sdpa(tensors: Sequence[Tensor], mask: Mask) -> Callable[[], Tensor]:

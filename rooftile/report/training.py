@@ -23,6 +23,7 @@ from rooftile.bench.learning.english import BYTES
 from rooftile.bench.learning.english import corpus as corpus
 from rooftile.hardware.clock import clock_for
 from rooftile.report.plan import ModelPlan
+from rooftile.report.spread import spread_of
 from rooftile.spec import DTYPES
 
 # the first steps warm up, and one of them measures memory
@@ -38,6 +39,7 @@ class Run:
     losses: tuple[float, ...]  # nats per byte, one per step
     step_ms: float  # the median step
     peak_bytes: int  # during one step, beyond the memory in use before it
+    step_spread: float = 0.0  # as in `rooftile.report.spread`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +182,7 @@ class Student:
             losses=losses,
             step_ms=statistics.median(self.taken_ms),
             peak_bytes=self.peak_bytes,
+            step_spread=spread_of(self.taken_ms),
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from rooftile.bench.learning.english import English
 from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, tokens_per_second
 from rooftile.hardware import ceilings
+from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.clock import clock_for, medians
 from rooftile.matmul import QuantisedWeight, quantise_weight
 from rooftile.ops.linear import linear
@@ -83,14 +84,14 @@ def measure(plan: Plan, folder: Path, device: str, step: Callable[[float, str], 
             speeds[plan.dtype if word == "auto" else word] = tokens_per_second(folder, word, device)
     step(0.95, "products with its weights")
     return Weights(
-        weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, device, size),
+        weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, ceilings.measure(device), size),
         reached=tuple(reached(plan, device, size)),
     )  # fmt: skip
 
 
-def rooflines(plan: Plan, device: str, size: tuple[int, int], rows: Sequence[int] = ROWS) -> tuple[Roofline, ...]:
+def rooflines(plan: Plan, measured: Ceilings, size: tuple[int, int], rows: Sequence[int] = ROWS) -> tuple[Roofline, ...]:
     """The roofline of a product over its rows: in the model's dtype, with 8 bits, and with 4 bits in the weights."""
-    rates = ceilings.measure(device).rates(plan.dtype)
+    rates = measured.rates(plan.dtype)
     element, (N, K) = DTYPES[plan.dtype].itemsize, size
     # a GPU multiplies 8 bits twice as fast; 4 bits are multiplied in the model's dtype
     faster = 2.0 if plan.device == "cuda" else 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rooftile.bench.weighing import Weighed
 from rooftile.drawing.charts import Series, bars, log_chart
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.units import size
@@ -16,7 +17,7 @@ LITTLE = 0.01
 def section(found: Weights) -> dict[str, Any]:
     """Returns the section's words, charts and table."""
     plain, *others = found.weighed
-    rows = [(one.format, "standard" if one is plain else "ours", float(one.nbytes), size(one.nbytes)) for one in found.weighed]
+    rows = [(one.format, "other" if one is plain else "ours", float(one.nbytes), size(one.nbytes)) for one in found.weighed]
     lost = [(one.format, "ours", max(one.nats - plain.nats, 0.0), f"{one.nats - plain.nats:+.4f}") for one in others]
     title, above = "Bytes of the projections", f"Nats per byte above {plain.format}"
     charts = [Chart(title, safe(bars(rows, title=title))), Chart(above, safe(bars(lost, title=above)))]
@@ -41,17 +42,21 @@ def section(found: Weights) -> dict[str, Any]:
 
 def claim(found: Weights) -> str:
     """Returns the section's title: the smallest format that loses next to nothing."""
-    plain, *others = found.weighed
-    fine = [one for one in others if one.nats - plain.nats <= LITTLE]
-    if not fine:
+    plain, best = found.weighed[0], smallest(found)
+    if best is None:
         return f"Every format of few bits costs this Llama more than {LITTLE} nats per byte"
-    best = min(fine, key=lambda one: one.nbytes)
-    return f"In {best.format} the Llama's projections are {plain.nbytes / best.nbytes:.1f}x smaller, at {best.nats - plain.nats:+.4f} nats per byte"
+    return f"In {best.format} the Llama's projections are {plain.nbytes / best.nbytes:.1f}× smaller, at {best.nats - plain.nats:+.4f} nats per byte"
+
+
+def smallest(found: Weights) -> Weighed | None:
+    """Returns the smallest format that loses next to nothing; None if every format loses more."""
+    plain, *others = found.weighed
+    return min((one for one in others if one.nats - plain.nats <= LITTLE), key=lambda one: one.nbytes, default=None)
 
 
 def _rooflines(found: Weights) -> Chart:
     N, K = found.size
-    kinds = ("standard", "ours", "other")
+    kinds = ("other", "ours", "third")
     series = [
         Series(name=line.name, kind=kind, points=tuple((float(M), rate) for M, rate in line.points))
         for line, kind in zip(found.rooflines, kinds, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from rooftile import shown
 from rooftile.serve.request import Answer, FinishReason, Logprob, Request, Top
 from rooftile.serve.text.growing import TextSnapshot
 
@@ -81,6 +82,13 @@ class CompletionOutput(_Lazy):
     stop_reason: int | str | None = None
     score: float | None = None
 
+    def __repr__(self) -> str:
+        said = f", {self.finish_reason}" if self.finish_reason else ", still growing"
+        return f"CompletionOutput({self.index}: {shown.short(self.text)}, {shown.counted(len(self.token_ids), 'token')}{said})"
+
+    def _repr_html_(self) -> str:
+        return shown.card(shown.table(_HEAD, [_cells(self)], words=_WORDS))
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -95,6 +103,32 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int | None = None
     """How many tokens of the prompt the prefix cache had; None if the request has not run yet."""
+
+    def __repr__(self) -> str:
+        asked = shown.short(self.prompt) if self.prompt is not None else shown.counted(len(self.prompt_token_ids), "token")
+        answers = [f"{shown.short(one.text)} ({one.finish_reason or 'still growing'})" for one in self.outputs[:2]]
+        answers += [f"{len(self.outputs) - 2:,} more"] * (len(self.outputs) > 2)
+        said = shown.short(self.error, 2 * shown.LETTERS) if self.error else ", ".join(answers) or "no answer yet"
+        return f"RequestOutput({self.request_id}: {asked} -> {said})"
+
+    def _repr_html_(self) -> str:
+        """Shows the whole prompt, and the whole text of each answer."""
+        prompt = f"{self.prompt_token_ids}" if self.prompt is None else self.prompt
+        cached = f", {self.num_cached_tokens:,} of them cached" if self.num_cached_tokens else ""
+        above = shown.sentence(f"prompt, {shown.counted(len(self.prompt_token_ids), 'token')}{cached}")
+        if self.error:
+            return shown.card(above, shown.preformatted(prompt), shown.sentence(f"error: {self.error}"))
+        return shown.card(above, shown.preformatted(prompt), shown.table(_HEAD, map(_cells, self.outputs), words=_WORDS))
+
+
+# the columns of answers in a notebook, and those that hold words
+_HEAD, _WORDS = ("answer", "text", "tokens", "ended by"), (1, 3)
+
+
+def _cells(one: CompletionOutput) -> tuple[object, ...]:
+    ended = one.finish_reason or "still growing"
+    stop = "" if one.stop_reason is None else f": {one.stop_reason!r}"
+    return one.index, one.text if one.text else f"{one.token_ids}", f"{len(one.token_ids):,}", f"{ended}{stop}"
 
 
 def output_of(request: Request, prompt: str | None = None) -> RequestOutput:

@@ -239,7 +239,7 @@ def test_the_waterfall_is_to_scale_and_has_both_savings() -> None:
     tried = replace(found, remedies=(replace(found.remedies[0], measured_us=44000.0), *found.remedies[1:]))
     chart = waterfall(tried.step, tried.remedies)
     whole, after = widths(chart, "soft")
-    assert widths(chart, "other") == [pytest.approx(whole * 44000 / 53700, abs=0.2)]
+    assert widths(chart, "ours") == [pytest.approx(whole * 44000 / 53700, abs=0.2)]
     assert widths(chart, "predicted")[0] == pytest.approx(whole * tried.remedies[0].predicted_us / 53700, abs=0.2)
     assert after == pytest.approx(whole * (53700 - 44000 - tried.remedies[1].predicted_us) / 53700, abs=0.3)
     slower = waterfall(tried.step, [replace(tried.remedies[0], measured_us=-1e9)])

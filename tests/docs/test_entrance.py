@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 
-from tests.docs.pages import ROOT, fences, program, run_script
+from tests.docs.pages import PAGES, ROOT, fences, program, run_script
 
 README = ROOT / "README.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -23,7 +24,7 @@ def published() -> str:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 140
 
 
 def test_the_readme_shows_what_its_example_prints(tmp_path) -> None:
@@ -46,9 +47,43 @@ def test_published_links_are_absolute_and_lead_to_files() -> None:
 
 def test_the_repository_has_one_address() -> None:
     urls = PROJECT["project"]["urls"]
-    clone = re.findall(r"https://github\.com/[\w/-]+/rooftile\b", published())
-    assert set(clone) == {urls["Source"]}
+    linked = re.findall(r"https://github\.com/[\w/-]+/rooftile\b", published())
+    assert set(linked) == {urls["Source"]}
     assert all(url.startswith((urls["Source"], "https://OWNER.github.io/rooftile/")) for url in urls.values())
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yields the page and each line of its shell fences."""
+    for page in PAGES:
+        for _, code in fences(page, "sh"):
+            yield from ((str(page.relative_to(ROOT)), line) for line in code.splitlines())
+
+
+def test_a_command_has_no_placeholder() -> None:
+    found = [f"{page}: {line}" for page, line in commands() if re.search(r"OWNER|<[a-z]+>|\bVERSION\b", line)]
+    assert found == []
+    assert any("pip install ." in line for page, line in commands() if page == "README.md")
+
+
+def test_commands_name_the_wheel_and_the_extras_that_there_are() -> None:
+    """The wheel is pure Python, so its name follows from the version; a wheel is built where `make wheel` says."""
+    name, version = PROJECT["project"]["name"], PROJECT["project"]["version"]
+    wheels = {wheel for _, line in commands() for wheel in re.findall(r"[\w/.-]*\.whl", line)}
+    assert wheels == {f"dist/{name}-{version}-py3-none-any.whl"}
+    assert "--wheel-dir dist" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = {extra for _, line in commands() for extra in re.findall(r"pip install \S*\[(\w+)\]", line)}
+    assert extras
+    assert extras <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_the_first_pages_say_how_to_install_and_what_all_of_it_is_for() -> None:
+    for page in (README, ROOT / "docs" / "index.md"):
+        text = page.read_text(encoding="utf-8")
+        first = " ".join(text.split("-->")[1].split("<!--")[0].split())
+        assert first.count(". ") == 0, "one sentence"
+        for word in ("attention", "bounds a program", "formats", "serving", "H200"):
+            assert word in first
+        assert "pip install ." in text
 
 
 def test_nobody_is_told_to_install_a_name_that_is_not_registered() -> None:

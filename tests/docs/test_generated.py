@@ -23,6 +23,7 @@ TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTAL
         ("write_reference.py", "docs/reference/api.md"),
         ("write_operators.py", "docs/reference/operators.md"),
         ("write_transformers_models.py", "docs/reference/transformers-models.md"),
+        ("write_entrance.py", "README.md"),
     ],
 )
 def test_running_the_script_changes_nothing(script, page):

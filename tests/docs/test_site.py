@@ -34,6 +34,30 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert CONFIG["strict"] is True
 
 
+# links of a column that a reader can take in at a glance
+MOST_LINKS = 14
+
+
+def test_a_column_of_links_fits_on_a_screen() -> None:
+    """A section is a tab, so its pages are the left column; the right one has the headings of a page."""
+    assert "navigation.tabs" in CONFIG["theme"]["features"]
+    for section in CONFIG["nav"]:
+        ((title, pages),) = section.items()
+        assert 1 < len(pages) <= MOST_LINKS, title
+    (toc,) = [one["toc"] for one in CONFIG["markdown_extensions"] if isinstance(one, dict) and "toc" in one]
+    deepest = toc["toc_depth"]
+    for name in PAGES:
+        text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        found = [line for line in text.splitlines() if re.match(rf"#{{2,{deepest}}} ", line)]
+        assert len(found) <= MOST_LINKS, f"{name}: {found}"
+
+
+def test_code_wraps_where_a_column_is_narrower_than_its_lines() -> None:
+    (sheet,) = CONFIG["extra_css"]
+    (rule,) = re.findall(r"pre > code \{([^}]*)\}", (ROOT / "docs" / sheet).read_text(encoding="utf-8"))
+    assert "white-space: pre-wrap" in rule
+
+
 def anchors(text: str) -> set[str]:
     """Returns the anchors of a page's headings, as GitHub and mkdocs make them."""
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}

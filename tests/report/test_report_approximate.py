@@ -115,3 +115,18 @@ def test_the_experiment_measures_every_method_and_says_each_step() -> None:
     assert made.loss_of("exact").recall == 1
     assert all(0 <= done <= 1 for done, _ in said)
     assert [done for done, _ in said] == sorted(done for done, _ in said)
+
+
+def test_a_method_that_is_faster_within_the_spread_is_not_called_faster() -> None:
+    close = Found((Point(256, 4e3, 1e3), Point(512, 4e3, 3.9e3), Point(1024, 7e3, 8e3)), 700.0, "the limit")
+    assert approximate_section.claim(found(linear=close)).startswith("1 of 1 approximate methods become faster")
+    assert approximate_section.title("linear", close, 0.01).startswith("linear: faster from ")
+    # a time lies within 10 % of its median as often as not
+    assert approximate_section.claim(found(linear=close), 0.1).startswith("Up to 1,024 tokens, no approximate method is faster")
+    assert approximate_section.title("linear", close, 0.1) == "linear: as fast at 1,024 tokens"
+
+
+def test_a_method_with_fewer_than_three_lengths_has_a_sentence_in_place_of_a_chart() -> None:
+    shown = approximate_section.section(found(linear=FASTER, nsa=SLOWER))
+    assert [chart.title for chart in shown["charts"]] == ["linear: faster from 510 tokens, 4.0× at 1,024"]
+    assert shown["short"] == ["nsa: not faster up to 512 tokens, where it takes 3.0× the time."]

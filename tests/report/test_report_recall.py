@@ -23,7 +23,8 @@ def row(case: str, method: str, measures: dict[str, float], **named) -> results.
 
 
 def recalled(method: str, few: float, many: float) -> results.Row:
-    shares = {"pairs_8_recall": few, "pairs_64_recall": many, "distance_4_recall": 0.75, "distance_32_recall": 0.5}
+    pairs = {"pairs_8_recall": few, "pairs_16_recall": few, "pairs_64_recall": many}
+    shares = pairs | {"distance_4_recall": 0.75, "distance_32_recall": 0.5}
     return row("recall", method, {"all_recall": (few + many) / 2, "chance_recall": 0.0625, **shares})
 
 
@@ -39,7 +40,7 @@ def test_rows_become_curves_with_the_exact_one_first() -> None:
     curves = recall.curves_of(ROWS)
     assert [one.method for one in curves.curves] == ["exact", "linear", "reformer"]
     linear = curves.curves[1]
-    assert (linear.by_pairs, linear.by_distance) == ({8: 0.9, 64: 0.2}, {4: 0.75, 32: 0.5})
+    assert (linear.by_pairs, linear.by_distance) == ({8: 0.9, 16: 0.9, 64: 0.2}, {4: 0.75, 32: 0.5})
     assert (linear.loss, curves.frequencies_loss, curves.chance) == (1.789, 3.25, 0.0625)
     assert curves.needles == {"loki-page": {5: 0.5, 15: 0.25}}
     assert curves.failed == ("recall, routing: failed: RuntimeError: no kernel",)
@@ -49,7 +50,12 @@ def test_the_title_names_the_method_that_loses_most_at_the_most_pairs() -> None:
     curves = recall.curves_of(ROWS)
     assert recall_section.claim(curves) == "Of 64 pairs, exact attention recalls 98\xa0%, and Linear attention 20\xa0%"
     alike = replace(curves, curves=(curves.curves[0], replace(curves.curves[0], method="fixed")))
-    assert recall_section.claim(alike).startswith("Of 64 pairs no method recalls fewer than exact attention")
+    assert recall_section.claim(alike).startswith("Of 64 pairs every method recalls about as many as exact attention")
+    # one hundredth less, as Reformer has here, is within what two trainings differ by
+    close = replace(curves, curves=(curves.curves[0], curves.curves[2]))
+    assert recall_section.claim(close) == recall_section.claim(alike)
+    unlearnt = replace(curves, curves=tuple(replace(one, by_pairs=dict.fromkeys(one.by_pairs, 0.08)) for one in curves.curves))
+    assert recall_section.claim(unlearnt) == "In so few steps not even exact attention learns to recall 64 pairs"
     assert recall_section.claim(replace(curves, curves=curves.curves[1:])) == "What a model loses by its attention"
 
 
@@ -63,22 +69,25 @@ def test_each_method_has_a_chart_beside_exact_and_chance_and_every_number_a_cell
     said = picture.texts["title"]
     assert "chance: 6\xa0%" in said
     assert {"Linear attention, 64 pairs: 20\xa0%", "exact attention, 8 pairs: 100\xa0%"} <= set(said)
+    # a curve of two points is left to the table
+    few = replace(curves, curves=tuple(replace(one, by_pairs={8: 0.5, 64: 0.5}) for one in curves.curves))
+    assert recall_section.section(recall.Recall(here=few, committed=None))["parts"][0]["charts"] == []
     assert len(committed["tables"]) == 3
     assert len(here["tables"]) == 2
     table = committed["tables"][0][1]
-    assert table.head == ["", "8 pairs", "64 pairs", "nats per byte", "parameters", "a step"]
-    assert table.rows[1][:5] == ["Linear attention", "90\xa0%", "20\xa0%", "1.789", "1,234"]
-    assert table.rows[-1][:4] == ["chance", "6\xa0%", "6\xa0%", "3.250"]
+    assert table.head == ["", "8 pairs", "16 pairs", "64 pairs", "nats per byte", "parameters", "a step"]
+    assert table.rows[1][:6] == ["Linear attention", "90\xa0%", "90\xa0%", "20\xa0%", "1.789", "1,234"]
+    assert table.rows[-1][:5] == ["chance", "6\xa0%", "6\xa0%", "6\xa0%", "3.250"]
     assert all(len(cells) == len(shown.head) for _, shown in committed["tables"] for cells in shown.rows)
 
 
 def test_a_method_is_higher_in_the_picture_if_it_recalls_more() -> None:
     curves = recall.curves_of(ROWS)
     drawn = recall_section.picture(curves.curves[1], curves.exact, curves.chance, "t")
-    exact, ours = (drawn.split(f'<polyline class="line {kind}" points="')[1].split('"')[0] for kind in ("standard", "ours"))
+    exact, ours = (drawn.split(f'<polyline class="line {kind}" points="')[1].split('"')[0] for kind in ("other", "ours"))
     heights = [[float(point.split(",")[1]) for point in line.split()] for line in (exact, ours)]
-    assert heights[0][1] < heights[1][1]
-    assert heights[1][0] < heights[1][1]
+    assert heights[0][2] < heights[1][2]
+    assert heights[1][0] < heights[1][2]
 
 
 def test_committed_rows_are_read_if_they_are_there(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FOUND = weights.Weights(
 
 
 def test_the_title_names_the_smallest_format_that_loses_next_to_nothing() -> None:
-    assert weights_section.claim(FOUND) == "In int8 the Llama's projections are 4.0x smaller, at +0.0010 nats per byte"
+    assert weights_section.claim(FOUND) == "In int8 the Llama's projections are 4.0× smaller, at +0.0010 nats per byte"
     worse = replace(FOUND, weighed=(FOUND.weighed[0], FOUND.weighed[2]))
     assert weights_section.claim(worse) == "Every format of few bits costs this Llama more than 0.01 nats per byte"
 
@@ -44,10 +44,9 @@ def test_charts_and_a_table_where_there_is_a_gpu() -> None:
     assert table.rows == [["fp32", "1,234"]]
 
 
-def test_rooflines_are_bound_by_bytes_then_by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.ceilings, "measure", lambda device: CEILINGS)
+def test_rooflines_are_bound_by_bytes_then_by_arithmetic() -> None:
     rates = CEILINGS.rates("fp32")
-    plain, eight, four = weights.rooflines(PLAN, "cpu", (512, 256), (1, 100_000))
+    plain, eight, four = weights.rooflines(PLAN, CEILINGS, (512, 256), (1, 100_000))
     for line, of_weight in ((plain, 4.0), (eight, 1.0), (four, 0.5)):
         moved = of_weight * 512 * 256 + 4 * (512 + 256)
         assert line.points[0][1] == pytest.approx(2 * 512 * 256 / moved * rates.bytes_per_s)

@@ -26,7 +26,7 @@ CEILINGS = ceilings.Ceilings(
 def _known_ceilings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "_MEASURED", {})
-    monkeypatch.setattr(ceilings, "_measure", lambda device: CEILINGS)
+    monkeypatch.setattr(ceilings, "_measure", lambda device, say: CEILINGS)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ PACKAGE = Path(rooftile.__file__).parent
 FLOORS = {
     # below all floors: every floor may raise an error, and every package may have late names
     "errors": -1, "late_names": -1,
+    # ... and every floor may have results that show themselves in a notebook
+    "shown": -2, "explanation": -1,
     "dtypes": 0, "hardware": 0, "hopper": 0, "launch": 0, "words": 0,
     "masks": 1, "blocks": 1, "precision": 1, "operators": 1,
     "spec": 2, "numerics": 2, "sparsity": 2,

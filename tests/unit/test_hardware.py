@@ -124,17 +124,17 @@ def test_int8_is_a_ceiling_of_gpus_alone() -> None:
 
 def test_a_machine_that_got_int8_is_measured_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stored ceilings are of a version that did not measure it."""
-    monkeypatch.setattr(ceilings, "_measure", lambda device: MADE)
+    monkeypatch.setattr(ceilings, "_measure", lambda device, say: MADE)
     ceilings.measure("cpu")
     monkeypatch.setattr(rates, "has_int8", lambda device: True)
-    monkeypatch.setattr(ceilings, "_measure", lambda device: replace(MADE, matmul_tflops={"int8": 2.0}))
+    monkeypatch.setattr(ceilings, "_measure", lambda device, say: replace(MADE, matmul_tflops={"int8": 2.0}))
     assert ceilings.measure("cpu").rates("int8").flops_per_s == 2e12
 
 
 def test_ceilings_are_measured_once_and_again_on_refresh(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
 
-    def pretend(device: torch.device) -> ceilings.Ceilings:
+    def pretend(device: torch.device, say: object) -> ceilings.Ceilings:
         nonlocal count
         count += 1
         return replace(MADE, copy_gbs=float(count))
@@ -149,7 +149,7 @@ def test_ceilings_are_measured_once_and_again_on_refresh(empty_cache: Path, monk
     assert ceilings.measure("cpu").copy_gbs == 2.0
     # the higher of two measurements is kept, in the file too
     assert ceilings.measure_again("cpu").copy_gbs == 3.0
-    monkeypatch.setattr(ceilings, "_measure", lambda device: replace(MADE, copy_gbs=2.0))
+    monkeypatch.setattr(ceilings, "_measure", lambda device, say: replace(MADE, copy_gbs=2.0))
     assert ceilings.measure_again("cpu").copy_gbs == 3.0
     ceilings._MEASURED.clear()
     assert ceilings.measure("cpu").copy_gbs == 3.0
@@ -161,7 +161,7 @@ def test_ceilings_that_cannot_be_kept_are_still_measured(monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "_MEASURED", {})
     made = replace(MADE, matmul_tflops={})
-    monkeypatch.setattr(ceilings, "_measure", lambda device: made)
+    monkeypatch.setattr(ceilings, "_measure", lambda device, say: made)
     with pytest.warns(UserWarning, match="could not store"):
         assert ceilings.measure("cpu") == made
 

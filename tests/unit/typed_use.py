@@ -5,6 +5,7 @@ from typing import assert_type
 from torch import Tensor
 
 import rooftile as rt
+from rooftile.explanation import Explanation
 from rooftile.integrations import flash_attn, flash_attn_3
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
@@ -23,7 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cache: PagedKV) -> None:
     assert_type(rt.quantise_qkv(q, k, v), QuantisedQKV)
     assert_type(rt.attention_quantised(rt.quantise_qkv(q, k, v)), Tensor)
     assert_type(rt.merge([rt.attention_with_lse(q, k, v)]), tuple[Tensor, Tensor])
-    assert_type(rt.explain(q, k, v, mask), str)
+    assert_type(rt.explain(q, k, v, mask), Explanation)
     rt.attention(q, k, v, 3)  # type: ignore[arg-type]
     rt.attention(q, k, v, windw=4)  # type: ignore[call-arg]
 

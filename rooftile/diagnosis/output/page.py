@@ -53,7 +53,7 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
     ops = [replace(op, time_us=op.time_us or 0.0, share=op.share or 0.0) for op in ops]
     remedies = [replace(remedy, predicted_us=remedy.predicted_us or 0.0) for remedy in remedies]
     names = [f"{op.module or '(step)'} {PHASES.get(op.phase, '')}{op.op.split('::')[-1]}" for op in ops]
-    rows = [_row(n, op, remedies) for n, op in enumerate(ops)]
+    rows = [row_of(n, op, remedies) for n, op in enumerate(ops)]
     machine, ceilings = values["machine"], values["ceilings"]
     on_gpu = machine.get("type") == "cuda" or any(op.kernels for op in ops)
     return page.render(
@@ -77,7 +77,7 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
         experiment_head=EXPERIMENTS,
         experiments=[_experiments(n, op, names[n]) for n, op in enumerate(ops) if op.experiments],
         waterfall=waterfall(step, remedies),
-        remedies=[_remedy(remedy) for remedy in remedies],
+        remedies=[remedy_of(remedy) for remedy in remedies],
         uncounted=values["uncounted"],
         counters=[counted(counter) for counter in values["counters"]],
         notes=values["notes"],
@@ -112,7 +112,7 @@ def _numbers(step: Step, remedies: Sequence[Remedy], asked: str) -> list[dict[st
     return shown
 
 
-def _row(n: int, op: Op, remedies: Sequence[Remedy]) -> dict[str, Any]:
+def row_of(n: int, op: Op, remedies: Sequence[Remedy]) -> dict[str, Any]:
     """Returns the cells of an operator, and the words below them."""
     reached = "–"
     if op.achieved is not None:
@@ -165,7 +165,7 @@ def _experiments(n: int, op: Op, name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _remedy(remedy: Remedy) -> dict[str, Any]:
+def remedy_of(remedy: Remedy) -> dict[str, Any]:
     rows = "the whole step"
     if remedy.ops:
         first = ", ".join(str(n + 1) for n in remedy.ops[:MOST_ROWS])
@@ -194,7 +194,10 @@ def _facts(step: Step) -> Iterator[tuple[str, str]]:
 
 def _machine_facts(machine: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields names and values with their units: what the machine is, then what it was measured to do."""
-    for name, value in (*_flat(machine), *_flat(ceilings)):
+    busy = ceilings.get("busy_cores") or {}
+    if busy:
+        yield "busy elsewhere while that was measured, at most", f"{max(busy.values()):.1f} cores"
+    for name, value in (*_flat(machine), *_flat({key: of for key, of in ceilings.items() if key != "busy_cores"})):
         if name in FACTS:
             words, unit = FACTS[name]
             yield words, f"{size(int(value.replace(',', '')))}" if unit == "B" else f"{value} {unit}".strip()

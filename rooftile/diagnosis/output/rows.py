@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rooftile import shown
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.errors import InvalidInput
 
@@ -49,6 +51,9 @@ class Step:
     confidence: str
     experiments: dict[str, Any]  # graph_us, half_batch_us, double_batch_us, why_not
 
+    def __repr__(self) -> str:
+        return f"Step({duration(self.time_us or 0.0)}, {self.bound or 'without a verdict'}, {self.confidence})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -78,6 +83,10 @@ class Op:
     experiments: dict[str, dict[str, Any]]  # alone, intensity, cache, size, why_not
     where: str
     remedies: tuple[int, ...] = ()  # positions in the diagnosis's list
+
+    def __repr__(self) -> str:
+        took = f"{shown.counted(self.calls, 'call')} in {duration(self.time_us or 0.0)}"
+        return f"Op({self.module or '(step)'} {self.op}, {self.phase}: {took}, {self.bound or 'no verdict'}, {self.confidence})"
 
 
 def row(finding: Finding, step_us: float, kernels: tuple[str, ...] = (), remedies: tuple[int, ...] = ()) -> Op:

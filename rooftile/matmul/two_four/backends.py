@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rooftile import matmul
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.explanation import Explanation
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul.backends import explained, gluon_is_installed
 from rooftile.matmul.two_four import cusparselt, definition
@@ -168,6 +169,6 @@ def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | No
     return y.to(product.out_dtype)
 
 
-def explain(asked: Call) -> str:
+def explain(asked: Call) -> Explanation:
     """Says which backend takes a call, and why those before it do not."""
     return explained((name, list(refusals(name, asked)), "runs") for name in order(asked))

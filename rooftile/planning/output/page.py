@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rooftile import shown
 from rooftile.diagnosis.output.units import duration
 from rooftile.drawing import page
 from rooftile.drawing.charts import Series, log_chart
@@ -38,6 +39,26 @@ def render(plan: Whole, values: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
+def notebook(plan: Whole) -> str:
+    """Returns what a notebook shows of a plan: its sentences, the layers with their formats, and the roofline."""
+    groups = groups_of(plan.layers)
+    layers = shown.table(HEAD, map(layer_cells, groups), words=(0, 1, 7, 8, 9))
+    rows = (
+        (layer_cells(alike)[0], option.format, duration(option.predicted_us), _or_dash(option.measured_us), f"{option.loss:.2g}")
+        for alike in groups
+        for option in alike[0].options
+    )
+    formats = shown.table(("module", "format", "predicted", "measured", "loss"), rows, words=(0, 1))
+    return shown.card(
+        shown.sentence(f"plan for {plan.model} on {plan.device}"), *map(shown.sentence, sentences(plan)), layers, formats,
+        page.in_notebook(_roofline(plan)),
+    )  # fmt: skip
+
+
+def _or_dash(us: float | None) -> str:
+    return "-" if us is None else duration(us)
+
+
 def _roofline(plan: Whole) -> Chart | None:
     """The rate of each layer over its intensity, as it is, below the roof of its dtype; None where none was counted."""
     timed = [layer for layer in plan.layers if layer.options[0].us and layer.flops]
@@ -51,7 +72,7 @@ def _roofline(plan: Whole) -> Chart | None:
     title = "The layers under the roof, as they are"
     picture = log_chart(
         [
-            Series(name="roof", kind="standard", points=tuple((x, min(x, ridge) * bandwidth) for x in ends)),
+            Series(name="roof", kind="due", points=tuple((x, min(x, ridge) * bandwidth) for x in ends)),
             Series(name="layers", kind="ours", points=_distinct(tuple((x, y) for x, y, _ in spots))),
         ],
         title=title, y_name="FLOP/s", write=lambda rate: count(rate, ""), x_name="FLOPs per byte", ticks=ends,

@@ -110,7 +110,7 @@ def _why_it_changes(layer: Layer, chosen: Option, kept: Option) -> str:
 def sentences(plan: Whole) -> Iterator[str]:
     """Yields what the whole comes to."""
     total = plan.total
-    yield f"chosen: {_chosen(plan.layers)}"
+    yield f"chosen: {chosen(plan.layers)}"
     measured = ""
     if total.measured_us is not None:
         measured = f", measured {duration(total.measured_us)} (as it is {duration(total.kept_measured_us)})"
@@ -123,7 +123,7 @@ def sentences(plan: Whole) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
 
 
-def _chosen(layers: Sequence[Layer]) -> str:
+def chosen(layers: Sequence[Layer]) -> str:
     """Says how many layers have which format."""
     counts = Counter(layer.chosen for layer in layers)
     stay = sum(count for word, count in counts.items() if word in KEPT_NAMES)

@@ -70,7 +70,7 @@ def waterfall(step: Step, remedies: Sequence[Remedy]) -> Chart | None:
         parts.append(_bar(remedy.name, words, max(0.0, end - remedy.predicted_us), end, "predicted", scale, y))
         if measured is not None:
             start, stop = sorted((min(max(0.0, end - measured), longest), end))
-            kind = "other" if measured >= 0 else "standard"
+            kind = "ours" if measured >= 0 else "standard"
             parts.append(_rect(f"bar {kind}", start * scale, y + 21, (stop - start) * scale, 8))
         left -= applied.get(id(remedy), 0.0)
         y += ROW

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -25,17 +26,20 @@ DRAWN = 0.98
 
 
 def roofline(
-    ceilings: Mapping[str, Any], step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], names: Sequence[str], on_gpu: bool
-) -> Chart | None:
+    ceilings: Mapping[str, Any], step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], names: Sequence[str], on_gpu: bool,
+    raised: bool = True,
+) -> Chart | None:  # fmt: skip
     """Draws the roofline; None where no operator has FLOPs and bytes.
 
     names: of the operators, for the reader.
+    raised: draw a roof where an operator was faster than it was measured; else the roofs stay as they are, and the note says so.
     """
     counted = [(n, op, where) for n, op in enumerate(ops) if (where := spot(op)) is not None]
     if not counted:
         return None
     spots = _leading(counted)
-    lines = roofs(ceilings, ops, on_gpu)
+    highest = roofs(ceilings, ops, on_gpu)
+    lines = highest if raised else [replace(roof, rate=roof.measured or roof.rate, measured=None) for roof in highest]
     moves = _moves(step, ops, remedies, lines)
     x_axis, y_axis = _axes([where for *_, where in spots] + [end for *ends, _ in moves for end in ends], lines)
     crowd = Crowd(Box(LEFT + 2, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM - 2))
@@ -68,6 +72,8 @@ def roofline(
     title = "The roofline of this machine"
     picture = svg(title, "FLOP/s over FLOPs per byte", parts, WIDTH, HEIGHT)
     note = _note(lines, moves, without, len(counted) - len(spots), len(ops) - len(counted))
+    if any(roof.measured for roof in highest) and not raised:
+        note += " A point above the roof of memory was served by a cache."
     return Chart(title, safe(picture), note, table)
 
 
