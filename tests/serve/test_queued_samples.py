@@ -40,7 +40,8 @@ def together(peers) -> dict[str, list[list[list[int]]]]:
 
 # each setting with a step ahead or without, in turn
 @pytest.mark.parametrize(
-    ("how", "ahead"), swept(product(SETTINGS, (False, True)), lambda case: [case[0]] if case[1] == ([*SETTINGS].index(case[0]) % 2) else [])
+    ("how", "ahead"),
+    swept(product(SETTINGS, (False, True)), lambda case: [case[0]] if case[1] == [*SETTINGS].index(case[0]) % 2 else []),
 )
 def test_samples_in_turn_are_those_of_samples_together(how: str, ahead: bool, peers, together) -> None:
     for name in ("llama", "mistral", "gemma2") if how in ("three at a time", "in chunks") else ("llama",):
