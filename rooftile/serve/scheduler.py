@@ -3,8 +3,8 @@
 A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
 comes first, then prompts that are partly read, then new requests.
 
-The samples of one request run and wait like requests of one prompt that came one after the other: as many run as there are slots
-and blocks for, and the others follow. The prompt is read once: it stays in the cache until the last sample has begun, and a sample
+The samples of a request run and wait like requests of one prompt that came one after the other: as many run as there are slots
+and blocks for, and the others follow. The prompt is read once: it stays in the cache until the last sample has begun, and one
 that begins later reads only the prompt's last token again. The beams of a search run and wait together.
 
 When the pool has no block left for a running answer, the newest answer is preempted: it gives up its blocks and waits again, at

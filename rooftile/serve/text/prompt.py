@@ -86,13 +86,13 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
     return tokens
 
 
-def banned_sequences(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def banned_sequences(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the token sequences that spell words: with and without a space before them, at a text's start and inside it.
 
     Raises:
         InvalidInput: the tokenizer has no token for a word.
     """
-    if tokenizer is None:
+    if tokenizer is None or not words:
         return ()
     before = {text: tokenizer.encode(text, special=False) for text in ("", *INSIDE)}
     found: dict[tuple[int, ...], None] = {}
