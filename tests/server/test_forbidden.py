@@ -1,4 +1,4 @@
-"""What an answer may not have, over HTTP: a request that allows nothing is refused, and an answer that cannot go on says why."""
+"""Forbidden tokens over HTTP: a request that allows nothing is refused, and an answer that cannot go on says why."""
 
 from __future__ import annotations
 
