@@ -88,6 +88,24 @@ def test_samples_in_turn_share_the_blocks_of_their_prompt(peers) -> None:
     assert_clean(llm)
 
 
+def test_no_sample_begins_from_a_prompt_that_is_being_read(peers, together) -> None:
+    """A slot is free in the step that reads the prompt's end: the last block is copied when it has been written."""
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=2, max_batched_tokens=20)
+    engine = llm.engine
+    other = engine.add([3, 4, 5], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
+    request = engine.add(PROMPT, SAMPLES)
+    engine.step()
+    engine.step()
+    assert other.answers[0].finish_reason is not None
+    assert not request.prefilled
+    engine.step()
+    assert request.prefilled
+    while not engine.idle:
+        engine.step()
+    assert [answer.ids[50:] for answer in request.answers] == together["llama"][3]
+    assert_clean(llm)
+
+
 def test_they_come_before_what_was_asked_later(peers) -> None:
     llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=2)
     engine = llm.engine
