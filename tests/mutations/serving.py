@@ -113,10 +113,6 @@ MUTATIONS = {
         "serve/scheduler.py", "        self._read_now = request", "        pass",
         ("tests/serve/test_queued_samples.py", "-k", "being_read"),
     ),
-    "samples, rows of a kept prompt": Mutation(
-        "serve/attention/layout.py", "answers=answers + 1, tokens", "answers=answers, tokens",
-        ("tests/serve/test_native_sparse.py", "-k", "samples_in_turn"),
-    ),
     "order of a schema": Mutation(
         "serve/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
         ("tests/server/test_structured.py", "-k", "properties_come"),
