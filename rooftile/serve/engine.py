@@ -264,7 +264,7 @@ class Engine:
         """Ends an answer where no token could be drawn; what was asked of the answer may be the reason, or its logits."""
         names = emptied_by(answer, self.runner.decoder.config.vocab_size)
         if names is None:
-            self._fail(answer.request, "no token can be drawn: the logits of every token that the answer may have are NaN or -inf")
+            self._fail(answer.request, "no token can be drawn: the logits of every token that may come are NaN or -inf")
         else:
             self._finish(answer, "abort", f"every token is forbidden here, by {names}")
 

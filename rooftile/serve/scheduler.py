@@ -3,9 +3,9 @@
 A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
 comes first, then prompts that are partly read, then new requests.
 
-The samples of one request run and wait like requests of one prompt that came one after the other: as many as there are slots and
-blocks for run, the others follow. The prompt is read once: it stays in the cache until the last of them has begun, which reads the
-prompt's last token again for its first token. The beams of a search run and wait together.
+The samples of a request run and wait like requests of one prompt that came one after the other: as many run as there are slots
+and blocks for, and the others follow. The prompt is read once: it stays in the cache until the last sample has begun, and one
+that begins later reads only the prompt's last token again. The beams of a search run and wait together.
 
 When the pool has no block left for a running answer, the newest answer is preempted: it gives up its blocks and waits again, at
 the head of the queue. Later it is computed again, except for what the cache still holds.
@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rooftile.kvcache import BlockPool, Copy, OutOfBlocks
+from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.serve.request import Answer, Request
 
 
@@ -232,22 +232,20 @@ class Scheduler:
         self._cover(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
-        request, outputs = answer.request, (answer,)
-        if answer.unread:
-            outputs = ()
-        elif not request.prefilled:
+        request = answer.request
+        outputs: tuple[Answer, ...] = () if answer.unread else (answer,)
+        if outputs and not request.prefilled:
             outputs = tuple(each for each in request.live if each.slot >= 0)
             if request.queued:
                 self._keep_prompt(request, answer.table)
             request.prefilled = True
         self.seal(answer, answer.planned)
-        if outputs:
-            for output in outputs:
-                output.pending += 1
-                if output is not answer:
-                    output.table = self.pool.fork(answer.table)
-                    output.planned = answer.planned
-                    plan.entries |= entries_of(output)
+        for output in outputs:
+            output.pending += 1
+            if output is not answer:
+                output.table = self.pool.fork(answer.table)
+                output.planned = answer.planned
+                plan.entries |= entries_of(output)
         plan.work.append(Work(answer, start, tokens, outputs))
         return tokens
 

@@ -15,7 +15,7 @@ from rooftile.serve.sampling.sampler import (
     sample_as_defined,
     thresholds,
 )
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
 
 pytestmark = pytest.mark.gpu
 
@@ -132,3 +132,8 @@ def test_no_wait() -> None:
         batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "all_three", "penalties"])
+def test_a_row_without_a_token(kind: str) -> None:
+    assert_nothing_is_drawn(sample, kind, "cuda")

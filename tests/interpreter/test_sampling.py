@@ -20,7 +20,7 @@ from rooftile.serve.sampling.sampler import (
     thresholds,
 )
 from tests.grids import swept
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -198,3 +198,8 @@ def test_the_noise_of_every_segment() -> None:
     due = sample_as_defined(torch.zeros(n, V), slots, positions, state, SamplingFeatures(chance=True))
     assert set((due // 2048).tolist()) == {0, 1, 2}
     assert torch.equal(sampling_kernels.sample(torch.zeros(n, V), slots, positions, state, SamplingFeatures(chance=True)), due)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "all_three", "penalties"])
+def test_a_row_without_a_token(kind: str) -> None:
+    assert_nothing_is_drawn(sampling_kernels.sample, kind, "cpu")

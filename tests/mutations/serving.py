@@ -102,6 +102,35 @@ MUTATIONS = {
         "serve/text/prompt.py", "0 <= min(prompt) <= max(prompt) < vocabulary", "0 <= min(prompt)",
         ("tests/serve/test_prompts.py",),
     ),
+    "masks, nothing left": Mutation(
+        "serve/sampling/sampler.py", "return torch.where(drawn, best, NOTHING)", "return best",
+        ("tests/serve/test_forbidden.py", "-k", "reason or nan"),
+    ),
+    "masks, nothing left, triton": Mutation(
+        "serve/sampling/kernels.py", "tl.where(drawn, token, NOTHING)", "token",
+        ("tests/interpreter/test_sampling.py", "-k", "without_a_token"),
+    ),
+    "masks, on the host": Mutation(
+        "serve/forbidden.py", "left[banned + never] = False", "left[never] = False",
+        ("tests/serve/test_forbidden.py", "-k", "known"),
+    ),
+    "bad words, inside a text": Mutation(
+        "serve/text/prompt.py", 'INSIDE = ("\\n", "a", "e", "z")', 'INSIDE = ("a",)',
+        ("tests/serve/test_bad_words.py", "-k", "every_spelling"),
+    ),
+    "bad words, begun in the prompt": Mutation(
+        "serve/forbidden.py", "request, ids = answer.request, answer.ids",
+        "request, ids = answer.request, answer.ids[len(answer.request.prompt) :]",
+        ("tests/serve/test_bad_words.py", "-k", "in_the_prompt"),
+    ),
+    "samples, a kept prompt": Mutation(
+        "serve/scheduler.py", "self.pool.truncate(request.kept, len(request.prompt) - 1)", "pass",
+        ("tests/serve/test_queued_samples.py", "-k", "read_once"),
+    ),
+    "samples, a prompt that is being read": Mutation(
+        "serve/scheduler.py", "        self._read_now = request", "        pass",
+        ("tests/serve/test_queued_samples.py", "-k", "being_read"),
+    ),
     "order of a schema": Mutation(
         "serve/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
         ("tests/server/test_structured.py", "-k", "properties_come"),

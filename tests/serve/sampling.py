@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, features_of
+from rooftile.serve.sampling.sampler import NOTHING, SamplingFeatures, SamplingState, features_of
 
 # one of each kind
 KINDS = {
@@ -140,3 +140,24 @@ MAY = {
     "nothing": {-1}, "only NaN": {-1}, "some NaN": {0, 2, 5}, "inf": {2, 3}, "inf and NaN": {2}, "one": {4}, "huge": {0, 2},
     "equal": set(range(6)),
 }  # fmt: skip
+
+
+def assert_nothing_is_drawn(sample: Callable[..., Tensor], kind: str, device: str) -> None:
+    """Rows of -inf beside others: by their logits, by biases, by a list of allowed tokens, or by a grammar's mask."""
+    vocab, free = 70, KINDS[kind]
+    never = SamplingParams(temperature=1.0, logit_bias=dict.fromkeys(range(vocab), -math.inf))
+    only = SamplingParams(temperature=1.0, top_k=2, allowed_token_ids=[5], logit_bias={5: -math.inf}, presence_penalty=1.0)
+    batch = Batch([free, never, free, only, KINDS["masked"]], vocab, device)
+    batch.logits[2] = -math.inf
+    batch.logits[0, 3] = math.nan
+    batch.state.allow([4], [np.zeros(-(-vocab // 32), dtype=np.int32)])
+    batch.state.last.fill_(-5)
+    before = None if batch.state.counts is None else batch.state.counts.sum(1)
+    tokens = sample(*batch.of([0, 1, 2, 3, 4]), batch.state, batch.features).tolist()
+    assert tokens[1:] == [NOTHING] * 4
+    assert 0 <= tokens[0] < vocab
+    assert tokens[0] != 3
+    assert batch.state.last[:5].tolist() == [tokens[0], 0, 0, 0, 0]
+    if before is not None and batch.state.counts is not None:
+        # a row that asks for no penalties is counted in vain
+        assert (batch.state.counts.sum(1) - before)[:5].tolist() == [1, 0, 0, 0, 0]

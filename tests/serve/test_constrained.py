@@ -123,3 +123,36 @@ def test_an_old_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         assert free.error is None
     for version in ("1.9", "1.10.0rc1", "2.0"):
         grammar.check_version(version)
+
+
+def allows(folder: Path, structured: dict, text: str) -> bool:
+    """Whether a grammar lets an answer begin with a text."""
+    llm = LLM(folder, **ROOM)
+    assert llm.engine.grammars is not None
+    place = llm.engine.grammars.compile(structured)
+    for token in llm.get_tokenizer().encode(text, special=False):
+        if not place.mask[token // 32] >> token % 32 & 1:
+            return False
+        place.take(token)
+    return True
+
+
+def test_classes_of_a_regex_are_those_of_a_pattern(folder: Path) -> None:
+    """The digits and letters of ASCII: `\\d` let an Arabic three through, which no JSON schema's pattern has."""
+    for regex, good, bad in (
+        (r"\d", "3", "٣"), (r"[\d.]{2}", "3.", ".٣"), (r"\w\W", "a-", "é-"), (r"[^\W\d]", "a", "é"), (r"\D", "٣", "3"),
+        (r"\\d", "\\d", "3"), (r"\p{L}", "é", "3"), (r"[\d&&1-4]", "4", "5"),
+    ):  # fmt: skip
+        assert allows(folder, {"regex": regex}, good), regex
+        assert not allows(folder, {"regex": regex}, bad), regex
+        if "&&" not in regex:
+            schema = {"type": "string", "pattern": f"^{regex}$"}
+            assert allows(folder, {"json": schema}, json.dumps(good, ensure_ascii=False)), regex
+
+
+@pytest.mark.parametrize("schema", [True, {}, "true", {"type": "object", "x-guidance": {"whitespace_pattern": " *"}}])
+def test_white_space_in_json_is_bounded(schema: object, folder: Path) -> None:
+    for before in ("{", '{"a":'):
+        for space in " \n":
+            assert allows(folder, {"json": schema}, before + space * 20)
+            assert not allows(folder, {"json": schema}, before + space * 21)

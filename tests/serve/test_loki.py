@@ -247,3 +247,14 @@ def test_layers_that_do_not_go_together_are_refused() -> None:
 def test_texts_that_calibrate_nothing_are_refused(tokens: list[int], words: str, peers) -> None:
     with pytest.raises(InvalidInput, match=words):
         calibrate(Decoder.from_folder(peers("llama").folder), tokens)
+
+
+def test_samples_in_turn_are_those_of_samples_together(calibrated, peers) -> None:
+    """The prompt's last token is read exactly each time, as a prompt's."""
+    asked = [(prompts(3)[2] * 8)[:length] for length in (8, 24, 45)]
+    params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
+    due, found = (
+        tokens_of(LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM | more), asked, params)
+        for more in ({}, {"max_num_seqs": 2, "max_batched_tokens": 9})
+    )
+    assert found == due

@@ -190,3 +190,14 @@ def test_what_does_not_go_with_it_is_said(folder: Path, tmp_path: Path) -> None:
         LLM(wide, **ROOM)
     with pytest.raises(Unsupported, match="the model has native_sparse layers, which choose keys by themselves"):
         calibrate(Decoder.from_folder(folder), [1] * 100)
+
+
+def test_samples_in_turn_are_those_of_samples_together(folder: Path) -> None:
+    """The prompt that is kept for them keeps the rows of its window, and its compressed keys."""
+    asked = [(prompts(3)[2] * 8)[:length] for length in (8, 24, 45)]
+    params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
+    due = tokens_of(LLM(folder, block_size=SIZE, **ROOM), asked, params)
+    for more in ({"max_batched_tokens": 24}, {"max_batched_tokens": 5, "enable_prefix_caching": False}):
+        llm = LLM(folder, block_size=SIZE, **ROOM | {"max_num_seqs": 2} | more)
+        assert isinstance(llm.engine.pool, WindowPool)
+        assert tokens_of(llm, asked, params) == due

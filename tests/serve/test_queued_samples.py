@@ -40,7 +40,8 @@ def together(peers) -> dict[str, list[list[list[int]]]]:
 
 # each setting with a step ahead or without, in turn
 @pytest.mark.parametrize(
-    ("how", "ahead"), swept(product(SETTINGS, (False, True)), lambda case: [case[0]] if case[1] == ([*SETTINGS].index(case[0]) % 2) else [])
+    ("how", "ahead"),
+    swept(product(SETTINGS, (False, True)), lambda case: [case[0]] if case[1] == [*SETTINGS].index(case[0]) % 2 else []),
 )
 def test_samples_in_turn_are_those_of_samples_together(how: str, ahead: bool, peers, together) -> None:
     for name in ("llama", "mistral", "gemma2") if how in ("three at a time", "in chunks") else ("llama",):
@@ -84,6 +85,24 @@ def test_samples_in_turn_share_the_blocks_of_their_prompt(peers) -> None:
         assert stats.running + stats.waiting + sum(answer.finish_reason is not None for answer in request.answers) == 7
     # three full blocks once; a last one of each of both, and that of the prompt
     assert most == 3 + 2 + 1
+    assert_clean(llm)
+
+
+def test_no_sample_begins_from_a_prompt_that_is_being_read(peers, together) -> None:
+    """A slot is free in the step that reads the prompt's end: the last block is copied when it has been written."""
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=2, max_batched_tokens=20)
+    engine = llm.engine
+    other = engine.add([3, 4, 5], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
+    request = engine.add(PROMPT, SAMPLES)
+    engine.step()
+    engine.step()
+    assert other.answers[0].finish_reason is not None
+    assert not request.prefilled
+    engine.step()
+    assert request.prefilled
+    while not engine.idle:
+        engine.step()
+    assert [answer.ids[50:] for answer in request.answers] == together["llama"][3]
     assert_clean(llm)
 
 

@@ -21,7 +21,7 @@ from rooftile.serve.sampling.sampler import (
     uniform,
 )
 from tests.serve import sampling
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, mask_of
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn, mask_of
 from tests.unit.test_philox import philox
 
 
@@ -241,6 +241,12 @@ def test_hostile_rows(name: str, kind: str) -> None:
         set(sample(logits.bfloat16(), torch.zeros(30, dtype=torch.int64), torch.arange(30), state, features).tolist())
         <= MAY[name]
     )
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain", "all_three", "penalties", "masked"])
+def test_a_row_without_a_token(kind: str) -> None:
+    """It is told apart, is not counted, and leaves the next step a token that the model has."""
+    assert_nothing_is_drawn(sample, kind, "cpu")
 
 
 def test_extreme_parameters() -> None:

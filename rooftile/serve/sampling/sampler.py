@@ -82,8 +82,8 @@ def _sample(logits: Tensor, slots: Tensor, positions: Tensor, *others: Any) -> T
 
 _SAMPLE = define(
     "sample(Tensor logits, Tensor slots, Tensor positions, Tensor numbers, Tensor top_k, Tensor seed, Tensor(a!) last, "
-    "Tensor(b!)? counts, Tensor? prompted, Tensor? bias, Tensor? masks, bool chance, bool truncation, bool penalties, bool biases, bool masked) "
-    "-> Tensor",
+    "Tensor(b!)? counts, Tensor? prompted, Tensor? bias, Tensor? masks, bool chance, bool truncation, bool penalties, "
+    "bool biases, bool masked) -> Tensor",
     _sample,
     lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int64),
 )

@@ -14,8 +14,9 @@ from rooftile.serve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-# a word has other tokens after these than at the start of a text: in a new line, and inside another word
-INSIDE = ("\n", "a")
+# a word has other tokens after these than at the start of a text: in a new line, and inside another word. Some letters would join
+# the word in one token
+INSIDE = ("\n", "a", "e", "z")
 
 
 class ParsedPrompt(NamedTuple):
@@ -85,20 +86,20 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
     return tokens
 
 
-def banned_sequences(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+def banned_sequences(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the token sequences that spell words: with and without a space before them, at a text's start and inside it.
 
     Raises:
         InvalidInput: the tokenizer has no token for a word.
     """
-    if tokenizer is None:
+    if tokenizer is None or not words:
         return ()
     before = {text: tokenizer.encode(text, special=False) for text in ("", *INSIDE)}
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         # a space after a word belongs to the next word's token; a word of nothing but spaces is what it is
         bare = word.strip() or word
-        spelt = [(text, bare) for text in before] + [(text, " " + bare) for text in ("", INSIDE[-1]) if not bare.isspace()]
+        spelt = [(text, bare) for text in before] + [(text, " " + bare) for text in ("", "a") if not bare.isspace()]
         sequences = {
             tuple(ids[len(before[text]) :]): None
             for text, spelling in spelt
