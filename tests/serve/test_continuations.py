@@ -16,7 +16,7 @@ from rooftile.serve.text.detokenizer import Detokenizer
 from rooftile.serve.text.tokenizer import Tokenizer
 from tests.serve.continuations import KINDS, text_before, tokenizer_of
 from tests.serve.folders import SPECIAL
-from tests.serve.test_detokenizer import chunks, stream
+from tests.serve.test_detokenizer import chunks, oracle, stream
 
 # a stop string that no text has: it makes a detokenizer decode each token when it comes
 NEVER = "\U0010fffd\U0010fffd"
@@ -129,6 +129,33 @@ def test_a_stop_string_that_begins_with_a_space(kind: str) -> None:
         text = Detokenizer(tokenizer, SamplingParams(stop=stop), ids[:cut])
         text.add(ids[cut:])
         assert (text.text, text.stopped) == (due, stop)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(text=texts, more=texts, seed=st.integers(0, 2**32))
+def test_stop_strings_are_found_in_the_text_behind_the_prompt(kind: str, text: str, more: str, seed: int) -> None:
+    tokenizer, draw = tokenizer_of(kind), random.Random(seed)
+    prompt, ids = tokenizer.encode(text), tokenizer.encode(more, special=False)
+    cut = draw.randrange(len(ids) + 1)
+    prompt, ids = prompt + ids[:cut], ids[cut:]
+    whole = text_of(tokenizer, prompt, [ids], True)
+    hypothesis.assume(whole)
+    start = draw.randrange(len(whole))
+    params = SamplingParams(stop=[whole[start : start + draw.randrange(1, 4)], " the"], include_stop=draw.random() < 0.5)
+    hypothesis.assume(not any(tokenizer.spells_special(stop) for stop in params.stops))
+    due = oracle(whole, params)
+    for parts in ([ids], [[id] for id in ids]):
+        found = Detokenizer(tokenizer, params, prompt)
+        for part in parts:
+            found.add(part)
+        found.finish()
+        assert (found.text, found.stopped) == due
+        # what is kept has the text, and with one token less it has not
+        kept = found.tokens_kept
+        assert text_of(tokenizer, prompt, [ids[:kept]], True).startswith(found.text) or "\ufffd" in whole or tokenizer.cleans_up
+        if kept and "\ufffd" not in whole and not tokenizer.cleans_up:
+            assert len(text_of(tokenizer, prompt, [ids[: kept - 1]], True).rstrip("\ufffd")) < len(found.text)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("cleaned", "word_ends")])

@@ -161,6 +161,23 @@ def test_random_stops(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, i
 
 
 @rounds
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_of_a_special_token_that_never_comes_changes_nothing(
+    tokenizers: dict[str, Tokenizer], kind: str, rounds: int
+) -> None:
+    tokenizer, draw, same = tokenizers[kind], random.Random(6), 0
+    for _ in range(rounds):
+        ids = stream(tokenizer, draw)
+        whole = tokenizer.decode(ids)
+        text, _ = run(tokenizer, SamplingParams(stop=["<|end|>\x00", "x<|user|>\x00"]), chunks(ids, draw))
+        assert (text.stopped, text.tokens_kept) == (None, len(ids))
+        # bytes behind a special token that make a run no UTF-8 change what decode writes for those before it
+        same += text.text == whole
+        assert text.text == whole or "\ufffd" in whole, ids
+    assert same > 0.95 * rounds
+
+
+@rounds
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_kept(tokenizers: dict[str, Tokenizer], kind: str, include: bool, rounds: int) -> None:

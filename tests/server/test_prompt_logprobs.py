@@ -152,6 +152,8 @@ def test_a_truncated_prompt_is_echoed_and_scored_as_it_was_read(server, llm) -> 
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": "1"}, "prompt_logprobs"),
         ({"prompt_logprobs": 20, "n": 16, "prompt": [[5] * 900] * 8}, "prompt_logprobs"),
+        ({"logprobs": 20, "echo": True, "n": 16, "prompt": [[5] * 900] * 8}, "logprobs"),
+        ({"logprobs": 21, "echo": True}, "logprobs"),
     ],
 )  # fmt: skip
 def test_what_is_refused(server, fields, param) -> None:
@@ -207,6 +209,11 @@ def test_the_text_of_a_continuation_over_http(sentencepiece) -> None:
             assert set(texts.values()) == {due}, more
     (choice,) = server.complete("the stop", max_tokens=2, allowed_token_ids=[id], stop=[" the"])["choices"]
     assert (choice["text"], choice["stop_reason"]) == ("", " the")
+    special = llm.tokenizer._core.token_to_id("<|user|>")
+    for include in (False, True):
+        asked = {"allowed_token_ids": [special], "stop": ["<|user|>"], "include_stop_str_in_output": include}
+        (choice,) = server.complete("the stop", max_tokens=2, **asked)["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("<|user|>" * include, "<|user|>")
     messages = [{"role": "user", "content": "the"}]
     chat = server.post("/v1/chat/completions", messages=messages, max_tokens=2, allowed_token_ids=[id], logprobs=True).json()
     (choice,) = chat["choices"]

@@ -54,7 +54,7 @@ def border_of(tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, s
     run.reverse()
     raw = bytes(byte for _, byte in run)
     whole, broken = len(raw) - _begun(raw), 0
-    if _is_text(raw[:whole]):
+    if is_text(raw[:whole]):
         if whole and not window and tokenizer.plain_id is not None:
             # the answer does not begin the text, and nothing but these bytes says so
             window = [tokenizer.plain_id]
@@ -93,7 +93,8 @@ def _begun(raw: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
-def _is_text(raw: bytes) -> bool:
+def is_text(raw: bytes) -> bool:
+    """Tells whether bytes are UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError:

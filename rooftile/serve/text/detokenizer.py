@@ -118,13 +118,14 @@ class Detokenizer:
                 break
             self._release(self._pieces.add(id))
             if self._hides_special and self._tokenizer.is_special(id):
-                self._pass(id)
+                # text that waits comes before it, but for a character that it tears apart
+                self._pass(id, self._pieces.flush())
 
     def add_end(self, id: int) -> None:
         """Takes the token that ends the answer. It has no text, unless it spells a stop string that is to be shown."""
         if self._sees_special and self._include_stop and self.stopped is None and self._tokenizer.is_special(id):
             self._pieces.count_silent()
-            self._pass(id)
+            self._pass(id, self._pieces.finish())
 
     def finish(self) -> None:
         """Ends the answer and releases the text that was held back, in which a stop string may still be found."""
@@ -145,10 +146,9 @@ class Detokenizer:
                 self._released.append(self._held)
                 self._held = ""
 
-    def _pass(self, id: int) -> None:
-        """Shows a special token to the stop strings that are spelt with one."""
-        # what waits for more bytes comes before it
-        self._release(self._pieces.finish())
+    def _pass(self, id: int, before: str) -> None:
+        """Shows text, and a special token behind it, to the stop strings that are spelt with one."""
+        self._release(before)
         if self.stopped is None:
             self._release(self._tokenizer.token(id), hidden=True)
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rooftile.serve.text.border import border_of
+from rooftile.serve.text.border import border_of, is_text
 from rooftile.serve.text.tokenizer import Tokenizer
 
 SPAN = 4
@@ -170,6 +170,10 @@ class Pieces:
             self._run.append(None)
         self._begin()
 
+    def flush(self) -> str:
+        """Returns the text of a run of byte tokens, unless it ends within a character."""
+        return self._read_run(self._margin) if self._run and is_text(self._run_bytes()) else ""
+
     def finish(self) -> str:
         """Returns the rest: a run of byte tokens, or half a character."""
         if self._prompt is not None:
@@ -181,7 +185,7 @@ class Pieces:
         ids = [each[0] for each in self._run if each is not None]
         start, first = self._length, len(self.begins) - len(self._run)
         piece = self._read(ids, margin, ended=True)
-        spans = _spans(bytes(each[1] for each in self._run if each is not None))
+        spans = _spans(self._run_bytes())
         # what is not the answer's: bytes of the prompt, and one space that decode removes where a text begins
         lost = sum(1 for span in spans if span) - (self._length - start)
         # characters that are complete before each byte; a token without text begins where the next byte does
@@ -195,6 +199,9 @@ class Pieces:
             place += each is not None
         self._run = []
         return piece
+
+    def _run_bytes(self) -> bytes:
+        return bytes(each[1] for each in self._run if each is not None)
 
     def _read(self, ids: Sequence[int], margin: int, *, ended: bool = False) -> str:
         """Adds tokens to the window and decodes it; returns the new text."""
@@ -224,9 +231,7 @@ class Pieces:
 
 def _spans(run: bytes) -> list[int]:
     """Returns 1 for each byte that completes a character, else 0; in a run that is not valid UTF-8 each byte is a character."""
-    try:
-        run.decode()
-    except UnicodeDecodeError:
+    if not is_text(run):
         return [1] * len(run)
     # a character is complete before a byte that does not continue it, and at the end
     return [int(i + 1 == len(run) or run[i + 1] & 0xC0 != 0x80) for i in range(len(run))]

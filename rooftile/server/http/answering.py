@@ -100,9 +100,12 @@ class Answering:
         if max(sizes) >= longest:
             why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
             raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
-        if ask.forms.most is not None and sum(sizes) * (1 + ask.forms.most) * ask.n > limits.PROMPT_SCORES:
-            why = f"the prompts have {sum(sizes):,} tokens, of which logprobs of {ask.forms.most} others each are asked for"
-            raise Refusal("invalid_value", f"{why}; may be {limits.PROMPT_SCORES:,} in all", param="prompt_logprobs")
+        scores = 0 if ask.forms.most is None else sum(sizes) * (1 + ask.forms.most) * ask.n
+        if scores > limits.PROMPT_SCORES:
+            field = "logprobs" if ask.prompt_logprobs is None else "prompt_logprobs"
+            most = f"{limits.PROMPT_SCORES:,}"
+            why = f"{field} asks for {scores:,} numbers about the prompts; a request may have {most}: send fewer prompts"
+            raise Refusal("invalid_value", why, param=field)
         self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
         # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
         salt = f"{self._account.key}\0{ask.salt}"
