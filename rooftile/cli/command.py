@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from typer.core import TyperCommand
@@ -72,7 +72,7 @@ def _read(word: str) -> Any:
 
 
 def _answer(command: str, flag: str, name: str, refused: Refused, value: Any) -> None:
-    """Accepts a flag that asks for what happens anyway; refuses another with the sentence that `LLM` gives.
+    """Accepts a flag that asks for what happens anyway; refuses another with the reason that `LLM` gives.
 
     Raises:
         Unsupported: it asks for what is missing here.
@@ -96,7 +96,7 @@ def with_flags_named(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def flags_of(parameters: Sequence[inspect.Parameter] | Any) -> dict[str, str]:
+def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
     """Returns the flags of a command by the names of its parameters; arguments without a flag are left out."""
     found = {}
     for each in parameters:

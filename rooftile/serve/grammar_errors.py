@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, in our words: llguidance's errors name its own types, options and places."""
+"""Says why a grammar cannot be used, in our words: llguidance's errors name its own types, options and places."""
 
 from __future__ import annotations
 

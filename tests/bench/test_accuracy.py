@@ -92,7 +92,7 @@ def test_tensors_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (["--distribution", "cauchy"], "distribution is 'cauchy'; has outliers, gaussian, sink"),
         (["--mask", "up"], "--mask is 'up'; has full, causal"),
-        (["--dtype", "fp64"], "--dtype is 'fp64'; has bf16, fp16, fp32"),
+        (["--dtype", "fp64"], "--dtype is 'fp64'; must be one of bf16 (bfloat16), fp16"),
         (["--dim", "20"], "head dim 20 has no Hadamard transform"),
         (["--tensors", "nowhere.pt"], "--tensors is nowhere.pt, which is no file"),
         (["--tensors", "text.pt"], "text.pt is no file of tensors; save a dictionary of q, k and v with torch.save"),

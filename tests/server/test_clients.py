@@ -1,4 +1,4 @@
-"""What real clients send: messages with fields of their own, pages in a browser, curl, and connections that are half closed."""
+"""Requests as real clients send them: messages with fields of their own, pages in a browser, curl, half-closed connections."""
 
 from __future__ import annotations
 
