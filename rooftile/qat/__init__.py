@@ -33,6 +33,6 @@ from rooftile.qat.state import load_state_dict, state_dict
 from rooftile.qat.status import Status, status
 
 __all__ = [
-    "QuantisedLinear", "SparseLinear", "Status", "convert", "dequantise", "load_state_dict", "off", "prepare", "quantise_model", "restore",
-    "save", "state_dict", "status",
+    "QuantisedLinear", "SparseLinear", "Status", "convert", "dequantise", "load_state_dict", "off", "prepare", "quantise_model",
+    "restore", "save", "state_dict", "status",
 ]  # fmt: skip

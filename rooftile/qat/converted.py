@@ -114,6 +114,10 @@ class Converted(nn.Module):
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
+# how a model of Transformers is written; Trainer and accelerate's wrappers call them, too
+_SAVING = ("save_pretrained", "push_to_hub")
+
+
 def refuse_saving(*unused: Any, **others: Any) -> None:
     """Stands in for `save_pretrained` of a converted model, which would write codes that Transformers does not know.
 
@@ -121,20 +125,23 @@ def refuse_saving(*unused: Any, **others: Any) -> None:
         InvalidInput: always.
     """
     raise InvalidInput(
-        "the model is converted, and save_pretrained would write its codes without a quantization_config, so that from_pretrained "
-        "fills in random weights; write rooftile.qat.save(model, folder), whose folder Transformers, vLLM and rooftile.LLM read"
+        "the model is converted, and save_pretrained would write its codes without a quantization_config, so that "
+        "from_pretrained fills in random weights; write rooftile.qat.save(model, folder), whose folder Transformers, vLLM and "
+        "rooftile.LLM read"
     )
 
 
 def guard_saving(modules: Iterable[nn.Module]) -> None:
     """Lets models of Transformers refuse `save_pretrained`, as it is called by Trainer, `push_to_hub` and wrappers, too."""
     for module in modules:
-        if hasattr(module, "save_pretrained"):
-            vars(module)["save_pretrained"] = refuse_saving
+        for name in _SAVING:
+            if hasattr(module, name):
+                vars(module)[name] = refuse_saving
 
 
 def unguard_saving(modules: Iterable[nn.Module]) -> None:
     """Undoes `guard_saving`."""
     for module in modules:
-        if vars(module).get("save_pretrained") is refuse_saving:
-            del vars(module)["save_pretrained"]
+        for name in _SAVING:
+            if vars(module).get(name) is refuse_saving:
+                del vars(module)[name]

@@ -15,13 +15,13 @@ from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
 from rooftile.qat import fast_paths
 from rooftile.qat.converted import Converted, guard_saving, unguard_saving
-from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.found import prepared_layers
+from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.product import rounded_activations
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards
 from rooftile.qat.sparse_linear import SparseLinear
-from rooftile.qat.tensors import PreparedTensor, restore_module
+from rooftile.qat.tensors import PreparedModule, PreparedTensor, restore_module
 from rooftile.sparsity import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -114,7 +114,7 @@ def convert(model: Model) -> Model:
     for tensor, numbers in kept:
         tensor.module._parameters[tensor.attribute] = numbers
     for module in {id(tensor.module): tensor.module for tensor, _ in kept}.values():
-        restore_module(module)
+        restore_module(cast("PreparedModule", module))
     put_in_place(model, made)
     return model
 
@@ -175,10 +175,10 @@ def _converted(layer: Rounded) -> nn.Module:
         return nn.Embedding.from_pretrained(layer.codes().dequantise(dtype), freeze=True, **rest)  # type: ignore[arg-type]
     bias = cast("nn.Parameter | None", _module_of(layer).bias)
     if rounding is None:
-        return SparseLinear(sparse_weight(layer), bias, dtype)
+        return SparseLinear(sparse_weight(layer), bias, dtype).train(layer.training)
     made = QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
     made.is_conv1d = isinstance(layer, PreparedTensor)
-    return made
+    return made.train(layer.training)
 
 
 def sparse_weight(layer: Rounded) -> TwoFour:
