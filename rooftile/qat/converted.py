@@ -96,17 +96,17 @@ class Converted(nn.Module):
         return True
 
     # a plain layer takes what it finds by its names, and keeps its random weight without a word where loading is not strict.
-    # An empty tensor under the name of its weight does not fit, so PyTorch raises an error that names it.
+    # One number under the name of its weight does not fit, so PyTorch raises an error that names it.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = torch.empty(0)
+        destination[f"{prefix}weight"] = torch.full((1,), torch.nan)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:  # fmt: skip
         found = state_dict.get(f"{prefix}weight")
-        if found is not None and found.numel():
+        if found is not None and found.ndim > 1:
             error_msgs.append(
                 f"{prefix}weight is a plain weight, and the layer is converted: load it before rooftile.qat.convert"
             )

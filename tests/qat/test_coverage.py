@@ -1,4 +1,4 @@
-"""Fused experts, Conv1D and nn.MultiheadAttention are prepared; one line says which share of the weights is, and what is left out."""
+"""Fused experts, Conv1D and nn.MultiheadAttention are prepared; a line says which share of the weights is, and what is not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_fused_experts_are_rounded_along_their_inputs(format: str, is_transposed
 
 
 def test_experts_that_tiles_would_cross() -> None:
-    with pytest.raises(InvalidInput, match=r"^0.up_proj has experts of 64 rows, which tiles of 128 would cross; skip it, or take"):
+    with pytest.raises(InvalidInput, match=r"^0.up_proj has experts of 64 rows, which tiles of 128 would cross; skip it, or"):
         rt.qat.prepare(nn.Sequential(Experts(False)), "fp8_tile")
 
 
@@ -93,8 +93,8 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mixtral, 2:4": (
         lambda: rt.qat.prepare(made("mixtral")[0], None, sparsity=Recipe()),
-        "prepared: 3,072 of 30,976 weights (9.9%); left out: 24,576 in fused experts (model.layers.0.mlp.experts.gate_up_proj and 1 "
-        "more), 1,600 in embeddings (model.embed_tokens.weight), 1,600 in linear layers that stay (lm_head.weight), 128 in "
+        "prepared: 3,072 of 30,976 weights (9.9%); left out: 24,576 in fused experts (model.layers.0.mlp.experts.gate_up_proj "
+        "and 1 more), 1,600 in embeddings (model.embed_tokens.weight), 1,600 in linear layers that stay (lm_head.weight), 128 in "
         "MixtralTopKRouter.weight (model.layers.0.mlp.gate.weight)",
     ),
     "gpt2": (
@@ -109,7 +109,8 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "subclass": (
         lambda: rt.qat.prepare(nn.Sequential(type("Mine", (nn.Linear,), {})(8, 8), nn.Linear(8, 8), nn.Conv2d(2, 2, 2)), "int8"),
-        "prepared: 64 of 144 weights (44.4%); left out: 64 in Mine, a subclass of nn.Linear (0.weight), 16 in convolutions (2.weight)",
+        "prepared: 64 of 144 weights (44.4%); left out: 64 in Mine, a subclass of nn.Linear (0.weight), 16 in convolutions "
+        "(2.weight)",
     ),
 }  # fmt: skip
 
@@ -133,9 +134,9 @@ def test_the_line_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("format", "sentence"),
     [
-        ({"lm_head": "int8"}, "lm_head and embedding share a weight, and only lm_head is prepared; prepare both, or neither: skip="),
+        ({"lm_head": "int8"}, "lm_head and embedding share a weight, and only lm_head is prepared; prepare both, or neither"),
         ({"embedding": "int8"}, "embedding and lm_head share a weight, and only embedding is prepared"),
-        ({"embedding": "int8", "lm_head": "fp8"}, "embedding is int8 and lm_head fp8, and they share a weight; prepare both for one"),
+        ({"embedding": "int8", "lm_head": "fp8"}, "embedding is int8 and lm_head fp8, and they share a weight; prepare both"),
     ],
 )
 def test_a_head_that_is_its_embedding_is_refused_at_once(format: dict[str, str], sentence: str) -> None:

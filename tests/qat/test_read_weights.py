@@ -1,4 +1,4 @@
-"""Modules that read `weight` of a layer, and multiply themselves, get the rounded one: in training, evaluation, and when converted."""
+"""Modules that read `weight` of a layer, and multiply themselves, get the rounded one: in training, evaluation, and converted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "
 WHISPER = {
     "vocab_size": 50, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 32, "max_source_positions": 20,
-    "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.0,
+    "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "dropout": 0.0,
 }  # fmt: skip
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PIXELS = {"image_size": 16, "patch_size": 8}
@@ -82,7 +83,9 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         "t5 gated": (
             "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"}, {"input_ids": ids()} | pairs,
         ),
-        "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, {"input_features": torch.randn(2, 32, 40)} | pairs),
+        "whisper": (
+            "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, {"input_features": torch.randn(2, 32, 40)} | pairs,
+        ),
         "gpt2": (
             "GPT2LMHeadModel", "GPT2Config",
             {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 20, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -300,7 +303,8 @@ def test_compiled_and_transformed_readers(context: Callable[[], Any]) -> None:
     due.float().sum().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     with context():
-        found = grad(lambda p: functional_call(model, p, (x,)).float().sum())({n: p.detach() for n, p in model.named_parameters()})
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        found = grad(lambda p: functional_call(model, p, (x,)).float().sum())(parameters)
     for name, one in found.items():
         rtol = 1e-4 if context is nullcontext else 0.05
         torch.testing.assert_close(one, expected[name], rtol=rtol, atol=rtol * one.abs().max().item())
@@ -322,9 +326,9 @@ def test_wrappers_that_put_tensors_where_the_parameter_was() -> None:
     normed[0].bias.data.copy_(plain[0].bias)
     assert torch.equal(model[0](x), normed(x))
     for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.weight_norm):
-        with pytest.raises(InvalidInput, match=r"^2.weight is computed from other parameters since the layer was prepared"):
-            with warnings.catch_warnings(action="ignore"):
-                wrap(rt.qat.prepare(mlp(), "int8")[2])
+        sentence = r"^2.weight is computed from other parameters since the layer was prepared"
+        with warnings.catch_warnings(action="ignore"), pytest.raises(InvalidInput, match=sentence):
+            wrap(rt.qat.prepare(mlp(), "int8")[2])
 
 
 def test_the_weight_of_a_converted_layer_cannot_be_changed() -> None:
