@@ -1,4 +1,4 @@
-"""Which share of a model's weights is prepared or converted, and what is left out and why, in one line."""
+"""Says in one line which share of a model's weights is prepared or converted, and what is left out and why."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rooftile.operators import replaced, transforms_active
 
 
 class Readable(Protocol):
-    """What a `ReadWeight` stands for."""
+    """A layer or a tensor that a `ReadWeight` stands for."""
 
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the tensors that have a gradient: the parameter, and learned scales."""

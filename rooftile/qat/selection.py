@@ -1,4 +1,4 @@
-"""Which layers of a model are prepared, and for which format; and whether they can be."""
+"""Finds the layers of a model that are prepared, and the format of each, and checks whether they can be."""
 
 from __future__ import annotations
 

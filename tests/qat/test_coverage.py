@@ -19,7 +19,7 @@ from tests.qat.test_read_weights import made
 
 
 class Experts(nn.Module):
-    """As Transformers' classes of fused experts are, with what its decorator leaves in them."""
+    """Fused experts like those of Transformers, with the attributes that its decorator sets."""
 
     def __init__(self, is_transposed: bool) -> None:
         super().__init__()
