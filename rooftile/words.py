@@ -44,6 +44,16 @@ ARGUMENTS = {
     "foreach": "leave it out: a step is always one pass on a GPU with Triton",
     "max_grad_norm": "write clip_norm=",
     "group_size": "write group=",
+    "filter_fn": "write skip= with patterns of the names that stay, or format={pattern: word}",
+    **dict.fromkeys(("ignore", "modules_to_not_convert"), "write skip= with patterns of the names that stay"),
+    **dict.fromkeys(
+        ("config", "base_config", "weight_config", "scheme", "quantization_config", "weight_dtype", "bits", "num_bits"),
+        "write the format as a word, such as 'int4:32', or {pattern of names: word}",
+    ),
+    "activation_config": "leave it out: fp8, fp8_tile and int8 round activations, and activations='mxfp4' does for that format",
+    "targets": "write format={pattern of names: word}",
+    "granularity": "write the group into the word, as in 'int4:32' or 'int4:row'",
+    "inplace": "leave it out: the model is changed in place",
     **dict.fromkeys(("input_ids", "pixel_values", "inputs_embeds"), "inputs come by position: rooftile.plan(model, x)"),
     "query": _LAYOUT.format("q"), "key": _LAYOUT.format("k"), "value": _LAYOUT.format("v"),
     "queries": _LAYOUT.format("q"), "keys": _LAYOUT.format("k"), "values": _LAYOUT.format("v"),
@@ -110,6 +120,34 @@ NAMES = {
     "quantise_blocks": "write rooftile.numerics.quantise_blocks", "quantize_blocks": "write rooftile.numerics.quantise_blocks",
     "PagedKV": "write from rooftile.kvcache import PagedKV",
 }  # fmt: skip
+
+
+# words for formats of torchao, llm-compressor, bitsandbytes and PyTorch, in lower case -> the word here
+FORMATS = {
+    **dict.fromkeys(("w4a16", "int4_weight_only", "int4wo", "torch.int4", "torch.uint4", "nf4", "gptq", "awq"), "int4"),
+    **dict.fromkeys(("w8a16", "int8_weight_only", "int8wo"), "w8"),
+    **dict.fromkeys(("w8a8", "int8_dynamic_activation_int8_weight", "int8dq", "torch.int8", "i8"), "int8"),
+    **dict.fromkeys(("fp8_dynamic", "float8", "float8dq", "float8_e4m3fn", "torch.float8_e4m3fn", "e4m3"), "fp8"),
+    "fp8_block": "fp8_tile", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4", "fp4": "nvfp4",
+    "int4weightonlyconfig": "int4", "int8weightonlyconfig": "w8", "int8dynamicactivationint8weightconfig": "int8",
+    "float8dynamicactivationfloat8weightconfig": "fp8", "nvfp4dynamicactivationnvfp4weightconfig": "nvfp4",
+    "nvfp4inferenceconfig": "nvfp4", "mxfpinferenceconfig": "mxfp8", "mxdynamicactivationmxweightconfig": "mxfp8",
+}  # fmt: skip
+
+
+def format_answer(given: object) -> str:
+    """Returns what to write in place of another library's word or configuration for a format; "" where there is no such word.
+
+    A configuration counts by the name of its class, or of the one that it holds for training.
+    """
+    held = getattr(given, "base_config", None)
+    names = (str(given), type(given).__name__, type(held).__name__)
+    word = next((FORMATS[name.lower()] for name in names if name.lower() in FORMATS), None)
+    if word is not None:
+        return f"; write {word!r}"
+    if type(given).__module__.partition(".")[0] in ("torchao", "transformers", "llmcompressor", "compressed_tensors"):
+        return f"; {type(given).__name__} is another library's: write one of these words, or {{pattern of names: word}}"
+    return ""
 
 
 def answers_foreign_words(function: Callable[P, R]) -> Callable[P, R]:

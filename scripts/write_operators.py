@@ -68,6 +68,8 @@ COMPUTES = {
     "linear_gated_rows": "the same in FP8, of rows in FP8, with one scale for all results",
     "linear_rounded": "a linear projection with a weight that is rounded in training",
     "linear_rounded_backward": "its gradients",
+    "weight_rounded": "the numbers of a weight that is rounded in training, for modules that read it",
+    "weight_rounded_backward": "its gradients",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "two_four_mask": "which two of each four neighbours of a weight are kept",
     "two_four_compress": "what is kept of a weight, and its places",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.remedies.apply import Trial, check, tried
@@ -28,7 +29,7 @@ def diagnose(
 
     Args:
         function: one step of a program: a module, or a function that may train one.
-        inputs: its arguments.
+        inputs: its arguments; or one dictionary of them by their names, such as a tokenizer returns.
         backward: also run the backward, of the sum of all outputs that require a gradient.
         apply: remedies to try, so that their savings are measured beside the predictions: "graph", "compile", "attention",
             "dtype", "batch", "pad".
@@ -52,13 +53,14 @@ def diagnose(
         word = next(iter(foreign))
         raise InvalidInput(
             f"diagnose has no argument {word!r}; for one of the function's own write "
-            f"diagnose(functools.partial(function, {word}=...), ...)"
+            f"diagnose(function, {{{word!r}: ...}}), or diagnose(functools.partial(function, {word}=...), ...)"
         )
     if not callable(function):
         raise InvalidInput(f"diagnose takes a function or a module; got {type(function).__name__}")
     if not budget > 0:
         raise InvalidInput(f"budget is {budget}; must be a positive number of seconds")
-    return diagnose_call(function, inputs, {}, backward=backward, apply=apply, budget=budget, ncu=ncu)
+    args, kwargs = arguments_of(function, inputs)
+    return diagnose_call(function, args, kwargs, backward=backward, apply=apply, budget=budget, ncu=ncu)
 
 
 def diagnose_call(

@@ -10,6 +10,7 @@ from operator import index
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.words import format_answer
 
 # int4 groups; K, a whole row, is one too
 GROUPS = (32, 64, 128)
@@ -73,7 +74,7 @@ def weight_format(name: object) -> WeightFormat:
         InvalidInput: there is none.
     """
     if not isinstance(name, str) or name not in WEIGHT_FORMATS:
-        raise InvalidInput(f"format is {name!r}; must be one of {', '.join(WEIGHT_FORMATS)}")
+        raise InvalidInput(f"format is {name!r}; must be one of {', '.join(WEIGHT_FORMATS)}{format_answer(name)}")
     return WEIGHT_FORMATS[name]
 
 

@@ -192,7 +192,7 @@ class Builder:
         return total
 
     def _notes(self, layers: Sequence[Layer]) -> list[str]:
-        found = []
+        found = [self._target.coverage]
         if self._judge.base is None:
             found.append("no data: a loss is the relative error of a layer's output, and max_loss bounds the sum of these errors")
         kept = [self._as_it_is(layer) for layer in layers]

@@ -48,7 +48,8 @@ def plan(
 
     Args:
         model: a module; or a checkpoint's folder or a `rooftile.models.Decoder`, with `rows`.
-        inputs: of the module's forward; its layers are seen while it runs on them.
+        inputs: of the module's forward, or one dictionary of them by their names, as a tokenizer returns them; its layers are
+            seen while it runs on them.
         rows: of a checkpoint: {"decode": sequences that decode at once, "prompt": tokens of prompts that are read at once}, or
             one of them.
         formats: words of `rooftile.quantise_weight` to choose from; "bf16" is a layer as it is, in its own dtype. "2:4", which is

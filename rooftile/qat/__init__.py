@@ -4,9 +4,21 @@
     ...                                         # train as before, with any optimiser
     rt.qat.save(model, folder)                  # a compressed-tensors checkpoint, for rt.LLM(folder)
 
-preparation       `prepare`, `restore`, `off`, `status`
+preparation       `prepare`, `restore`, `off`
+selection         finds the layers to prepare, and checks them
+foreign           refuses models that another library has quantised
+shared            refuses a weight that two layers do not round alike
+status            `status`
+coverage          says which share of the weights is covered
+found             finds prepared layers
 patterns          which layers a pattern of names means
 layers            the layers that round
+rounded           the parts that they share with weights of other modules
+tensors           weights of modules that multiply themselves: fused experts, attention, Conv1D
+reading           `weight` for who reads it
+numbers           the rounded numbers of a weight, with gradients
+fast_paths        switches off PyTorch's kernels that call no layer
+described         the state of a prepared layer, in words
 product           the forward and the gradients of one of them
 codes             the codes of a weight, and what they leave for its gradient
 learned           scales that are learned
@@ -15,10 +27,12 @@ slow              warns where a device has no units for a format
 finite            refuses weights that are not finite
 steps             counts an optimiser's steps
 state             `state_dict` and `load_state_dict`, for a resumed run
-quantised_linear  `convert`, and the layer that it leaves
+converted         the parts that converted layers share
+quantised_linear  `convert`, `dequantise`, and the layer that it leaves
 sparse_linear     the layer that it leaves of a 2:4 one
 quantised_model   `quantise_model`, which rounds without training
 checkpoint        `save`
+codes_saved       of a converted model
 compressed        the layouts of compressed-tensors
 two_four          our own layout of 2:4 weights
 """
@@ -33,6 +47,6 @@ from rooftile.qat.state import load_state_dict, state_dict
 from rooftile.qat.status import Status, status
 
 __all__ = [
-    "QuantisedLinear", "SparseLinear", "Status", "convert", "dequantise", "load_state_dict", "off", "prepare", "quantise_model", "restore",
-    "save", "state_dict", "status",
+    "QuantisedLinear", "SparseLinear", "Status", "convert", "dequantise", "load_state_dict", "off", "prepare", "quantise_model",
+    "restore", "save", "state_dict", "status",
 ]  # fmt: skip

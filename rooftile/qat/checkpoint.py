@@ -16,8 +16,8 @@ from rooftile.qat.codes_saved import check_converted, converted_layers, rounding
 from rooftile.qat.compressed import configuration, tensors_of
 from rooftile.qat.converted import Converted
 from rooftile.qat.described import described
-from rooftile.qat.layers import parameter_of
 from rooftile.qat.found import prepared_layers
+from rooftile.qat.layers import parameter_of
 from rooftile.qat.quantised_linear import sparse_weight
 from rooftile.qat.reading import ReadWeight
 from rooftile.qat.rounded import Rounded
@@ -47,7 +47,7 @@ class Checkpointed(Protocol):
 
 @answers_foreign_words
 def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
-    """Writes a prepared or converted model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
+    """Writes a prepared or converted model as a compressed-tensors checkpoint, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
     is written as the numbers that it is rounded to, and so are fused experts, `nn.MultiheadAttention` and GPT-2's Conv1D. The
@@ -57,7 +57,7 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
     Args:
         model: of Transformers, or a `rooftile.models.TrainableDecoder` that is not converted.
         folder: one that is not there yet, or empty.
-        layout: "numbers" writes the rounded numbers as plain weights, in as many bytes as before, for programs that read no codes;
+        layout: "numbers" writes the rounded numbers as plain weights, in as many bytes as before, for who reads no codes;
             of 2:4 weights "dense" writes their zeros, too, so that every program reads them, and "two_four" what is kept and its
             places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8 or int8.
 
@@ -98,7 +98,9 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
 
 def _save_converted(model: nn.Module, layers: dict[str, Converted], folder: Path, layout: str) -> None:
     if isinstance(model, Checkpointed):
-        raise InvalidInput(f"the {type(model).__name__} is converted, so it has no weights by their names; save it before it is converted")
+        raise InvalidInput(
+            f"the {type(model).__name__} is converted, so it has no weights by their names; save it before it is converted"
+        )
     check_converted(layers, layout)
     _check_readable(model, layers, layout)
     settings = _settings(model)
@@ -119,8 +121,8 @@ def _check_readable(model: nn.Module, layers: Collection[Any], layout: str) -> N
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in READING and layers and layout != NUMBERS:
         raise InvalidInput(
-            f"Transformers cannot read a quantised {kind}: its classes ask their layers for weights; write layout={NUMBERS!r}, which "
-            "stores the rounded numbers as plain weights"
+            f"Transformers cannot read a quantised {kind}: its classes ask their layers for weights; write layout={NUMBERS!r}, "
+            "which stores the rounded numbers as plain weights"
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import ROW
+from rooftile.matmul.formats import ROW, TILE
 from rooftile.qat import two_four
 from rooftile.qat.codes import Rounding
 from rooftile.qat.compressed import tensors_of
@@ -29,9 +30,10 @@ def check_converted(layers: dict[str, Converted], layout: str) -> None:
     """
     for name, layer in layers.items():
         if layout == LAYOUT and not isinstance(layer, SparseLinear):
-            raise InvalidInput(f"{name} is converted to {layer.extra_repr()}; the layout {LAYOUT!r} has 2:4 alone: leave layout out")
+            what = getattr(layer, "format", "codes")
+            raise InvalidInput(f"{name} is converted to {what}; the layout {LAYOUT!r} has 2:4 alone: leave layout out")
         if layout == "dense" and isinstance(layer, SparseLinear) and layer.scales is not None:
-            raise InvalidInput(f"{name} is 2:4 with scales; write it with layout={LAYOUT!r}, or save the model before it is converted")
+            raise InvalidInput(f"{name} is 2:4 with scales; write layout={LAYOUT!r}, or save the model before it is converted")
         if layout == "dense" and isinstance(layer, QuantisedLinear):
             given = [part for part in ("zeros", "order", "input_scale") if getattr(layer, part) is not None]
             if given:
@@ -67,11 +69,13 @@ def _parts(layer: Converted, layout: str) -> dict[str, Tensor]:
     return two_four.tensors_of(layer.sparse) if layout == LAYOUT else {"weight": layer.numbers()}
 
 
-def rounding_of(layer: QuantisedLinear) -> Rounding:
+def rounding_of(layer: QuantisedLinear, by_rows: bool) -> Rounding:
     """Returns how a converted layer was rounded, as a configuration describes it."""
     group = None
     if layer.format == "int4":
-        group = ROW if layer.scales.shape[1] == 1 else layer.group
+        group = ROW if by_rows else layer.group
+        # what stands for the default in a prepared layer
+        group = None if group == TILE else group
     return Rounding(layer.format, group, "straight", layer.activations, layer.rule)
 
 
@@ -86,10 +90,13 @@ def tied_head(model: nn.Module) -> nn.Module | None:
 def roundings(model: nn.Module, layers: dict[str, Converted]) -> tuple[dict[str, Rounding], list[str]]:
     """Returns how the layers that are stored as codes were rounded, and the names of linear layers that are stored as numbers."""
     tied = tied_head(model)
-    formats = {
-        name: rounding_of(layer)
+    coded = {
+        name: layer
         for name, layer in layers.items()
         if isinstance(layer, QuantisedLinear) and layer is not tied and not layer.is_conv1d
     }
+    # a group of a whole row is one scale for each row, whatever the model's sizes are
+    by_rows = all(layer.group == layer.in_features for layer in coded.values() if layer.format == "int4")
+    formats = {name: rounding_of(layer, by_rows) for name, layer in coded.items()}
     linear = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Converted))
     return formats, [name for name in linear if name not in formats]

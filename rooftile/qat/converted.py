@@ -96,22 +96,26 @@ class Converted(nn.Module):
         return True
 
     # a plain layer takes what it finds by its names, and keeps its random weight without a word where loading is not strict.
-    # An empty tensor under the name of its weight does not fit, so PyTorch raises an error that names it.
+    # One number under the name of its weight does not fit, so PyTorch raises an error that names it.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = torch.empty(0)
+        destination[f"{prefix}weight"] = torch.full((1,), torch.nan)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:  # fmt: skip
         found = state_dict.get(f"{prefix}weight")
-        if found is not None and found.numel():
+        if found is not None and found.ndim > 1:
             error_msgs.append(
                 f"{prefix}weight is a plain weight, and the layer is converted: load it before rooftile.qat.convert"
             )
         rest = {name: x for name, x in state_dict.items() if name != f"{prefix}weight"}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+# how a model of Transformers is written; Trainer and accelerate's wrappers call them, too
+_SAVING = ("save_pretrained", "push_to_hub")
 
 
 def refuse_saving(*unused: Any, **others: Any) -> None:
@@ -121,20 +125,23 @@ def refuse_saving(*unused: Any, **others: Any) -> None:
         InvalidInput: always.
     """
     raise InvalidInput(
-        "the model is converted, and save_pretrained would write its codes without a quantization_config, so that from_pretrained "
-        "fills in random weights; write rooftile.qat.save(model, folder), whose folder Transformers, vLLM and rooftile.LLM read"
+        "the model is converted, and save_pretrained would write its codes without a quantization_config, so that "
+        "from_pretrained fills in random weights; write rooftile.qat.save(model, folder), whose folder Transformers, vLLM and "
+        "rooftile.LLM read"
     )
 
 
 def guard_saving(modules: Iterable[nn.Module]) -> None:
     """Lets models of Transformers refuse `save_pretrained`, as it is called by Trainer, `push_to_hub` and wrappers, too."""
     for module in modules:
-        if hasattr(module, "save_pretrained"):
-            vars(module)["save_pretrained"] = refuse_saving
+        for name in _SAVING:
+            if hasattr(module, name):
+                vars(module)[name] = refuse_saving
 
 
 def unguard_saving(modules: Iterable[nn.Module]) -> None:
     """Undoes `guard_saving`."""
     for module in modules:
-        if vars(module).get("save_pretrained") is refuse_saving:
-            del vars(module)["save_pretrained"]
+        for name in _SAVING:
+            if vars(module).get(name) is refuse_saving:
+                del vars(module)[name]

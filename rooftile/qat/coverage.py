@@ -1,15 +1,15 @@
-"""Which share of a model's weights is prepared or converted, and what is left out and why, in one line."""
+"""Says in one line which share of a model's weights is prepared or converted, and what is left out and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from rooftile.qat.converted import Converted
-from rooftile.qat.layers import Prepared
-from rooftile.qat.tensors import PreparedModule, is_conv1d, places_in
+from rooftile.qat.layers import Prepared, parameter_of
+from rooftile.qat.tensors import Place, PreparedModule, places_in
 
 # reasons that are named, before the rest is counted together
 MOST = 4
@@ -43,9 +43,9 @@ class Coverage:
         return line + ("; left out: " + ", ".join(shown) if shown else "")
 
 
-def coverage_of(model: nn.Module, verb: str = "prepared") -> Coverage:
-    """Returns what of a model is prepared or converted."""
-    covered, seen = _covered(model)
+def coverage_of(model: nn.Module, verb: str = "prepared", layers: Iterable[nn.Module] | None = None) -> Coverage:
+    """Returns what of a model is prepared or converted; or, of other `layers`, which share they have."""
+    covered, seen = _covered(model) if layers is None else _held_by(layers)
     left: dict[str, tuple[str, int, int]] = {}
     places = places_in(model)
     for prefix, module in model.named_modules():
@@ -81,18 +81,22 @@ def _covered(model: nn.Module) -> tuple[int, set[int]]:
     return total, seen
 
 
-def _reason(module: nn.Module, name: str, whole: str, places: Mapping[str, object]) -> str:
+def _held_by(layers: Iterable[nn.Module]) -> tuple[int, set[int]]:
+    weights = {id(x): x.numel() for x in (parameter_of(layer) for layer in layers)}
+    return sum(weights.values()), set(weights)
+
+
+def _reason(module: nn.Module, name: str, whole: str, places: Mapping[str, Place]) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
         return "embeddings"
-    if is_conv1d(module):
-        return "Conv1D"
+    place = places.get(whole) or places.get(whole.removesuffix(".weight"))
+    if place is not None:
+        return place.kind
     if type(module) is nn.Linear:
         return "linear layers that stay"
     if isinstance(module, nn.Linear):
         return f"{kind}, a subclass of nn.Linear"
-    if whole in places or whole.removesuffix(".weight") in places:
-        return f"{kind}, for which there are no learned scales and no 2:4"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions"
     return f"{kind}.{name}"

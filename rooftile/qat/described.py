@@ -1,4 +1,4 @@
-"""What a prepared layer holds besides its parameters, and how it is described in words."""
+"""Holds the state of a prepared layer, and describes it in words."""
 
 from __future__ import annotations
 

@@ -12,6 +12,11 @@ from rooftile.qat.described import Preparation, described
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import is_sharded
 
+_WRAPPED = (
+    "{}.weight is computed from other parameters since the layer was prepared, as weight_norm and parametrisations do it, so its "
+    "rounded numbers would be their beginning; restore the model first"
+)
+
 
 class Prepared(Rounded, nn.Module):
     """The parts that prepared layers share."""
@@ -26,7 +31,9 @@ class Prepared(Rounded, nn.Module):
 
     @weight.setter
     def weight(self, x: Tensor) -> None:
-        # wrappers such as weight_norm and FSDP put tensors where the parameter was
+        # wrappers such as spectral_norm and FSDP put tensors where the parameter was
+        if "weight_g" in self._parameters:
+            raise InvalidInput(_WRAPPED.format(self.qat.name))
         vars(self)["weight"] = x
 
     @property
@@ -35,10 +42,9 @@ class Prepared(Rounded, nn.Module):
         found = self._parameters.get("weight")
         if found is not None:
             return found
-        if "parametrizations" in self._modules:
-            made: Tensor = self.parametrizations["weight"]()  # type: ignore[index, operator]
-            return made
-        put: Tensor = vars(self)["weight"]
+        put: Tensor | None = vars(self).get("weight")
+        if put is None:
+            raise InvalidInput(_WRAPPED.format(self.qat.name))
         return put
 
     @property

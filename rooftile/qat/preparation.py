@@ -14,6 +14,7 @@ from rooftile.numerics.block_floating import RULES, Rule
 from rooftile.qat import fast_paths
 from rooftile.qat.coverage import coverage_of
 from rooftile.qat.described import Preparation
+from rooftile.qat.foreign import check_not_quantised
 from rooftile.qat.found import prepared_in, prepared_layers
 from rooftile.qat.layers import Prepared, prepare_layer, restore_layer
 from rooftile.qat.learned import first_scales
@@ -113,6 +114,7 @@ def prepare(
     found = dict(prepared_in(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
+    check_not_quantised(model)
     chosen = chosen_in(model, format, group, skip, estimator, activations, rule, sparsity is not None)
     for name, (layer, rounding) in chosen.items():
         if rounding is None:

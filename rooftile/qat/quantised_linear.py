@@ -15,13 +15,13 @@ from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
 from rooftile.qat import fast_paths
 from rooftile.qat.converted import Converted, guard_saving, unguard_saving
-from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.found import prepared_layers
+from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.product import rounded_activations
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards
 from rooftile.qat.sparse_linear import SparseLinear
-from rooftile.qat.tensors import PreparedTensor, restore_module
+from rooftile.qat.tensors import PreparedModule, PreparedTensor, restore_module
 from rooftile.sparsity import TwoFour, compress
 from rooftile.words import answers_foreign_words
 
@@ -40,8 +40,8 @@ class QuantisedLinear(Converted):
         dtype: of `layer.weight`, the dequantised weight, for those who read it; None for the dtype of the bias, or PyTorch's
             default without one. `.to(dtype)` changes it.
 
-    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and an empty `weight`, at which a plain layer
-    refuses to load it. `to_linear()` gives an `nn.Linear`.
+    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and a `weight` of one NaN, at which a plain
+    layer refuses to load it. `to_linear()` gives an `nn.Linear`.
 
     Example:
         >>> layer = QuantisedLinear(rooftile.quantise_weight(torch.randn(8, 64), "int4:32"), None)
@@ -116,7 +116,7 @@ def convert(model: Model) -> Model:
     for tensor, numbers in kept:
         tensor.module._parameters[tensor.attribute] = numbers
     for module in {id(tensor.module): tensor.module for tensor, _ in kept}.values():
-        restore_module(module)
+        restore_module(cast("PreparedModule", module))
     put_in_place(model, made)
     return model
 
@@ -177,10 +177,10 @@ def _converted(layer: Rounded) -> nn.Module:
         return nn.Embedding.from_pretrained(layer.codes().dequantise(dtype), freeze=True, **rest)  # type: ignore[arg-type]
     bias = cast("nn.Parameter | None", _module_of(layer).bias)
     if rounding is None:
-        return SparseLinear(sparse_weight(layer), bias, dtype)
+        return SparseLinear(sparse_weight(layer), bias, dtype).train(layer.training)
     made = QuantisedLinear(layer.codes(), bias, rounding.activations, rounding.rule, dtype)
     made.is_conv1d = isinstance(layer, PreparedTensor)
-    return made
+    return made.train(layer.training)
 
 
 def sparse_weight(layer: Rounded) -> TwoFour:

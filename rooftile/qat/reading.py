@@ -2,9 +2,9 @@
 
 Some modules do not call their linear layers: they read `layer.weight`, and multiply themselves. So a prepared or converted layer
 answers with a `ReadWeight`. It holds no numbers. Its dtype, shape and device cost nothing; any function that is called with it
-gets the rounded numbers as they are then, whose gradient is the parameter's; and `functional.linear` becomes the layer's own product,
-which rounds activations, too. PyTorch's fast paths of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which call no
-layer, are closed to tensors of other classes.
+gets the rounded numbers as they are then, whose gradient is the parameter's; and `functional.linear` becomes the layer's own
+product, which rounds activations, too. PyTorch's fast paths of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, which
+call no layer, are closed to tensors of other classes.
 
 What is done to a weight in place is done to the parameter, as are `.data` and `.grad`: they are how others initialise, copy and
 freeze it.
@@ -26,7 +26,7 @@ from rooftile.operators import replaced, transforms_active
 
 
 class Readable(Protocol):
-    """What a `ReadWeight` stands for."""
+    """A layer or a tensor that a `ReadWeight` stands for."""
 
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the tensors that have a gradient: the parameter, and learned scales."""
@@ -94,6 +94,9 @@ class ReadWeight(Tensor):
             made = args[0].owner.part(args[1])
             if made is not None:
                 return made
+        # orthogonal_ fills such a view
+        if func is Tensor.view_as and isinstance(args[0], ReadWeight) and args[0].shape == args[1].shape:
+            return args[0]
         if _changes(func):
             first, *rest = args or (kwargs.pop("tensor"),)
             args = (_changed(first), *rest)
@@ -102,7 +105,7 @@ class ReadWeight(Tensor):
         return func(*_numbers(args), **_numbers(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
         return func(*_numbers(args), **_numbers(kwargs or {}))
@@ -149,21 +152,25 @@ def _changed(x: Any) -> Any:
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "xor", "or")
 _IN_PLACE = frozenset(("__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)))
+
+
+def _getters(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(Tensor, name).__get__ for name in names)
+
+
 # what is asked of the parameter, and not of its rounded numbers
 _OF_PARAMETER = frozenset(
     (
-        Tensor.data.__get__, Tensor.grad.__get__, Tensor.requires_grad.__get__, Tensor.register_hook, Tensor._version.__get__,
-        Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.untyped_storage,
+        *_getters("data", "grad", "requires_grad", "_version"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+        Tensor.retain_grad, Tensor.untyped_storage,
     )
 )  # fmt: skip
 # what is the same of both
 _PLACES = frozenset(
     (
-        Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,
-        Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.is_nested.__get__, Tensor.is_sparse.__get__,
-        Tensor.is_quantized.__get__, Tensor.itemsize.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement,
-        Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device,
-        torch.is_floating_point, torch.is_complex, torch.numel,
+        *_getters("dtype", "shape", "device", "ndim", "layout", "is_cuda", "is_meta", "is_nested", "is_sparse", "is_quantized"),
+        *_getters("itemsize"), Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point,
+        Tensor.is_complex, Tensor.element_size, Tensor.get_device, torch.is_floating_point, torch.is_complex, torch.numel,
     )
 )  # fmt: skip
 

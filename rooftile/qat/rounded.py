@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from rooftile.errors import InvalidInput
 from rooftile.launch import is_capturing

@@ -1,4 +1,4 @@
-"""Which layers of a model are prepared, and for which format; and whether they can be."""
+"""Finds the layers of a model that are prepared, and the format of each, and checks whether they can be."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def check_fits(name: str, layer: Layer, rounding: Rounding) -> None:
     is_transposed = isinstance(layer, Place) and layer.transposed
     *outer, rows, columns = weight.mT.shape if is_transposed else weight.shape
     if outer and rounding.format == "fp8_tile" and rows % TILE:
-        raise InvalidInput(f"{name} has experts of {rows} rows, which tiles of {TILE} would cross; skip it, or take another format")
+        raise InvalidInput(
+            f"{name} has experts of {rows} rows, which tiles of {TILE} would cross; skip it, or take another format"
+        )
     if not weight.numel():
         raise InvalidInput(f"{name}.weight ({rows}, {columns}) has no numbers; skip this layer")
     if rounding.activations not in (None, rounding.format):

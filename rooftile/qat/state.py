@@ -30,8 +30,9 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, layer in prepared_layers(model):
         found[name] = {"steps": layer.qat.steps}
-        if layer.qat.masking is not None:
-            found[name] |= {"mask": layer.mask.clone(), "chosen_at": layer.qat.masking.chosen_at}
+        mask = layer.held_mask
+        if layer.qat.masking is not None and mask is not None:
+            found[name] |= {"mask": mask.clone(), "chosen_at": layer.qat.masking.chosen_at}
     return found
 
 
@@ -52,12 +53,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
         mask = state[name].get("mask")
         if (mask is None) != (layer.qat.masking is None):
             raise InvalidInput(f"{name} is 2:4 in {'the model' if mask is None else 'the state'} alone; prepare as before")
-        if isinstance(mask, Tensor) and mask.shape != layer.mask.shape:
-            raise InvalidInput(f"the mask of {name} is {tuple(mask.shape)}; must be {tuple(layer.mask.shape)}")
+        own = layer.held_mask
+        if isinstance(mask, Tensor) and own is not None and mask.shape != own.shape:
+            raise InvalidInput(f"the mask of {name} is {tuple(mask.shape)}; must be {tuple(own.shape)}")
     for name, layer in layers.items():
         layer.qat.reach(int(state[name]["steps"]))
         layer.qat.kept = None
-        if layer.qat.masking is not None:
+        held = layer.held_mask
+        if layer.qat.masking is not None and held is not None:
             with torch.no_grad():
-                layer.mask.copy_(state[name]["mask"])
+                held.copy_(state[name]["mask"])
             layer.qat.masking.chosen_at, layer.qat.masking.seen = int(state[name]["chosen_at"]), None

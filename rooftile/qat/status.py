@@ -85,6 +85,7 @@ def _status(name: str, layer: Rounded) -> LayerStatus:
     w, kept = (layer.as_rows(x).detach() for x in (whole(layer.parameter).float(), layer.kept_weight()))
     clipped, masking = 0.0, layer.qat.masking
     if layer.qat.rounding is None:
+        assert layer.held_mask is not None, "a weight that is not rounded is 2:4"
         nbytes, rounded = compress(kept, layer.held_mask).nbytes, kept.float()
     else:
         codes = layer.codes()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftile.errors import InvalidInput
@@ -36,7 +36,7 @@ _COUNTING: WeakSet[Any] = WeakSet()
 _HOOKS: list[Any] = []
 
 
-def count(module: nn.Module) -> None:
+def count(module: object) -> None:
     """Counts a step of `module.qat` after each step of an optimiser that holds its weight, as long as the module lives."""
     _COUNTING.add(module)
     if not _HOOKS:

@@ -1,7 +1,7 @@
 """Weights of modules that multiply themselves: fused experts, `nn.MultiheadAttention`, and the Conv1D of Transformers' GPT-2.
 
-Such a module gets a class of its own, whose weights are properties: who reads one finds it rounded (`reading`). The parameter stays
-the same tensor under the same name. Weights alone are rounded, never activations, but for Conv1D, which is a plain product.
+Such a module gets a class of its own, whose weights are properties: who reads one finds it rounded (`reading`). The parameter
+stays the same tensor under the same name. Weights alone are rounded, never activations, but for Conv1D, a plain product.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PreparedTensor(Rounded):
         steps.count(self)
 
     @property
-    def training(self) -> bool:
+    def training(self) -> bool:  # type: ignore[override]
         """Whether its module is in training mode."""
         return self.module.training
 
@@ -128,7 +128,7 @@ class PreparedTensor(Rounded):
         is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
         if weight.ndim != 3 or not is_one or rounding is None or rounding.format == "nvfp4":
             return None
-        one = weight[index]
+        one = weight[index]  # type: ignore[index]
         one = one.mT if self.transposed else one
         made = numbers(one.contiguous(), rounding, None, None, self.training)
         return made.mT if self.transposed else made
@@ -158,7 +158,8 @@ def prepare_tensor(place: Place, preparation: Preparation) -> None:
     held[place.attribute] = PreparedTensor(place, preparation)
     vars(module)["qat_tensors"] = held
     base = kind.qat_from if issubclass(kind, PreparedModule) else kind
-    module.__class__ = class_of(base, tuple(held))
+    # mypy takes classes of modules for values that have no hash
+    module.__class__ = class_of(base, tuple(held))  # type: ignore[arg-type]
 
 
 def restore_module(module: PreparedModule) -> None:
@@ -167,13 +168,13 @@ def restore_module(module: PreparedModule) -> None:
     Raises:
         InvalidInput: something else has changed its class since.
     """
-    if type(module) is not class_of(module.qat_from, module.qat_names):
+    if type(module) is not class_of(module.qat_from, module.qat_names):  # type: ignore[arg-type]
         name = next(iter(module.qat_tensors.values())).qat.name
         raise InvalidInput(f"{name} is in a {type(module).__name__} since it was prepared; undo that first")
     for tensor in module.qat_tensors.values():
         del tensor.qat
     del module.qat_tensors
-    module.__class__ = module.qat_from
+    module.__class__ = module.qat_from  # type: ignore[assignment]
 
 
 def tensors_in(model: nn.Module) -> Iterator[tuple[str, PreparedTensor]]:
@@ -221,5 +222,5 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
 
 
 def _empty(base: type[nn.Module], names: tuple[str, ...]) -> PreparedModule:
-    made = class_of(base, names)
+    made = class_of(base, names)  # type: ignore[arg-type]
     return made.__new__(made)

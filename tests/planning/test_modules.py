@@ -193,8 +193,37 @@ def test_transformers_gpt2_has_its_own_linear_layer() -> None:
     assert plan.total.base_loss == pytest.approx(due, abs=1e-6)
     lost = plan.apply(copy.deepcopy(model))(IDS, labels=IDS).loss.item() - due
     assert plan.total.measured_loss == pytest.approx(lost, abs=1e-6)
-    with pytest.raises(rt.InvalidInput, match=r"h.0.attn.c_attn is Conv1D, .* skip=\['\*.c_attn', '\*.c_proj', '\*.c_fc'\]"):
-        plan.prepare(model)
+    prepared = plan.prepare(copy.deepcopy(model))
+    assert prepared(IDS, labels=IDS).loss.item() - due == pytest.approx(lost, abs=1e-6)
+    sparse = rt.plan(model, IDS, formats=["2:4"], max_loss=1e9, measure=False)
+    with pytest.raises(rt.InvalidInput, match=r"h.0.attn.c_attn is Conv1D, .* as 2:4; .* skip=\['\*.c_attn', '\*.c_proj'"):
+        sparse.prepare(model)
+
+
+def test_an_encoder_and_decoder_whose_inputs_have_names() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    inputs = {"input_ids": IDS % 50, "decoder_input_ids": IDS % 50}
+    plan = rt.plan(model, inputs, formats=["w8"], max_loss=9.0, measure=False)
+    assert plan.notes[0] == "planned: 20,480 of 22,336 weights (91.7%); left out: 1,856 in embeddings (shared.weight and 2 more)"
+    assert "decoder.block.0.layer.1.EncDecAttention.q" in plan.weights
+    by_position = rt.plan(model, IDS % 50, None, IDS % 50, formats=["w8"], max_loss=9.0, measure=False)
+    assert by_position.weights == plan.weights
+    with torch.no_grad():
+        due = plan.apply(copy.deepcopy(model))(**inputs).logits
+        torch.testing.assert_close(plan.prepare(model)(**inputs).logits, due)
+
+
+def test_layers_of_pytorchs_fast_path_are_seen() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    plan = rt.plan(nn.Sequential(layer), torch.randn(2, 5, 32), formats=["w8"], measure=False)
+    assert names(plan) == ["0.linear1", "0.linear2"]
+    assert "in projections of nn.MultiheadAttention" in plan.notes[0]
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_llama_of_transformers() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.integrations.fusion import families
 from rooftile.integrations.fusion.classes import FusedModule, class_of
-from rooftile.integrations.fusion.report import Fused
+from rooftile.integrations.fusion.report import Fused, others_of
 from rooftile.words import answers_foreign_words
 
 
@@ -75,7 +75,7 @@ def fuse(model: nn.Module, *, logits: bool = False, verbose: bool = True) -> Fus
     unfuse(model)
     for module, change in changes:
         module.__class__ = class_of(change.kind, type(module))
-    done = Fused(replaced, kept)
+    done = Fused(replaced, kept, others_of(model, {id(module) for module, _ in changes}))
     if verbose:
         print(done)  # noqa: T201 -- the report is for the terminal
     return done

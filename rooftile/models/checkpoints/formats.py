@@ -8,6 +8,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
 from rooftile.matmul.formats import WEIGHT_FORMATS, group_of, parsed
 from rooftile.sparsity import TwoFour, compress, two_four
+from rooftile.words import format_answer
 
 SPARSE = "2:4"
 
@@ -22,7 +23,8 @@ def check_word(word: object, *others: str) -> None:
         if word not in (SPARSE, *others):
             parsed(word)
         return
-    raise InvalidInput(f"format is {word!r}; must be one of {', '.join((*WEIGHT_FORMATS, SPARSE, *others))}")
+    words = ", ".join((*WEIGHT_FORMATS, SPARSE, *others))
+    raise InvalidInput(f"format is {word!r}; must be one of {words}{format_answer(word)}")
 
 
 def why_not(word: str, K: int) -> str:

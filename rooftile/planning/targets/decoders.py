@@ -23,6 +23,7 @@ from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.decoder_steps import decoding, hidden_of, loss_of, reading
 from rooftile.planning.targets.outputs import token_ids
 from rooftile.planning.targets.target import SAMPLE, Item
+from rooftile.qat.coverage import Coverage
 from rooftile.serve.attention import masks_of
 from rooftile.spec import Problem, Sizes, Spec
 
@@ -80,6 +81,16 @@ class DecoderTarget:
         head = samples.pop(HEAD)
         # in the order of their calls
         self.items = [*(self._item(name, *self._places[name], x) for name, x in samples.items()), self._head(head)]
+
+    @property
+    def coverage(self) -> str:
+        """Says which share of the weights is planned, and what is left out."""
+        decoder = self._decoder
+        planned = sum(N * K for item in self.items if not item.fixed for N, K in item.products)
+        left = {"the embedding": ("embed_tokens", 1, decoder.embedding.numel())}
+        if decoder.head is not decoder.embedding:
+            left["the output head"] = HEAD, 1, decoder.head.numel()
+        return str(Coverage(planned + sum(numbers for _, _, numbers in left.values()), planned, left, "planned"))
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:
         """Returns what runs a step of each phase, with its share."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput, Unsupported
@@ -23,7 +24,9 @@ from rooftile.planning.targets.others import others_of
 from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
 from rooftile.planning.targets.recording import Recording, computed_in
 from rooftile.planning.targets.target import Item
-from rooftile.qat.layers import Prepared
+from rooftile.qat.coverage import coverage_of
+from rooftile.qat.foreign import check_not_quantised
+from rooftile.qat.found import prepared_in
 from rooftile.qat.patterns import means, skipped
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear
@@ -51,7 +54,7 @@ class ModuleTarget:
 
     Args:
         model: any module.
-        inputs: of its forward.
+        inputs: of its forward, in their order; or one dictionary of them by their names.
         skip: patterns of names of layers that stay as they are.
         backward: whether a step has a backward, too.
 
@@ -61,10 +64,12 @@ class ModuleTarget:
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str] | str, *, backward: bool) -> None:
-        self._model, self._inputs, self._backward = unwrapped(model), inputs, backward
+        self._model, self._backward = unwrapped(model), backward
+        self._args, self._kwargs = arguments_of(self._model, inputs)
         self.name = type(self._model).__name__
         layers = {name: layer for name, layer in self._model.named_modules() if is_linear(layer)}
-        prepared = next((name for name, layer in self._model.named_modules() if isinstance(layer, Prepared)), None)
+        check_not_quantised(self._model)
+        prepared = next((name for name, _ in prepared_in(self._model)), None)
         if prepared is not None:
             raise InvalidInput(f"{prepared} is prepared for training; restore the model first: rooftile.qat.restore(model)")
         if not layers:
@@ -79,10 +84,16 @@ class ModuleTarget:
             raise InvalidInput(f"the inputs reach none of the {len(layers)} linear layers of {self.name}; give inputs that do")
         self.items = [self._item(group, layers, skip) for group in self._recording.groups()]
 
+    @property
+    def coverage(self) -> str:
+        """Says which share of the weights is planned, and what is left out."""
+        planned = [self._model.get_submodule(part.name) for item in self.items if not item.fixed for part in item.parts]
+        return str(coverage_of(self._model, "planned", planned))
+
     def run(self) -> None:
         """Runs a step: the model on its inputs, and the backward of the sum of its outputs if there is one."""
-        with torch.set_grad_enabled(self._backward):
-            result = self._model(*self._inputs)
+        with _without_fast_paths(), torch.set_grad_enabled(self._backward):
+            result = self._model(*self._args, **self._kwargs)
             if self._backward:
                 run_backward(result)
 
@@ -92,7 +103,7 @@ class ModuleTarget:
 
     def output(self) -> Tensor:
         """Returns the first tensor that the model returns, with all modules in evaluation mode."""
-        return self._evaluated(lambda: first_tensor(self._model(*self._inputs)))
+        return self._evaluated(lambda: first_tensor(self._model(*self._args, **self._kwargs)))
 
     def others(self, machine: Machine) -> list[Other]:
         """Returns the operators outside of linear layers."""
@@ -119,7 +130,7 @@ class ModuleTarget:
         flags = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _without_fast_paths():
                 return compute()
         finally:
             for module, training in flags:
@@ -192,6 +203,17 @@ def _computing(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterato
             del layer.forward
         else:
             layer.forward = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Within the block PyTorch calls the layers inside its encoder layers, also in evaluation."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _number(found: Any) -> float:

@@ -57,6 +57,10 @@ class Target(Protocol):
     name: str
     items: list[Item]
 
+    @property
+    def coverage(self) -> str:
+        """Says in one line which share of the weights is planned, and what is left out."""
+
     def rounded(self, item: Item, word: str) -> AbstractContextManager[None]:
         """Within the block the model computes the item in a format."""
 

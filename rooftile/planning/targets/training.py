@@ -14,8 +14,10 @@ from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning.records import Layer
 from rooftile.planning.targets.applying import check_model
 from rooftile.planning.targets.modules import unwrapped
+from rooftile.qat.found import prepared_in
 from rooftile.qat.layers import Prepared
 from rooftile.qat.patterns import Name
+from rooftile.qat.tensors import is_conv1d
 from rooftile.sparsity import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,9 +31,8 @@ def prepare(
     Raises:
         InvalidInput: the model is another one or cannot be trained, or an argument is wrong; the model is then as it was.
     """
-    for name, layer in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(layer, Prepared):
-            raise InvalidInput(f"{name.removeprefix('_orig_mod.')} is prepared already; restore the model first")
+    for name, _ in prepared_in(model) if isinstance(model, nn.Module) else ():
+        raise InvalidInput(f"{name.removeprefix('_orig_mod.')} is prepared already; restore the model first")
     check_model(layers, model)
     inside = unwrapped(model)
     _check_trainable(words, inside)
@@ -45,7 +46,7 @@ def prepare(
         for name in sparse:
             _make_sparse(inside.get_submodule(name), name, start_step, Recipe() if sparsity is None else sparsity)
     except InvalidInput:
-        if any(isinstance(layer, Prepared) for layer in inside.modules()):
+        if any(True for _ in prepared_in(inside)):
             qat.restore(inside)
         raise
     return model
@@ -54,12 +55,15 @@ def prepare(
 def _check_trainable(words: Mapping[str, str], model: nn.Module) -> None:
     if isinstance(model, Decoder):
         raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
-    others = {name: type(model.get_submodule(name)).__name__ for name in words}
-    others = {name: kind for name, kind in others.items() if kind != "Linear"}
+    others = {
+        name: type(layer).__name__
+        for name, layer in ((name, model.get_submodule(name)) for name in words)
+        if type(layer) is not nn.Linear and (not is_conv1d(layer) or words[name] == SPARSE)
+    }
     if others:
         name, kind = next(iter(others.items()))
         skip = [f"*.{last}" for last in dict.fromkeys(name.rpartition(".")[2] for name in others)]
-        raise InvalidInput(f"{name} is {kind}, which rooftile.qat does not train; plan with skip={skip}")
+        raise InvalidInput(f"{name} is {kind}, which rooftile.qat does not train as {words[name]}; plan with skip={skip}")
 
 
 def _make_sparse(layer: nn.Module, name: str, start_step: int, sparsity: Recipe) -> None:
