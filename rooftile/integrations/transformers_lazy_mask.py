@@ -60,8 +60,14 @@ def lazy(decision: Decision, shape: tuple[int, int, int, int], dtype: torch.dtyp
         return decision.dense()
     mask = number.expand(shape).as_subclass(LazyMask)
     mask.decision = decision
-    mask.kept = {}
+    mask.kept = {} if torch.compiler.is_compiling() else {"shape": shape}
     return mask
+
+
+def shape_of(mask: LazyMask) -> tuple[int, ...]:
+    """Returns (B, 1, T, S) without the detour that each of the tensor's own attributes takes, once per layer."""
+    # a graph takes no plain numbers, which it would be compiled for
+    return tuple(mask.shape) if torch.compiler.is_compiling() else mask.kept["shape"]
 
 
 def dense_of(mask: LazyMask) -> Tensor:
