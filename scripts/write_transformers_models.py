@@ -28,9 +28,10 @@ SECONDS = 180
 
 HEAD = """# Models of Transformers
 
-Every family of models that the auto classes of Transformers {version} know: one class of each, with both of its halves or with logits
-where there is one, built at toy size with random weights, and run on a CPU in float32 with `attn_implementation="rooftile"` and with
-`"eager"`. Written by `scripts/write_transformers_models.py`; `tests/integrations/test_every_model.py` compares again.
+Every family of models that the auto classes of Transformers {version} know: one class of each, with both of its halves or with
+logits where there is one, built at toy size with random weights, and run on a CPU in float32 with
+`attn_implementation="rooftile"` and with `"eager"`. Written by `scripts/write_transformers_models.py`;
+`tests/integrations/test_every_model.py` compares again.
 
 - *outputs*: every floating-point output, without padding. *gradients*: that of every parameter.
 - *future*: the outputs after other last tokens. A causal model that saw the future would differ.

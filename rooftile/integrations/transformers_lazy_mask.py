@@ -53,7 +53,7 @@ class LazyMask(Tensor):
 
 
 def lazy(decision: Decision, shape: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> Tensor:
-    """Returns the mask (B, 1, T, S) that a decision means: a LazyMask, or a dense one under modes that make tensors of their own."""
+    """Returns the mask (B, 1, T, S) of a decision: a LazyMask, or a dense one under modes that make their own tensors."""
     number = torch.empty((), dtype=dtype, device=device)
     if type(number) is not Tensor:
         # fake tensors of an export cannot be of a second class

@@ -27,6 +27,7 @@ SHARE = {
     "JambaForCausalLM": "a recurrence that reads padded tokens",
     "Llama4ForCausalLM": "chunks",
     "MambaForCausalLM": "no attention",
+    "NemotronAsrStreamingEncoder": "reads numbers as booleans",
     "Qwen2VLForConditionalGeneration": "packed position_ids of three axes",
     "T5ForConditionalGeneration": "a learned bias",
     "T5GemmaForConditionalGeneration": "windows that count the query or not",
