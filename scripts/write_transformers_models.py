@@ -52,7 +52,8 @@ SECTIONS = {
         "each part of a\nmodel its own name in a dict.\n\n| family | class | why |\n|---|---|---|\n"
     ),
     "no attention": (
-        "## Without a call\n\nNo attention, or only attention of its own that takes no mask; the outputs are equal.\n\n| family | class |\n|---|---|\n"
+        "## Without a call\n\nNo attention, or only attention of its own that takes no mask; the outputs are equal.\n\n"
+        "| family | class |\n|---|---|\n"
     ),
     "not run": (
         "## Not compared\n\nEager attention itself cannot be built or run at toy size with the inputs that the sweep makes.\n\n"
