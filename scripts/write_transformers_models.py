@@ -1,6 +1,6 @@
-"""Writes docs/reference/transformers-models.md: attn_implementation="rooftile" beside "eager" in every model class.
+"""Writes docs/reference/transformers-models.md: attn_implementation="rooftile" beside "eager" in every family of models.
 
-    python scripts/write_transformers_models.py              # compares every class at toy size: some 20 minutes
+    python scripts/write_transformers_models.py              # compares every family at toy size: some ten minutes
     python scripts/write_transformers_models.py T5Model ...  # compares these again and keeps the other lines
 """
 
@@ -28,10 +28,10 @@ SECONDS = 180
 
 HEAD = """# Models of Transformers
 
-The model classes of Transformers {version} that its `AutoModel`, `AutoModelForCausalLM`, `AutoModelForSeq2SeqLM`,
-`AutoModelForMultimodalLM`, `AutoModelForSpeechSeq2Seq` and `AutoModelForMaskedLM` know, each built at toy size with random
-weights and run on a CPU in float32 with `attn_implementation="rooftile"` and with `"eager"`. Written by
-`scripts/write_transformers_models.py`; `tests/integrations/test_every_model.py` compares again.
+Every family of models that the auto classes of Transformers {version} know: one class of each, with both of its halves or with
+logits where there is one, built at toy size with random weights, and run on a CPU in float32 with
+`attn_implementation="rooftile"` and with `"eager"`. Written by `scripts/write_transformers_models.py`;
+`tests/integrations/test_every_model.py` compares again.
 
 - *outputs*: every floating-point output, without padding. *gradients*: that of every parameter.
 - *future*: the outputs after other last tokens. A causal model that saw the future would differ.
@@ -39,26 +39,27 @@ weights and run on a CPU in float32 with `attn_implementation="rooftile"` and wi
 
 Models that take images or sounds beside text were given text alone where they accept that; their towers have lines of their own.
 
-| verdict | classes |
+| verdict | families |
 |---|--:|
 {counts}
 """
 SECTIONS = {
     "equal": (
-        "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | classes | compared |\n|---|---|---|\n"
+        "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | class | compared |\n|---|---|---|\n"
     ),
     "refused": (
         '## Refused\n\n`attn_implementation="rooftile"` raises `Unsupported` where the model is built. Use `"eager"`, or give '
-        "each part of a\nmodel its own name in a dict.\n\n| family | classes | why |\n|---|---|---|\n"
+        "each part of a\nmodel its own name in a dict.\n\n| family | class | why |\n|---|---|---|\n"
     ),
     "no attention": (
-        "## Without attention\n\nNothing to replace, and the outputs are equal.\n\n| family | classes |\n|---|---|\n"
+        "## Without a call\n\nNo attention, or only attention of its own that takes no mask; the outputs are equal.\n\n"
+        "| family | class |\n|---|---|\n"
     ),
     "not run": (
         "## Not compared\n\nEager attention itself cannot be built or run at toy size with the inputs that the sweep makes.\n\n"
-        "| family | classes | reason |\n|---|---|---|\n"
+        "| family | class | reason |\n|---|---|---|\n"
     ),
-    "differs": "## Different from eager\n\n| family | classes | how |\n|---|---|---|\n",
+    "differs": "## Different from eager\n\n| family | class | how |\n|---|---|---|\n",
 }
 
 
@@ -68,19 +69,14 @@ def page(rows: list[Row]) -> str:
     counts = "\n".join(f"| {verdict} | {counted[verdict]} |" for verdict in SECTIONS if counted[verdict])
     text = HEAD.format(version=transformers.__version__, counts=counts)
     for verdict, head in SECTIONS.items():
-        lines = _lines([row for row in rows if row.verdict == verdict])
+        lines = [_line(row) for row in rows if row.verdict == verdict]
         text += f"\n{head}" + "\n".join(lines) + "\n" if lines else ""
     return text
 
 
-def _lines(rows: list[Row]) -> list[str]:
-    """Returns a line for the classes of a family that say the same."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        said.setdefault((row.family, _said(row)), []).append(f"`{row.model}`")
-    return [
-        f"| {family} | {', '.join(names)} |" + (f" {what} |" if what else "") for (family, what), names in said.items()
-    ]
+def _line(row: Row) -> str:
+    said = _said(row)
+    return f"| {row.family} | `{row.model}` |" + (f" {said} |" if said else "")
 
 
 def _said(row: Row) -> str:

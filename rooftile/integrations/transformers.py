@@ -27,7 +27,7 @@ from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import transformers_mask
 from rooftile.integrations import transformers_refusal as refusal
-from rooftile.integrations.transformers_lazy_mask import LazyMask
+from rooftile.integrations.transformers_lazy_mask import LazyMask, shape_of
 from rooftile.integrations.transformers_packing import (
     Packing,
     attend_packed,
@@ -192,7 +192,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Returns o (B, T, H, Dv) under the mask, or under what the call says where the model made none."""
     if isinstance(mask, LazyMask):
-        if tuple(mask.shape) != (q.shape[0], 1, q.shape[1], k.shape[1]):
+        if shape_of(mask) != (q.shape[0], 1, q.shape[1], k.shape[1]):
             # keys that the mask was not made for: eager attention takes its first columns
             mask = mask[..., : k.shape[1]]
             return api.attention(q, k, v, bias=_added(mask, call.position_bias, q.dtype), **options)

@@ -53,15 +53,21 @@ class LazyMask(Tensor):
 
 
 def lazy(decision: Decision, shape: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> Tensor:
-    """Returns the mask (B, 1, T, S) that a decision means: a LazyMask, or a dense one under modes that make tensors of their own."""
+    """Returns the mask (B, 1, T, S) of a decision: a LazyMask, or a dense one under modes that make their own tensors."""
     number = torch.empty((), dtype=dtype, device=device)
     if type(number) is not Tensor:
         # fake tensors of an export cannot be of a second class
         return decision.dense()
     mask = number.expand(shape).as_subclass(LazyMask)
     mask.decision = decision
-    mask.kept = {}
+    mask.kept = {} if torch.compiler.is_compiling() else {"shape": shape}
     return mask
+
+
+def shape_of(mask: LazyMask) -> tuple[int, ...]:
+    """Returns (B, 1, T, S) without the detour that each of the tensor's own attributes takes, once per layer."""
+    # a graph takes no plain numbers, which it would be compiled for
+    return tuple(mask.shape) if torch.compiler.is_compiling() else mask.kept["shape"]
 
 
 def dense_of(mask: LazyMask) -> Tensor:

@@ -120,7 +120,8 @@ def _recognise(mask_function: Callable[..., Any]) -> tuple[Mask, Tensor | None] 
     match mask_function.__qualname__.split(".")[0]:
         case "and_masks":
             return _recognise_all(inside["mask_functions"])
-        case "sliding_window_overlay":
+        # a window of 0 hides every key, which no Window says
+        case "sliding_window_overlay" if inside["sliding_window"] > 0:
             return Window(inside["sliding_window"] - 1), None
         case "sliding_window_bidirectional_overlay":
             return Window(inside["sliding_window"], inside["sliding_window"]), None

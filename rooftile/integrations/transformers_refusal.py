@@ -23,6 +23,9 @@ from rooftile.errors import Unsupported
 _HAS_ATTENTION = re.compile(r"^class \w*Attention\w*\(", re.MULTILINE)
 # a table of its own by the configuration's name, which has no place for another
 _TABLE = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
+# a mask of Transformers' functions read as booleans: with eager attention it is numbers, 0 where a key is seen
+_MAKES_A_MASK = re.compile(r"= create_\w*mask\(")
+_READS_BOOLEANS = re.compile(r"masked_fill_\(attention_mask\.logical_not\(\)")
 _ASKS = re.compile(r"\bALL_ATTENTION_FUNCTIONS\b|\bAttentionInterface\b")
 
 
@@ -105,6 +108,11 @@ def _asked(model: Any, asked: str | dict[str, str]) -> list[tuple[Any, str]]:
 def _check(model: Any, name: str) -> None:
     """Raises Unsupported if the model's class never asks for an attention function; else its first forward will tell."""
     kind = type(model)
+    if _reads_booleans(kind):
+        raise Unsupported(
+            f'{kind.__name__} reads its mask as booleans, and attn_implementation="{name}" makes numbers as "eager" does, with '
+            'which this model is wrong too; use "sdpa"'
+        )
     if _never_asks(kind):
         raise Unsupported(
             f'{kind.__name__} never asks for an attention implementation: attn_implementation="{name}" would not run; use '
@@ -117,13 +125,24 @@ def _check(model: Any, name: str) -> None:
 @functools.cache
 def _never_asks(kind: type) -> bool:
     """Whether the modules of a model's class and of its bases have attention of their own, and none looks a function up."""
-    from transformers import PreTrainedModel
-
-    bases = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
-    sources = [_source(name) for name in {base.__module__ for base in bases}]
+    sources = _sources(kind)
     if any(map(_TABLE.search, sources)):
         return True
     return any(map(_HAS_ATTENTION.search, sources)) and not any(map(_ASKS.search, sources))
+
+
+@functools.cache
+def _reads_booleans(kind: type) -> bool:
+    """Whether the module of a model's class makes a mask and takes the logical complement of it, whatever its dtype."""
+    return any(_MAKES_A_MASK.search(source) and _READS_BOOLEANS.search(source) for source in _sources(kind))
+
+
+def _sources(kind: type) -> list[str]:
+    """Returns the text of the modules that define a model's class and its bases."""
+    from transformers import PreTrainedModel
+
+    bases = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
+    return [_source(name) for name in {base.__module__ for base in bases}]
 
 
 def _source(module: str) -> str:

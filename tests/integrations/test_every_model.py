@@ -1,4 +1,4 @@
-"""Every model class of Transformers at toy size: outputs and gradients equal those of eager attention, or it is refused.
+"""Every family of models of Transformers at toy size: outputs and gradients equal those of eager attention, or it is refused.
 
 `make test` runs one class for each kind of fault that was found; all of them have the mark `sweep`. The verdicts are those of
 docs/reference/transformers-models.md, whose lines `scripts/write_transformers_models.py` keeps in `every_model/rows.jsonl`.
@@ -18,21 +18,22 @@ from tests.integrations.every_model.compare import compare
 pytestmark = [pytest.mark.usefixtures("registered"), pytest.mark.filterwarnings("ignore")]
 
 SHARE = {
-    "BertModel": "an encoder whose pooling reads padded tokens",
     "BloomForCausalLM": "makes a mask, and adds None to its own scores",
     "CLIPModel": "two towers, one causal",
+    "DPRQuestionEncoder": "an encoder whose pooling reads padded tokens",
     "DeepseekV3ForCausalLM": "values of another head dim",
     "GitForCausalLM": "a table of classes by the name",
     "GptOssForCausalLM": "sinks and windows",
     "JambaForCausalLM": "a recurrence that reads padded tokens",
     "Llama4ForCausalLM": "chunks",
     "MambaForCausalLM": "no attention",
+    "NemotronAsrStreamingEncoder": "reads numbers as booleans",
     "Qwen2VLForConditionalGeneration": "packed position_ids of three axes",
     "T5ForConditionalGeneration": "a learned bias",
     "T5GemmaForConditionalGeneration": "windows that count the query or not",
     "Wav2Vec2Model": "sound",
     "WhisperForConditionalGeneration": "cross-attention from a cache",
-    "XLMModel": "a boolean mask by its own rules",
+    "XLMWithLMHeadModel": "a boolean mask by its own rules",
 }
 ROWS = kept()
 
@@ -44,7 +45,7 @@ def classes():
 
 
 @pytest.mark.parametrize(("family", "name"), classes())
-def test_a_class_is_equal_or_refused(family, name):
+def test_a_family_is_equal_or_refused(family, name):
     if ROWS[name].reason.startswith("takes longer"):
         pytest.skip(ROWS[name].reason)
     row = compare(family, name)
@@ -52,7 +53,7 @@ def test_a_class_is_equal_or_refused(family, name):
     assert (row.verdict, row.compared) == (ROWS[name].verdict, ROWS[name].compared)
 
 
-def test_the_page_has_every_class():
+def test_the_page_has_every_family():
     assert set(SHARE) <= ROWS.keys()
     assert {name for _, name in models()} == ROWS.keys()
     assert not [row for row in ROWS.values() if row.verdict == "differs"]
@@ -75,7 +76,7 @@ def test_the_comparison_finds_faults(fault, monkeypatch):
                 decision = decision._replace(sequences=None)
             elif decision.pattern.left is not None:
                 decision = decision._replace(pattern=decision.pattern & integration.Window(decision.pattern.left - 1))
-            mask.decision, mask.kept = decision, {}
+            mask.decision = decision
         return attend(module, q, k, v, mask, call, options)
 
     monkeypatch.setattr(integration, "_attend", spoilt)

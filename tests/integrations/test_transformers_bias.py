@@ -56,6 +56,7 @@ def check(mask, seen, T, S, bias_shape, given=None, real=None):
     due, due_grads = exact(q, k, v, seen, bias, do)
     keep = torch.ones(B, T, dtype=torch.bool) if real is None else real
     torch.testing.assert_close(found[keep], due[keep].float(), atol=2e-5, rtol=1e-4)
+    assert not found[~keep].any()
     for x, y in zip(torch.autograd.grad(found, (q, k, v, bias), do), due_grads, strict=True):
         torch.testing.assert_close(x, y.float(), atol=5e-5, rtol=1e-4)
 

@@ -188,6 +188,7 @@ def test_patterns_by_the_functions_that_transformers_composes():
     assert recognise(masking_utils.bidirectional_mask_function) == (rooftile.FULL, None)
     window = masking_utils.sliding_window_causal_mask_function(5)
     assert recognise(window) == (rooftile.CAUSAL & rooftile.Window(4), None)
+    assert recognise(masking_utils.sliding_window_causal_mask_function(0)) is None
     assert recognise(masking_utils.sliding_window_bidirectional_mask_function(5)) == (rooftile.Window(5, 5), None)
     chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(1))
     assert recognise(chunks) == (rooftile.CAUSAL & rooftile.Chunk(5), None)

@@ -10,22 +10,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.integrations.every_model.exceptions import AS_DICTS, SIZES
 from tests.integrations.every_model.sizes import smaller
 
-# the kinds of classes that differ in what attends, heads on top of the same model aside
+# the class that shows most of a family: the one with both halves, else the one with logits; each contains the family's model
 _KINDS = (
-    "MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_MULTIMODAL_LM",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_MULTIMODAL_LM", "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM", "MODEL",
 )  # fmt: skip
 
 
 def models() -> list[tuple[str, str]]:
-    """Returns (family, name of a class) for every model class that Transformers' AutoModel knows, each class once."""
+    """Returns (family, name of a class) for every type of configuration of which Transformers' auto classes know a model."""
     found: dict[str, str] = {}
     for kind in _KINDS:
         for family, names in getattr(modeling_auto, f"{kind}_MAPPING_NAMES").items():
-            for name in [names] if isinstance(names, str) else names:
-                if name not in found or family.replace("-", "_") in name.lower():
-                    found[name] = family
-    return sorted((family, name) for name, family in found.items())
+            found.setdefault(family, names if isinstance(names, str) else names[0])
+    # a configuration with parts and that of its text may name one class
+    by_class = {name: family for family, name in sorted(found.items(), reverse=True)}
+    return sorted((family, name) for name, family in by_class.items())
 
 
 def small_config(family: str, kind: Any) -> Any:

@@ -193,8 +193,12 @@ def _outputs(model: Any, given: dict[str, Tensor], real: Tensor | None = None) -
     found = [x for x in _tensors(out) if x.is_floating_point()]
     if real is not None:
         by_token = [x.ndim > 1 and x.shape[:2] == real.shape for x in found]
-        # a pooled output may be that of a padded token, which means nothing under a causal mask
-        found = [x[real] if is_token else x for x, is_token in zip(found, by_token, strict=True) if is_token or not any(by_token)]
+        # other outputs may be those of padded tokens, which mean nothing under a causal mask
+        found = [
+            x[real] if is_token else x
+            for x, is_token in zip(found, by_token, strict=True)
+            if is_token or (x.ndim < 3 and not any(by_token))
+        ]
         if "decoder_input_ids" in given:
             # the encoder's own outputs have another length
             found = [x for x in found if not (x.ndim > 2 and x.shape[:2] == (real.shape[0], LENGTH))]
