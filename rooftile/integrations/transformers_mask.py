@@ -110,12 +110,27 @@ def _recognise(mask_function: Callable[..., Any]) -> tuple[Mask, Tensor | None] 
 
 
 def _recognise_all(parts: Iterable[Callable[..., Any]]) -> tuple[Mask, Tensor | None] | None:
+    """Returns what several functions say together.
+
+    Since Transformers 5.24 one of them counts positions within packed sequences. Inside of a sequence a pattern says the same of
+    these, so it is a pattern only beside the sequences themselves.
+    """
     pattern, packed = FULL, None
-    for part in map(_recognise, parts):
+    parts = list(parts)
+    inner = [_within_sequences(part) for part in parts]
+    for part in map(_recognise, (part if within is None else within for part, within in zip(parts, inner, strict=True))):
         if part is None or (packed is not None and part[1] is not None):
             return None
         pattern, packed = pattern & part[0], packed if part[1] is None else part[1]
-    return pattern, packed
+    return None if packed is None and any(inner) else (pattern, packed)
+
+
+def _within_sequences(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that one of Transformers' asks with positions within packed sequences; None for another."""
+    if mask_function.__qualname__.split(".")[0] != "remap_positions_for_packed_sequence":
+        return None
+    inside: Callable[..., Any] = inspect.getclosurevars(mask_function).nonlocals["mask_function"]
+    return inside
 
 
 def _has_holes(keys: Tensor) -> bool:
