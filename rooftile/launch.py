@@ -34,6 +34,10 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 # Triton's interpreter runs the kernels on CPU tensors, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+# products and sums become one operation where a kernel does not say otherwise. Triton 3.9 warns where nothing is said, since its
+# default changes in 3.10
+FUSION = {"enable_fp_fusion": True}
+
 
 
 @cache
@@ -181,7 +185,7 @@ class Kernel:
         self, kind: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> _Repeat | None:
         made = [describe(x) for describe, x in zip(self._describe, arguments, strict=False)]
-        compiled = self.fn[grid](*made, *arguments[len(made) :], **constants)
+        compiled = self.fn[grid](*made, *arguments[len(made) :], **(FUSION | constants))
         # Triton's interpreter compiles nothing
         if compiled is not None and kind not in self._known:
             # the constants are kept, so that no others get their id

@@ -32,12 +32,12 @@ def exponentials_kernel(x, y, REPEATS: tl.constexpr, BLOCK: tl.constexpr):
 def repeat_multiply_adds(x: torch.Tensor) -> torch.Tensor:
     """Computes REPEATS times value * 0.999 + 0.001 of each number; x: fp32, a multiple of 1024 numbers."""
     y = torch.empty_like(x)
-    multiply_adds_kernel[(x.numel() // BLOCK,)](x, y, REPEATS, BLOCK)
+    multiply_adds_kernel[(x.numel() // BLOCK,)](x, y, REPEATS, BLOCK, enable_fp_fusion=True)
     return y
 
 
 def repeat_exponentials(x: torch.Tensor) -> torch.Tensor:
     """Computes REPEATS times 2 ** -value of each number; x: fp32, a multiple of 1024 numbers."""
     y = torch.empty_like(x)
-    exponentials_kernel[(x.numel() // BLOCK,)](x, y, REPEATS, BLOCK)
+    exponentials_kernel[(x.numel() // BLOCK,)](x, y, REPEATS, BLOCK, enable_fp_fusion=True)
     return y

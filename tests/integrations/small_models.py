@@ -1,5 +1,6 @@
 """Configurations of small models of Transformers."""
 
+import inspect
 from typing import Any
 
 import transformers
@@ -38,3 +39,8 @@ CAUSAL_MODELS = {
 def recompute(model: Any) -> None:
     """Switches gradient checkpointing on, under the name that this version of Transformers has for it."""
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def cache_word(model: Any) -> str:
+    """The name of a model's argument for its cache: `cache` since Transformers 5.24, which warns of the earlier one."""
+    return next(word for word in ("cache", "past_key_values") if word in inspect.signature(model.forward).parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile.fused import chunks
-from tests.integrations.small_models import CAUSAL_MODELS, DECODER, HEADS, SMALL, TOKENS, VOCABULARY, recompute
+from tests.integrations.small_models import (
+    CAUSAL_MODELS,
+    DECODER,
+    HEADS,
+    SMALL,
+    TOKENS,
+    VOCABULARY,
+    cache_word,
+    recompute,
+)
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)),
@@ -153,8 +161,7 @@ def test_a_cache_under_either_name(name: str) -> None:
     """Transformers 5.24 says `cache` for `past_key_values`; every layer is fused before and since, and takes both."""
     model = made(name).eval()
     assert [why for why in rt.fuse(model, verbose=False).kept.values() if "takes" in why] == []
-    model_takes = inspect.signature(model.forward).parameters
-    word = next(word for word in ("cache", "past_key_values") if word in model_takes)
+    word = cache_word(model)
     tokens = batch()["input_ids"][1:]
     with torch.no_grad():
         whole = model(input_ids=tokens, use_cache=False).logits

@@ -12,7 +12,7 @@ import transformers
 import rooftile
 from rooftile.integrations import transformers as integration
 from rooftile.integrations import transformers_packing
-from tests.integrations.small_models import CAUSAL_MODELS, DECODER, SMALL, TOKENS, VOCABULARY, recompute
+from tests.integrations.small_models import CAUSAL_MODELS, DECODER, SMALL, TOKENS, VOCABULARY, cache_word, recompute
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -209,7 +209,7 @@ def test_a_prompt_in_pieces(model, ran, cache, padded):
         for start, stop in ((0, 7), (7, 9), (9, 15), (15, 16)):
             seen = {"attention_mask": there[:, :stop], "position_ids": positions[:, start:stop]}
             with torch.no_grad():
-                pieces.append(model(row[:, start:stop], past_key_values=past, use_cache=True, **seen).logits)
+                pieces.append(model(row[:, start:stop], use_cache=True, **{cache_word(model): past}, **seen).logits)
         return torch.cat(pieces, dim=1)[there.bool()]
 
     due = run("eager")

@@ -20,6 +20,13 @@ SMALL = {
 pytestmark = pytest.mark.usefixtures("registered")
 
 
+# Transformers 5.24 takes the prefix off every name but its own, with a warning
+takes_others = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23), reason="this one takes only functions of its own"
+)
+
+
+@takes_others
 @pytest.mark.parametrize("window", [None, 8], ids=["full", "sliding"])
 def test_generate_batch_gives_the_tokens_of_generate(window: int | None) -> None:
     from transformers import GenerationConfig
@@ -41,8 +48,18 @@ def test_generate_batch_gives_the_tokens_of_generate(window: int | None) -> None
     assert [found[key].generated_tokens for key in sorted(found)] == due
 
 
+@takes_others
 def test_it_is_for_continuous_batching() -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL))
     model.set_attn_implementation("paged|rooftile")
     with pytest.raises(Unsupported, match="is for generate_batch"):
         model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.skipif(not takes_others.args[0], reason="this Transformers takes functions of others")
+def test_a_transformers_that_takes_none_of_others_says_so() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL)).eval()
+    with pytest.warns(FutureWarning, match="prefix is no longer needed"):
+        model.set_attn_implementation("paged|rooftile")
+    with pytest.raises(ValueError, match="Implementation rooftile is not supported for continuous batching"):
+        model.generate_batch(inputs=[[1, 2, 3]])

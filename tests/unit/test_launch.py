@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.launch import BoundedCache, empties, on_device
+from rooftile.launch import BoundedCache, Kernel, empties, on_device
 
 
 def test_a_bounded_cache_does_not_grow() -> None:
@@ -63,3 +63,20 @@ def test_a_prepared_call_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch)
     assert on_device(lambda x: (x, current[0]), torch.device("cuda", 0))(5) == (5, 0)
     assert on_device(lambda x: (x, current[0]), torch.device("cuda", 1))(5) == (5, 1)
     assert current == [0]
+
+
+@pytest.mark.parametrize("own", [{}, {"enable_fp_fusion": False}])
+def test_a_kernel_says_whether_products_and_sums_are_fused(own: dict[str, bool]) -> None:
+    """Triton 3.10 changes the default; a kernel's own word counts."""
+    asked: dict[str, object] = {}
+
+    class Function:
+        arg_names = ("x", "SIZE")
+
+        def __getitem__(self, grid: tuple[int, int, int]):
+            return lambda *arguments, **options: asked.update(options)
+
+    fn = Function()
+    fn.fn = lambda: None
+    Kernel(fn)((1, 1, 1), (torch.ones(3),), {"SIZE": 3, "num_warps": 2} | own)
+    assert asked == {"SIZE": 3, "num_warps": 2, "enable_fp_fusion": not own}

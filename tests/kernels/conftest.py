@@ -1,0 +1,6 @@
+"""Compiles kernels as `rooftile.launch` does: with fused multiply-adds where a kernel does not say otherwise."""
+
+import os
+
+# what tests compile themselves has no launch that says it, and Triton 3.9 warns of that
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
