@@ -23,8 +23,8 @@ from rooftile.approximate.selected.kernels.shape import (
     strides_of,
 )
 from rooftile.approximate.selected.tiles import Tiles, queries_of_step
-from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.backends.triton.far_rows import is_far
+from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
 
 # All queries choose the first block of a text, so its list has parts: of so many queries at least, and of about so many in all. A
