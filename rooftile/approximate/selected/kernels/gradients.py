@@ -40,7 +40,7 @@ def _rest_of_lse(q, lse, position, r, k_ptr, k_stride, entries, count, S, scale,
     s = tl.arange(0, SHAPE.KEYS)
     d = tl.arange(0, SHAPE.BLOCK_D)
     PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
-    total = tl.zeros((SHAPE.ROWS,), tl.float32)
+    total = tl.zeros(lse.shape, tl.float32)
     for n in range(count * PER):
         entry = n // PER
         j = tl.load(entries + entry * 2) * SHAPE.BLOCK + (n - entry * PER) * SHAPE.KEYS + s
