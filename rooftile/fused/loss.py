@@ -3,8 +3,8 @@
 The loss of a row is lse - z_t for logits z and the target t, with label smoothing e: lse - (1 - e) z_t - e mean(z), and with a
 z-loss besides a lse². Its gradient is p (1 + 2 a lse) - (1 - e) [t] - e / V. A softcap makes z = c tanh(x / c).
 
-lse is kept as two numbers, the largest logit m and log l = log sum exp(z - m), and the loss is log l + (m - z_t). One rounded number
-would lose log l where all logits of a row share a large offset, and with it the loss and the size of the gradient.
+lse is kept as two numbers, the largest logit m and log l = log sum exp(z - m), and the loss is log l + (m - z_t). One
+rounded number would lose log l where all logits of a row share a large offset, and with it the loss and the size of the gradient.
 
 Nothing is approximated, and nothing waits for the device.
 """

@@ -97,7 +97,8 @@ def assert_exact(
         assert torch.equal(x == -math.inf, due == -math.inf), f"{name}: -inf in other places"
         seen = due != -math.inf
         wrong, *usual = ((y[seen].double() - due[seen]).abs() for y in (x, *(each[name].detach() for each in plain)))
-        assert all(each.isfinite().all() for each in usual), f"{name}: the definition overflows {dtype} here, so this case shows nothing"
+        overflow = f"{name}: the definition overflows {dtype} here, so this case shows nothing"
+        assert all(each.isfinite().all() for each in usual), overflow
         if not seen.any():
             continue
         slack = 8 * max(ulp(dtype, _magnitude(due)), floor)

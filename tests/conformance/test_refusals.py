@@ -186,7 +186,7 @@ def noting(ran: list[str], name: str, function):
 @pytest.mark.parametrize(("name", "device"), [("hopper", "sm90"), ("sdpa", "cpu")])
 def test_who_lends_a_backend_gradients_runs_what_it_runs(name: str, device: str) -> None:
     spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device=device)
-    assert dispatch.select(spec).NAME == ("hopper" if device == "sm90" else "sdpa")
+    assert ("hopper" if device == "sm90" else "sdpa") == dispatch.select(spec).NAME
     lent = dispatch.LENT[name]
     assert dispatch.backward_of(name).keywords == lent
     for function in lent.values():

@@ -67,7 +67,8 @@ def _traits(case: Case) -> list:
     more = (sizes.T > sizes.S, sizes.T < sizes.S)
     edges = [("edge", n) for n in (sizes.T, sizes.S) if n < 2] + [("tile", sizes.T % 64 < 2, more), (mask.is_full, more)]
     offset = (case.offset, spec.dtype, spec.layout, bool(case.bias))
-    return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), case.strides, case.scatter, case.bias, case.scale is None, offset]
+    inputs = [case.strides, case.scatter, case.bias, case.scale is None, offset]
+    return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), *inputs]
 
 
 def test_the_kernels_run_here() -> None:

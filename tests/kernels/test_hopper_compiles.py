@@ -135,7 +135,8 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from rooftile.backends.hopper.tma import layout
 
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
-    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64", "rests_ptr": "*i64"}
+    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr", "k_ptr"), "*bf16") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(("stats_ptr", "rests_ptr"), "*i64")
     kinds |= dict.fromkeys(("nan_flag_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
     dim = constants.get("D", 64)
     codes = (torch.int8, "i8") if constants.get("INTEGER") else (torch.float8_e4m3fn, "fp8e4nv")

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
-    **dict.fromkeys(("lse_ptr", "delta_ptr", "kept_ptr"), "fp32"),
+    **dict.fromkeys(("lse_ptr", "delta_ptr", "rests_ptr", "kept_ptr"), "fp32"),
     **dict.fromkeys(
         (
             "table_ptr", "counts_ptr", "entries_ptr", "pages_ptr", "cu_q_ptr", "cu_k_ptr", "queries_ptr", "numbers_ptr",

@@ -30,14 +30,14 @@ def test_parts_that_share_an_offset(offset: float) -> None:
     torch.testing.assert_close(sum(shares), do)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "eager"])
-def test_a_row_that_sees_padding_only_is_the_mean(backend: str) -> None:
+@pytest.mark.parametrize("name", ["tiled", "eager"])
+def test_a_row_that_sees_padding_only_is_the_mean(name: str) -> None:
     """As in a mask of padding that adds the smallest number of the dtype to every score of the row."""
     q, k, v, do = (torch.randn(2, 9, 2, 8) for _ in range(4))
     bias = torch.zeros(2, 1, 9, 9)
     bias[:, :, :4] = torch.finfo(bias.dtype).min
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = rt.attention(*leaves, bias=bias, backend=backend)
+    o = rt.attention(*leaves, bias=bias, backend=name)
     torch.testing.assert_close(o[:, :4], v.mean(1, keepdim=True).expand(-1, 4, -1, -1))
     dq, _, dv = torch.autograd.grad(o, leaves, do)
     torch.testing.assert_close(dv.sum(1), do.sum(1), rtol=1e-5, atol=1e-5)

@@ -28,7 +28,6 @@ from rooftile.reference import merge
 from rooftile.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
 from rooftile.spec import Grads, Spec
 
-
 # an lse within this is rounded by no more than the scores that it came from
 FAR = 64.0
 

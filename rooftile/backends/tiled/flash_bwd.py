@@ -10,9 +10,9 @@
 
 Rows that see nothing, or whose lse is NaN, get an lse of +inf here, and so weights of 0.
 
-lse is one rounded number. A row whose scores share a large offset has lost the log of its sum in it, and its weights would add up
-to n rather than to 1. So wherever lse is far from 0, the sum is computed again, as exp(rest), and P = exp(X - lse - rest): X - lse
-is exact there.
+lse is one rounded number. A row whose scores share a large offset has lost the log of its sum in it, and its weights would
+add up to n rather than to 1. So wherever lse is far from 0, the sum is computed again, as exp(rest), and
+P = exp(X - lse - rest): X - lse is exact there.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
@@ -29,7 +29,6 @@ from rooftile.backends.tiled.heads import Heads, strip
 from rooftile.backends.tiled.tiles import Tile
 from rooftile.reference.nonfinite import all_finite, set_aside
 from rooftile.spec import Grads
-
 
 # an lse within this is rounded by no more than the scores that it came from
 FAR = 64.0

@@ -23,8 +23,8 @@ from rooftile.approximate.selected.kernels.shape import (
     strides_of,
 )
 from rooftile.approximate.selected.tiles import Tiles, queries_of_step
-from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.backends.triton.far_rows import is_far
+from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
 
 # All queries choose the first block of a text, so its list has parts: of so many queries at least, and of about so many in all. A
@@ -40,7 +40,7 @@ def _rest_of_lse(q, lse, position, r, k_ptr, k_stride, entries, count, S, scale,
     s = tl.arange(0, SHAPE.KEYS)
     d = tl.arange(0, SHAPE.BLOCK_D)
     PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
-    total = tl.zeros((SHAPE.ROWS,), tl.float32)
+    total = tl.zeros(lse.shape, tl.float32)
     for n in range(count * PER):
         entry = n // PER
         j = tl.load(entries + entry * 2) * SHAPE.BLOCK + (n - entry * PER) * SHAPE.KEYS + s

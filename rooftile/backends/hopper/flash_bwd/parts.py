@@ -423,7 +423,8 @@ def _load_tile_rows(rows: Ring, tile, desc, work, config: BackwardConfig):
 def flag_nan(nan_flag_ptr, acc, config: BackwardConfig, ALWAYS: gl.constexpr = False):
     """Notes that a gradient holds a NaN, which under a mask, or beside another sequence, may have come from behind it.
 
-    ALWAYS: for dq, which a far row (see `device.row_stats`) makes NaN under any mask. A weight of zero does not hide a NaN or an infinity in the other factor. What to do about it is the launcher's.
+    ALWAYS: for dq, which a far row (see `device.row_stats`) makes NaN under any mask. A weight of zero does not hide a NaN or an
+    infinity in the other factor. What to do about it is the launcher's.
     """
     if ALWAYS or config.MASKED or config.PACKED or config.LIST_T > 0:
         if holds_nan(acc):

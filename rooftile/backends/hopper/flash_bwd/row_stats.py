@@ -150,7 +150,8 @@ def plan(
     new_sum = empties(dq_accumulator.shape(math.prod(outer) * padded_T, columns), torch.float32, device) if columns else None
     grid = (padded_T // ROWS.value, sizes.H, 1 if packed else sizes.B)
     numbers = (*_units(o), *_units(o if do is None else do), sizes.B, sizes.H, sizes.T, padded_T)
-    constants = _constants(spec.dim_v, do is not None, dlse is not None, spec.has_sinks, check_nan, packed, spec.has_bias, columns)
+    flags = do is not None, dlse is not None, spec.has_sinks, check_nan, packed, spec.has_bias
+    constants = _constants(spec.dim_v, *flags, columns)
     launch = _kernel.bound(grid, numbers, constants)
 
     def run(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor, cu_q: Tensor) -> RowStats:

@@ -99,9 +99,9 @@ def _plan(
 ) -> Backward:  # fmt: skip
     """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
 
-    Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one. A far
-    row (see `device.row_stats`) gives a NaN too, to its dq at least. The launch of `repair` computes everything again if the flag is
-    set. A bias's gradient has a launch of its own.
+    Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one.
+    A far row (see `device.row_stats`) gives a NaN too, to its dq at least. The launch of `repair` computes everything again if
+    the flag is set. A bias's gradient has a launch of its own.
     """
     sizes = sizes_of(q, k, options)
     columns = padded(spec.dim) if _accumulates_dq(spec) else 0
