@@ -1,10 +1,11 @@
-"""Runs the notebooks on a CPU and stores what their cells print. With --check, it compares instead.
+"""Runs the notebooks on a CPU and stores what their cells print and show. With --check, it compares instead.
 
 The cells of a notebook run in order in one namespace, as in Jupyter, but without its packages.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -25,11 +26,28 @@ def run(notebook: dict[str, Any]) -> dict[str, Any]:
         if cell["cell_type"] == "code":
             printed = io.StringIO()
             with redirect_stdout(printed):
-                exec(compile("".join(cell["source"]), f"cell {cell['id']}", "exec"), scope)
+                last = ran("".join(cell["source"]), f"cell {cell['id']}", scope)
             lines = printed.getvalue().splitlines(keepends=True)
-            cell = cell | {"outputs": [{"output_type": "stream", "name": "stdout", "text": lines}] if lines else []}
+            outputs = [{"output_type": "stream", "name": "stdout", "text": lines}] if lines else []
+            cell = cell | {"outputs": outputs + ([shown(last)] if last is not None else [])}
         cells.append(cell)
     return notebook | {"cells": cells}
+
+
+def ran(source: str, name: str, scope: dict[str, Any]) -> Any:
+    """Runs a cell, and returns the value of its last line if that is an expression."""
+    parsed = ast.parse(source, name)
+    last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
+    exec(compile(parsed, name, "exec"), scope)
+    return eval(compile(ast.Expression(last.value), name, "eval"), scope) if isinstance(last, ast.Expr) else None
+
+
+def shown(value: Any) -> dict[str, Any]:
+    """Returns the output of a cell that ends with a value, as Jupyter writes it."""
+    data = {"text/plain": repr(value).splitlines(keepends=True)}
+    if hasattr(value, "_repr_html_"):
+        data = {"text/html": value._repr_html_().splitlines(keepends=True)} | data
+    return {"output_type": "execute_result", "data": data, "execution_count": None, "metadata": {}}
 
 
 def written(notebook: dict[str, Any]) -> str:

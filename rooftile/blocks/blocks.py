@@ -94,6 +94,8 @@ class Blocks:
 
     def _repr_html_(self) -> str:
         """Draws the lists of the first head of the first sequence, for up to 128 blocks of queries. Waits for the device."""
+        if self.counts.is_meta or not self.counts.numel():
+            return shown.card(shown.preformatted(f"{self!r}"))
         counts, indices = self.counts[0, 0, :128].tolist(), self.indices[0, 0, :128].tolist()
         seen = [[place for place in its[:count] if place >= 0] for count, its in zip(counts, indices, strict=True)]
         last = max((place for its in seen for place in its), default=0) + 1

@@ -45,6 +45,8 @@ class PagedKV:
 
     def _repr_html_(self) -> str:
         """Lists the sequences' tokens and blocks, up to 32 of them. Waits for the device."""
+        if self.lengths.is_meta:
+            return shown.card(shown.preformatted(f"{self!r}"))
         rows = [
             (n, f"{tokens:,}", ", ".join(map(str, blocks[: -(-tokens // self.size)])))
             for n, (tokens, blocks) in enumerate(zip(self.lengths[:32].tolist(), self.table[:32].tolist(), strict=True))

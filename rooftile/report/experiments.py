@@ -109,7 +109,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
 
     # see `serving.one_thread`: beside other programs, threads that wait for each other would be measured
     with serving.one_thread() if plan.device == "cpu" else nullcontext():
-        report.before = probe.probe(plan.device == "cuda")
+        report.before = probe.probe(torch.device(device))
         progress.expect(report.before)
         _run_all(report, plan, device, progress)
         if report.machine is not None:

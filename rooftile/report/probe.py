@@ -9,6 +9,7 @@ import torch
 
 from rooftile.drawing.units import SPACE
 from rooftile.hardware import load
+from rooftile.hardware.device import describe
 
 # the probe's time on the machine on which the plans' seconds were taken, one idle core of an Intel Xeon of 2023
 REFERENCE_S = 0.075
@@ -31,6 +32,13 @@ class Probe:
     slower: float
     others: float | None
     cores: int
+    gpu_percent: float | None = None  # how busy the GPU was before the experiments; None on a CPU, and where it is unknown
+
+    @property
+    def load(self) -> str:
+        """Says how busy other programs kept the machine."""
+        gpu = "" if self.gpu_percent is None else f", and the GPU was {self.gpu_percent:.0f} % busy"
+        return f"{load.words(self.others, self.cores)}{gpu}"
 
     def expected_s(self, seconds: dict[str, float]) -> float:
         """Returns the time that experiments will take here, from those of the plan."""
@@ -38,12 +46,13 @@ class Probe:
 
     def words(self, seconds: dict[str, float]) -> str:
         """Says how long it will take, and why."""
-        return f"this takes about {minutes(self.expected_s(seconds))} here, as a probe of a second says; {load.words(self.others, self.cores)}"
+        return f"this takes about {minutes(self.expected_s(seconds))} here, as a probe of a second says; {self.load}"
 
 
-def probe(on_gpu: bool) -> Probe:
+def probe(device: torch.device) -> Probe:
     """Runs the probe, on one core: a second or two. On a GPU, whose host compiles and launches, the host counts too."""
-    meter = load.Meter()
+    on_gpu, meter = device.type == "cuda", load.Meter()
+    busy = load.gpu_percent(describe(device).uuid) if on_gpu else None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,7 +60,7 @@ def probe(on_gpu: bool) -> Probe:
     finally:
         torch.set_num_threads(threads)
     slower = CLOCKED + (1 - CLOCKED) * taken / REFERENCE_S
-    return Probe(slower=round(slower, 2), others=meter.others(), cores=load.cores())
+    return Probe(slower=round(slower, 2), others=meter.others(), cores=load.cores(), gpu_percent=busy)
 
 
 def minutes(seconds: float) -> str:

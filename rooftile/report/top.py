@@ -45,7 +45,7 @@ def load_words(report: Report) -> str:
     """Says how busy other programs kept the machine, before the experiments and during them."""
     before = report.before
     cores = before.cores if before else load.cores()
-    words = [f"Before the experiments {load.words(before.others, cores)}"] if before else []
+    words = [f"Before the experiments {before.load}"] if before else []
     words.append(f"{'during them' if words else 'During the experiments'} {load.words(report.busy, cores)}")
     if report.others:
         name = max(report.others, key=report.others.__getitem__)

@@ -83,8 +83,7 @@ class CompletionOutput(_Lazy):
     score: float | None = None
 
     def __repr__(self) -> str:
-        said = f", {self.finish_reason}" if self.finish_reason else ", still growing"
-        return f"CompletionOutput({self.index}: {shown.short(self.text)}, {shown.counted(len(self.token_ids), 'token')}{said})"
+        return f"CompletionOutput({self.index}: {_said(self)}, {shown.counted(len(self.token_ids), 'token')})"
 
     def _repr_html_(self) -> str:
         return shown.card(shown.table(_HEAD, [_cells(self)], words=_WORDS))
@@ -106,7 +105,7 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         asked = shown.short(self.prompt) if self.prompt is not None else shown.counted(len(self.prompt_token_ids), "token")
-        answers = [f"{shown.short(one.text)} ({one.finish_reason or 'still growing'})" for one in self.outputs[:2]]
+        answers = [_said(one) for one in self.outputs[:2]]
         answers += [f"{len(self.outputs) - 2:,} more"] * (len(self.outputs) > 2)
         said = shown.short(self.error, 2 * shown.LETTERS) if self.error else ", ".join(answers) or "no answer yet"
         return f"RequestOutput({self.request_id}: {asked} -> {said})"
@@ -123,6 +122,12 @@ class RequestOutput:
 
 # the columns of answers in a notebook, and those that hold words
 _HEAD, _WORDS = ("answer", "text", "tokens", "ended by"), (1, 3)
+
+
+def _said(one: CompletionOutput) -> str:
+    """Returns an answer's text, or its tokens where it has none, with what ended it."""
+    said = shown.short(one.text) if one.text else shown.short(f"{one.token_ids}").strip("'")
+    return f"{said} ({one.finish_reason or 'still growing'})"
 
 
 def _cells(one: CompletionOutput) -> tuple[object, ...]:

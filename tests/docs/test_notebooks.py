@@ -35,8 +35,14 @@ def test_an_output_is_replaced_by_what_the_cells_print() -> None:
         {"cell_type": "code", "id": "a", "source": ["x = 2\n", "print(x)"], "outputs": ["old"]},
         {"cell_type": "markdown", "id": "b", "source": ["print(3)"]},
         {"cell_type": "code", "id": "c", "source": ["x += 1"], "outputs": ["old"]},
+        {"cell_type": "code", "id": "d", "source": ["print(x)\n", "import rooftile\n", "rooftile.CAUSAL"], "outputs": []},
     ]
     found = run({"cells": cells, "nbformat": 4})
     assert found["cells"][0]["outputs"] == [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
     assert found["cells"][2]["outputs"] == []
+    said, shown = found["cells"][3]["outputs"]
+    assert said["text"] == ["3\n"]
+    # what a cell ends with, as a line and as a picture
+    assert shown["data"]["text/plain"] == ["CAUSAL"]
+    assert "<svg" in "".join(shown["data"]["text/html"])
     assert json.loads(written(found)) == found

@@ -320,6 +320,8 @@ def test_the_probe_says_how_long_it_takes_under_this_load():
     assert found.words({"a": 200.0, "b": 100.0}) == (
         "this takes about 30\xa0minutes here, as a probe of a second says; other programs kept 1.6 of 2 cores busy"
     )
+    busy = replace(found, gpu_percent=40.0)
+    assert busy.load == "other programs kept 1.6 of 2 cores busy, and the GPU was 40 % busy"
     stream = io.StringIO()
     progress = Progress({"a": 100.0, "b": 100.0}, stream)
     progress.expect(found)
@@ -498,7 +500,7 @@ def test_the_probe_takes_the_time_of_its_work_and_puts_the_threads_back(monkeypa
 
     before = torch.get_num_threads()
     monkeypatch.setattr(probe, "_work", lambda: 3 * probe.REFERENCE_S)
-    found = probe.probe(on_gpu=False)
+    found = probe.probe(torch.device("cpu"))
     # half of the plan's time goes by the clock
     assert found.slower == pytest.approx(2.0)
     assert found.expected_s({"a": 10.0, "b": 20.0}) == pytest.approx(60.0)

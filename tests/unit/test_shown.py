@@ -171,6 +171,22 @@ def test_a_long_text_is_cut_in_a_line_and_whole_in_a_card() -> None:
     assert Html(output._repr_html_()).text.count(long.strip()) == 2
 
 
+def test_an_answer_without_a_tokenizer_shows_its_tokens() -> None:
+    output = RequestOutput(request_id=1, prompt=None, prompt_token_ids=[1, 2, 3], outputs=[answer("", [7, 8])])
+    assert repr(output) == "RequestOutput(1: 3 tokens -> [7, 8] (stop))"
+    assert "[7, 8]" in Html(output._repr_html_()).text
+
+
+def test_tensors_without_data_are_shown_by_their_line() -> None:
+    """A fake or a meta tensor has no numbers to read; a notebook prints a traceback for what raises."""
+    blocks = rt.Blocks.from_dense(torch.eye(4, dtype=torch.bool, device="meta"))
+    assert repr(blocks) in Html(blocks._repr_html_()).text
+    k = torch.empty(4, 16, 1, 8, device="meta")
+    table, lengths = torch.empty(2, 2, dtype=torch.int32, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    cache = PagedKV(k, k, table, lengths)
+    assert repr(cache) in Html(cache._repr_html_()).text
+
+
 def test_a_bar_of_a_pool_is_as_long_as_what_is_used() -> None:
     pool = BlockPool(8, 4)
     pool.append(pool.begin([1, 2, 3, 4, 5]), 5)
