@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ class EventStream(Response):
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], None], account: Account,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.status_code = 200
         self.background = None
