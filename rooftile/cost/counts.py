@@ -346,6 +346,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "linear_gated_rows": _linear_gated_rows,
     "linear_rounded": _linear_rounded,
     "linear_rounded_backward": _linear_rounded_backward,
+    "weight_rounded": _once,
+    "weight_rounded_backward": _once,
     "dequantise_weight": _once,
     "two_four_mask": _once,
     "two_four_compress": _once,

@@ -99,7 +99,7 @@ class Converted(nn.Module):
     # One number under the name of its weight does not fit, so PyTorch raises an error that names it.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = torch.full((1,), torch.nan)
+        destination[f"{prefix}weight"] = torch.zeros(1)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,

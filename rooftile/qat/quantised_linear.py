@@ -40,7 +40,7 @@ class QuantisedLinear(Converted):
         dtype: of `layer.weight`, the dequantised weight, for those who read it; None for the dtype of the bias, or PyTorch's
             default without one. `.to(dtype)` changes it.
 
-    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and a `weight` of one NaN, at which a plain
+    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and a `weight` of one number, at which a plain
     layer refuses to load it. `to_linear()` gives an `nn.Linear`.
 
     Example:

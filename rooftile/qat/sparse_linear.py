@@ -19,8 +19,8 @@ class SparseLinear(Converted):
         dtype: of `layer.weight`, the dense weight, for those who read it; None for the dtype of the values where they are plain
             numbers, else of the bias. `.to(dtype)` changes it.
 
-    Its state dict holds the values and places of the weight, the bias, and a `weight` of one NaN, at which a plain layer refuses
-    to load it. `to_linear()` gives an `nn.Linear`.
+    Its state dict holds the values and places of the weight, the bias, and a `weight` of one number, at which a plain layer
+    refuses to load it. `to_linear()` gives an `nn.Linear`.
 
     Example:
         >>> w = torch.randn(8, 64)

@@ -107,12 +107,12 @@ class _Experiment:
             rounded.append((steps, self.rounded(continued, PICTURED)))
 
         self._go_on(continued, read)
-        served_rounded = self.served(qat.prepare(continued, PICTURED, skip=("head",)))
+        served_rounded = self.served(qat.prepare(continued, PICTURED, skip=("head",), verbose=False))
         qat.restore(continued)
         costs, trained, served_trained = [], [(0, rounded[0][1])], 0.0
         for n, format in enumerate(FORMATS):
             self.say(0.4 + 0.5 * n / len(FORMATS), f"{study.further_steps} further steps in {format}")
-            model = qat.prepare(copy.deepcopy(base), format, skip=("head",))
+            model = qat.prepare(copy.deepcopy(base), format, skip=("head",), verbose=False)
             self._go_on(model, self._readings(model, trained) if format == PICTURED else lambda steps: None)
             if format == PICTURED:
                 served_trained = self.served(model)
@@ -161,7 +161,7 @@ class _Experiment:
 
     def rounded(self, model: TrainableDecoder, format: str) -> float:
         """Returns the loss on held-out text with rounded weights."""
-        qat.prepare(model, format, skip=("head",))
+        qat.prepare(model, format, skip=("head",), verbose=False)
         try:
             return self.loss(model)
         finally:

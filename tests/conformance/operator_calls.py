@@ -208,6 +208,18 @@ def _linear_rounded_backward(device: torch.device) -> Work:
     return Work(2 * 2 * 5 * 64 * 3, 5 * 12 + 5 * 256 + 3 * 256, 5 * 256 + 3 * 256)
 
 
+def _weight_rounded(device: torch.device) -> Work:
+    model = _prepared(device)
+    with torch.no_grad():
+        model[0].weight.sum()
+    return Work(0, 3 * 256, 3 * 256)
+
+
+def _weight_rounded_backward(device: torch.device) -> Work:
+    _prepared(device)[0].weight.sum().backward()
+    return Work(0, 2 * 3 * 256, 3 * 256)
+
+
 def _prepared(device: torch.device) -> torch.nn.Module:
     return qat.prepare(torch.nn.Sequential(torch.nn.Linear(64, 3)).to(device), "int4:32", estimator="clip")
 
@@ -461,6 +473,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "linear_gated_rows": _linear_gated_rows,
     "linear_rounded": _linear_rounded,
     "linear_rounded_backward": _linear_rounded_backward,
+    "weight_rounded": _weight_rounded,
+    "weight_rounded_backward": _weight_rounded_backward,
     "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,

@@ -129,7 +129,7 @@ CASES = {
 def prepared(case: str) -> torch.nn.Module:
     """The model of a case, as both processes and the one that they are compared with have it."""
     format, options = CASES[case]
-    return rt.qat.prepare(mlp(), format, **options)
+    return rt.qat.prepare(mlp(), format, verbose=False, **options)
 
 
 # folders, and the formats, options of `prepare` and the layout of their models

@@ -59,7 +59,7 @@ class Recipe:
     def prepare(self, model: TrainableDecoder) -> TrainableDecoder:
         """Prepares a model, but for its head."""
         options = {"estimator": self.estimator, "activations": self.activations, "sparsity": self.sparsity}
-        return qat.prepare(model, self.format, skip=("head",), **options)  # type: ignore[arg-type]
+        return qat.prepare(model, self.format, skip=("head",), verbose=False, **options)  # type: ignore[arg-type]
 
     def rounded(self) -> Recipe:
         """Returns the recipe for rounding alone: scales are found from the weights."""

@@ -144,7 +144,7 @@ def lack_of(contestant: str) -> str:
 def prepare(model: nn.Module, contestant: str) -> None:
     """Prepares the linear layers of a model but its head."""
     if contestant in PREPARED:
-        qat.prepare(model, **PREPARED[contestant])
+        qat.prepare(model, **PREPARED[contestant], verbose=False)
     elif contestant != BASE:
         _, format, *compiled = contestant.split("-")
         _prepare_by_torchao(model, format)
