@@ -48,8 +48,8 @@ SECTIONS = {
         "## Equal to eager\n\nEach of these called Rooftile's attention.\n\n| family | class | compared |\n|---|---|---|\n"
     ),
     "refused": (
-        '## Refused\n\n`attn_implementation="rooftile"` raises `Unsupported` where the model is built. Use `"eager"`, or give '
-        "each part of a\nmodel its own name in a dict.\n\n| family | class | why |\n|---|---|---|\n"
+        '## Refused\n\n`attn_implementation="rooftile"` raises `Unsupported` where the model is built or first called. Use '
+        '`"eager"`, or give\neach part of a model its own name in a dict.\n\n| family | class | why |\n|---|---|---|\n'
     ),
     "no attention": (
         "## Without a call\n\nNo attention, or only attention of its own that takes no mask; the outputs are equal.\n\n"
