@@ -66,8 +66,9 @@ def _traits(case: Case) -> list:
         layouts.append((spec.layout, "alone", spec.options_on))
     more = (sizes.T > sizes.S, sizes.T < sizes.S)
     edges = [("edge", n) for n in (sizes.T, sizes.S) if n < 2] + [("tile", sizes.T % 64 < 2, more), (mask.is_full, more)]
-    offset = (case.offset, spec.dtype, spec.layout, bool(case.bias))
-    inputs = [case.strides, case.scatter, case.bias, case.scale is None, offset]
+    inputs = [case.strides, case.scatter, case.bias, case.scale is None]
+    if case.offset:
+        inputs += [("offset", case.offset, spec.dtype.itemsize == 2), ("offset", spec.dtype, spec.layout, bool(case.bias))]
     return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), *inputs]
 
 

@@ -24,8 +24,8 @@ POINTERS = {
     ),
     **dict.fromkeys(("starts_ptr", "order_ptr"), "i64"),
 }
-# bytes outside of registers: the walk that sets NaN aside is part of each kernel
-STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 384}
+# bytes outside of registers: the walk that sets NaN aside, and divides the weights of far rows, is part of each kernel
+STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 640}
 
 
 def compiled(kernel: Any, constants: Any, warps: int, sm: int, stages: int = 3) -> tuple[int, int, str]:

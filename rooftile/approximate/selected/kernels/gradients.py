@@ -113,7 +113,7 @@ def _backward_q(
     rest = tl.zeros((ROWS,), tl.float32)
     if tl.max(tl.where(far, 1, 0), 0) > 0:
         rest = tl.where(far, _rest_of_lse(q, lse, position, r, k_ptr, k_strides[0], entries, count, S, scale, SHAPE), 0.0)
-        tl.store(rests_ptr + place, rest, mask=there)
+    tl.store(rests_ptr + place, rest, mask=there)
     marked = tl.where(far, float("nan"), lse)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     dq = _dq_walk(
@@ -148,18 +148,15 @@ def _dkdv_walk(
         do = tl.load(do_tile, mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
         lse = in_log2(tl.load(lse_ptr + place, mask=there, other=float("inf")))
         delta = tl.load(delta_ptr + place, mask=there, other=0.0)
-        far = is_far(lse, SHAPE.FAR)
         # a row that is not there has weights of 0, as its lse is infinite
         sees = (j[:, None] <= (row + later)[None, :]) & (j < S)[:, None] & there[None, :]
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SHAPE.PRECISION)
         if NAN_SAFE:
-            # other rows have none
-            rest = tl.load(rests_ptr + place, mask=there & far, other=0.0)
-            e = x * (scale * LOG2E) - lse[None, :] - rest[None, :]
+            e = x * (scale * LOG2E) - lse[None, :] - tl.load(rests_ptr + place, mask=there, other=0.0)[None, :]
         else:
-            e = x * (scale * LOG2E) - tl.where(far, float("nan"), lse)[None, :]
+            e = x * (scale * LOG2E) - tl.where(is_far(lse, SHAPE.FAR), float("nan"), lse)[None, :]
         p = tl.where(sees, tl.exp2(e), 0.0)
         kept = p
         values = do
@@ -303,7 +300,7 @@ def dq(
     do: Tensor, lse: Tensor, delta: Tensor, rests: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int,
     launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32. Fills in the rests of far rows."""
+    """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32. Fills in the rests of rows."""
     found, count = q.new_empty(q.shape), tiles.table.shape[0]
     shape = shape_of(q, v, k.shape[1], block, tiles.queries)
     if q.shape[0]:
