@@ -103,7 +103,8 @@ class Grammars:
             raise InvalidInput(f"the grammar cannot be used: {str(error).rpartition(': ')[2]}") from None
         if not made.mask.any():
             raise InvalidInput(
-                "the grammar cannot be used: it allows no token of this model where an answer begins; is there a text that it allows?"
+                "the grammar cannot be used: it allows no token of this model where an answer begins: is there a text that "
+                "it allows?"
             )
         return made
 
