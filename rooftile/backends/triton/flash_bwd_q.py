@@ -224,6 +224,10 @@ def dq_tile(
         rest = tl.where(far, lost, 0.0)
         tl.store(stats_ptr + t, pack_lse_delta(lse, delta), mask=there)
         tl.store(rests_ptr + t, pack_lse_delta(true_lse, rest), mask=there)
+        tl.debug_barrier()
+    # read again: Triton 3.6 cannot compile some head dims where tensors leave a branch inside of a loop over tiles
+    lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+    true_lse, rest = unpack_lse_delta(tl.load(rests_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(rests_ptr + t))
     dq = _walk(
         dq, q, do, lse, rest, delta, clear_start, clear_start, 0, clear_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,

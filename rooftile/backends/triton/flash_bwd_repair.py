@@ -6,7 +6,8 @@ aside wherever they must. One launch, as it follows every backward and all but a
 
 A far row (see `device.row_stats`) is such a NaN too. The tiles of queries fill in its rest, which the tiles of keys read. So programs
 draw tiles in their order, those of queries first, and one that has drawn a tile of keys waits until all tiles of queries are done:
-whoever has one of these is running, and waits for nobody.
+whoever has one of these is running, and waits for nobody. Each kind of tile has a loop of its own: Triton 3.6 cannot compile some
+head dims in one loop with both.
 """
 
 from collections.abc import Callable
@@ -71,29 +72,30 @@ def _repair(
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
     # q stands for ALiBi, seed and lists: no kernel reads them here
     n = _draw(nan_flag_ptr, stop)
+    while (n < dq_tiles) & (n < stop):
+        dq_tile(
+            n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, bias_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+            q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
+            tiles_of_queries, wave, scale, softcap, left, right, prefix, chunk, 0, 1.0, (0, 0, 1, 0, 0), SPEC, TILE,
+        )  # fmt: skip
+        _note_done(nan_flag_ptr)
+        n = _draw(nan_flag_ptr, stop)
+    if n < stop:
+        _wait_for_queries(nan_flag_ptr, dq_tiles)
     while n < stop:
-        if n < dq_tiles:
-            dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, bias_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-                q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
-                scale, softcap, left, right, prefix, chunk, 0, 1.0, (0, 0, 1, 0, 0), SPEC, TILE,
-            )  # fmt: skip
-            _note_done(nan_flag_ptr)
-        else:
-            _wait_for_queries(nan_flag_ptr, dq_tiles)
+        dkdv_tile(
+            n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
+            cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
+            tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+            (0, 0, 1, 0, 0, 0, 0, 0), SPEC, WALK,
+        )  # fmt: skip
+        if SECOND_WALK is not None:
             dkdv_tile(
                 n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-                tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                (0, 0, 1, 0, 0, 0, 0, 0), SPEC, WALK,
+                cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S,
+                padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+                (0, 0, 1, 0, 0, 0, 0, 0), SPEC, SECOND_WALK,
             )  # fmt: skip
-            if SECOND_WALK is not None:
-                dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
-                    cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-                    tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                    (0, 0, 1, 0, 0, 0, 0, 0), SPEC, SECOND_WALK,
-                )  # fmt: skip
         n = _draw(nan_flag_ptr, stop)
 
 
@@ -117,30 +119,31 @@ def _repair_listed(
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
     none = (0, 0, 0, 0)
     n = _draw(nan_flag_ptr, stop)
+    while (n < dq_tiles) & (n < stop):
+        dq_tile(
+            n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, q_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+            counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
+            dq_tiles // (B * H), wave,
+            scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], lists[4]), SPEC, TILE,
+        )  # fmt: skip
+        _note_done(nan_flag_ptr)
+        n = _draw(nan_flag_ptr, stop)
+    if n < stop:
+        _wait_for_queries(nan_flag_ptr, dq_tiles)
     while n < stop:
-        if n < dq_tiles:
-            dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, q_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-                counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
-                dq_tiles // (B * H), wave,
-                scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], lists[4]), SPEC, TILE,
-            )  # fmt: skip
-            _note_done(nan_flag_ptr)
-        else:
-            _wait_for_queries(nan_flag_ptr, dq_tiles)
+        dkdv_tile(
+            n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+            cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
+            padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+            lists, SPEC, WALK,
+        )  # fmt: skip
+        if SECOND_WALK is not None:
             dkdv_tile(
                 n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
-                padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                lists, SPEC, WALK,
+                cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
+                S, padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+                lists, SPEC, SECOND_WALK,
             )  # fmt: skip
-            if SECOND_WALK is not None:
-                dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                    cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
-                    S, padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                    lists, SPEC, SECOND_WALK,
-                )  # fmt: skip
         n = _draw(nan_flag_ptr, stop)
 
 
