@@ -19,6 +19,7 @@ from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.device import device_of
 from rooftile.masks import CAUSAL
 from rooftile.spec import DTYPES, Spec
+from rooftile.words import answers_foreign_words
 
 # measured, and in no datasheet
 OTHERS = {
@@ -118,6 +119,7 @@ class Examination:
         return [(name, f"no: {why}" if why else "runs") for name, why in reasons.items()]
 
 
+@answers_foreign_words
 def doctor(
     device: str | torch.device = "auto", *, refresh: bool = False, say: Callable[[str], None] | None = None
 ) -> Examination:

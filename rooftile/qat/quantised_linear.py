@@ -8,8 +8,9 @@ from typing import TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from rooftile import matmul
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight, dequantise
+from rooftile.matmul import QuantisedWeight
 from rooftile.numerics.block_floating import Rule
 from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
@@ -67,7 +68,7 @@ class QuantisedLinear(Converted):
 
     def numbers(self) -> Tensor:
         """Returns the weight in `dtype`."""
-        return dequantise(self.quantised, self.dtype)
+        return matmul.dequantise(self.quantised, self.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the product of the layer with another bias."""
@@ -121,7 +122,8 @@ def convert(model: Model) -> Model:
     return model
 
 
-def dequantise_model(model: Model) -> Model:
+@answers_foreign_words
+def dequantise(model: Model) -> Model:
     """Turns the converted layers of a model into `nn.Linear` again, with the numbers that their codes stand for, and returns it.
 
     Layers that shared a weight before `convert` have one each.

@@ -125,7 +125,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     data = tmp_path / "text.txt"
     data.write_text(TEXT)
     (tmp_path / "short.txt").write_text("x")
-    rt.qat.save(rt.qat.prepare(decoder(), "int8", skip=["head"]), tmp_path / "quantised")
+    rt.qat.save(rt.qat.prepare(decoder(), "int8", skip=["head"], verbose=False), tmp_path / "quantised")
     saved(made(CONFIGS["llama"]()), tmp_path / "tokens")
     for words, sentence in (
         ((folder,), "a model is given and no --data; write rooftile accuracy MODEL --data FILE"),

@@ -108,14 +108,14 @@ def t5():
     return transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval().cuda()
 
 
-@pytest.mark.parametrize("backend", [None, "triton", "hopper"])
+@pytest.mark.parametrize("named", [None, "triton", "hopper"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_a_learned_bias_with_padding(side, backend, monkeypatch):
+def test_a_learned_bias_with_padding(side, named, monkeypatch):
     """T5, gradients of its bias too: at most twice as wrong as eager attention in bf16 is beside fp32."""
-    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+    if named == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     attend = integration.api.attention
-    monkeypatch.setattr(transformers_packing.api, "attention", lambda *args, **given: attend(*args, **given, backend=backend))
+    monkeypatch.setattr(transformers_packing.api, "attention", lambda *args, **given: attend(*args, **given, backend=named))
     there = torch.ones(3, 150, dtype=torch.long, device="cuda")
     if side != "none":
         there[0, slice(0, 70) if side == "left" else slice(70, None)] = 0

@@ -66,7 +66,7 @@ def recorded_engine(
         dtype: of weights and computation.
         settings: as `LLM` takes them.
     """
-    with pytest.MonkeyPatch.context() as patch, recorded(90) as found:
+    with _nothing_cached(), pytest.MonkeyPatch.context() as patch, recorded(90) as found:
         _pass_for_a_gpu(patch)
         decoder = Decoder(config, dtype=dtype, device=CPU)
         for weight in decoder.parameters():
@@ -87,19 +87,32 @@ def recorded_engine(
         yield llm, found
 
 
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Forgets what is cached for the CPU, and afterwards what was cached for the "GPU"."""
+    warm_up.import_kernels()
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if name.startswith("rooftile.") else ():
+            if hasattr(value, "cache_clear") and str(getattr(value, "__module__", "")).startswith("rooftile"):
+                value.cache_clear()
+
+
 def _pass_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what asks the CUDA driver, and makes steps reach the "device" in one piece, as they do on a GPU."""
-    warm_up.import_kernels()
     for name, module in list(sys.modules.items()):
         if not name.startswith("rooftile."):
             continue
         for asked, answer in (("is_capturing", False), ("current_stream", 0)):
             if hasattr(module, asked):
                 patch.setattr(module, asked, _always(answer))
-        for value in list(vars(module).values()):
-            # what was cached for the CPU
-            if hasattr(value, "cache_clear") and str(getattr(value, "__module__", "")).startswith("rooftile"):
-                value.cache_clear()
     patch.setitem(arch._KNOWN, CPU, "sm90")
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS))
     patch.setattr(runner, "DecodeGraphs", Called)

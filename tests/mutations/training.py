@@ -32,20 +32,20 @@ MUTATIONS = {
         ("tests/qat/test_learned.py",),
     ),
     "training for a format, codes of before": Mutation(
-        "qat/layers.py",
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
+        "qat/rounded.py",
+        'now: tuple[int, ...] = (self.parameter.data_ptr(), self.parameter._version, self.qat.steps)',
+        'now: tuple[int, ...] = (self.parameter.data_ptr(), self.qat.steps)',
         ("tests/qat/test_gradients.py",),
     ),
     "training for a format, codes of before the first step": Mutation(
-        "qat/layers.py", "torch.is_grad_enabled() and self.qat.steps > 0", "torch.is_grad_enabled()",
+        "qat/rounded.py", "torch.is_grad_enabled() and self.qat.steps > 0", "torch.is_grad_enabled()",
         ("tests/qat/test_gradients.py", "-k", "codes"),
     ),
     "qat, flags that stay on the device": Mutation(
         "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),
     "qat, codes of a weight that was not looked at": Mutation(
-        "qat/layers.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
+        "qat/rounded.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
     ),
     "plan, losses in steps": Mutation(
         "planning/choice.py", "math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
@@ -87,7 +87,7 @@ MUTATIONS = {
         ("tests/qat/test_sparse.py", "-k", "frozen"),
     ),
     "2:4, scales before masks": Mutation(
-        "qat/layers.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
+        "qat/rounded.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
     "plan, the recipe that is given": Mutation(

@@ -103,7 +103,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 def test_bad_checkpoints(tmp_path: Path) -> None:
     model = trained()
-    with pytest.raises(InvalidInput, match="layout is '2:4'; must be 'dense' or 'two_four'"):
+    with pytest.raises(InvalidInput, match="layout is '2:4'; must be 'dense', 'numbers' or 'two_four'"):
         rt.qat.save(model, tmp_path / "none", layout="2:4")
     with pytest.raises(InvalidInput, match=r"layers.0.mixer.q is int8; the layout 'two_four' has 2:4 alone"):
         rt.qat.save(rt.qat.prepare(decoder(), "int8", skip=("head",)), tmp_path / "none", layout="two_four")

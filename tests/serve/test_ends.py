@@ -51,7 +51,7 @@ def spoken(llm: LLM, text: str, **params: Any) -> Any:
             place = position - len(prompt)
             tokens[row] = ids[place] if 0 <= place < len(ids) else tokenizer.eos_ids[0]
             grown.append(place)
-        llm.engine.runner.last.index_copy_(0, slots, tokens)
+        llm.engine.runner.sampling.last.index_copy_(0, slots, tokens)
         return tokens
 
     llm.engine.runner._sample = forced  # type: ignore[method-assign]

@@ -95,10 +95,10 @@ def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ("fp9", "format is 'fp9'; must be one of fp8"),
+        ("fp9", "weights is 'fp9'; must be one of auto, fp8"),
         (4, 'weights is 4; must be "auto", a format, or a dictionary'),
         ({}, r"weights is \{\}; must be \{pattern: format\}"),
-        ({"*": "int3"}, "format is 'int3'"),
+        ({"*": "int3"}, "weights is 'int3'"),
         ({"re:(": "w8"}, r"the pattern 're:\(', which is no regular expression"),
         ("int4:x", "format is 'int4:x'; after the colon must be a group's size"),
     ],

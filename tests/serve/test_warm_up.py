@@ -197,7 +197,7 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
 
 
 def test_the_tables_of_the_sampler_are_there_when_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which requests compile nothing is tested in tests/kernels/test_after_warm_up.py."""
+    """tests/kernels/test_after_warm_up.py looks for requests that compile a kernel."""
     config, seen = config_of(CONFIGS["llama"]().to_dict(), "here"), []
 
     def noted(logits, slots, positions, state, features):

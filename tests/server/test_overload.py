@@ -98,7 +98,8 @@ def test_prompt_tokens_that_wait_are_bounded(small) -> None:
         assert why in refused.json()["error"]["message"]
     small.wait_until_idle()
     assert small.post("/v1/completions", prompt=[5] * 301).json()["error"]["code"] == "invalid_value"
-    assert "at most 2 run here" in small.post("/v1/completions", prompt="a", n=3).json()["error"]["message"]
+    # more samples than run at once wait for each other
+    assert len(small.post("/v1/completions", prompt="a", n=3).json()["choices"]) == 3
 
 
 def test_a_deadline_ends_a_request(small) -> None:

@@ -77,9 +77,9 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
         assert browser.run("document.querySelectorAll('#answer *').length") == 0
         assert browser.run("document.title") == "Rooftile server"
         assert browser.run(f"{field}('error').hidden")
-        browser.run(f"{field}('max_tokens').value = 0; {field}('form').noValidate = true")
+        browser.run(f"{field}('max_tokens').value = -1; {field}('form').noValidate = true")
         browser.run(f"{field}('form').requestSubmit()")
-        browser.wait(f"{field}('error').textContent.includes('max_tokens is 0')")
+        browser.wait(f"{field}('error').textContent.includes('max_tokens is -1')")
         asked = [
             each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
         ]

@@ -82,7 +82,7 @@ def test_the_body_is_bounded(server) -> None:
         assert answer.status_code == status, answer.text
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data"])
 def test_only_json_is_read(server, kind) -> None:
     answer = server.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "not_json")

@@ -32,7 +32,7 @@ def test_parts_that_share_an_offset(offset: float) -> None:
 
 @pytest.mark.parametrize("name", ["tiled", "eager"])
 def test_a_row_that_sees_padding_only_is_the_mean(name: str) -> None:
-    """As in a mask of padding that adds the smallest number of the dtype to every score of the row."""
+    """A mask of padding may add the smallest number of the dtype to every score of the row."""
     q, k, v, do = (torch.randn(2, 9, 2, 8) for _ in range(4))
     bias = torch.zeros(2, 1, 9, 9)
     bias[:, :, :4] = torch.finfo(bias.dtype).min

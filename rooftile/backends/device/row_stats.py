@@ -38,7 +38,7 @@ def pack(lse, delta):
 
 
 def rest_of(rests: Tensor, lse: Tensor) -> Tensor:
-    """What the rounding of lse has lost, natural and in the shape of lse: the low halves of its words."""
+    """Returns the part that the rounding of lse has lost, natural and in the shape of lse: the low halves of the words."""
     return rests.view(torch.float32)[..., : 2 * lse.shape[-1] : 2] * LN2
 
 

@@ -1,4 +1,4 @@
-"""What the rounding of lse has lost of the rows that are far from 0.
+"""Adds up again the weights of rows whose lse is far from 0: its rounding has lost a part of them.
 
 The weights of a row whose scores share a large offset, computed from its lse alone, would add up to any number: lse = m + log l is one
 rounded number, and beyond the last bits of m nothing is left of log l. The backward adds such rows' weights up again, and divides by the
