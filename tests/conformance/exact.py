@@ -85,7 +85,7 @@ def assert_exact(
     """Asserts that `found` is within the tolerance given by `exact` and `plain`, tensor by tensor."""
     assert found.keys() == exact.keys() == plain[0].keys()
     dtype = DTYPES[case.dtype]
-    # lse is as large as scores are, whose last bits every weight loses; with an offset it is as large as that, which no weight has
+    # lse is as large as scores are, whose last bits every weight loses; with an offset it is larger than any term
     largest = max((_magnitude(x) for name, x in exact.items() if name != "lse" or not case.offset), default=0.0)
     # if terms cancel, the rounding of the terms remains, and every backend sums them in fp32 at best
     floor = ulp(torch.float64 if dtype == torch.float64 else torch.float32, largest)
