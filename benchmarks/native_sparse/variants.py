@@ -125,7 +125,8 @@ def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[
     from rooftile.approximate.selected import kernels
     from rooftile.approximate.selected.kernels.shape import Launch
 
-    known, launch = (x.do, x.lse, x.delta, x.q, x.k, x.v), Launch(variant.warps, variant.stages)
+    # dq fills in the rests of rows, which dk and dv read
+    known, launch = (x.do, x.lse, x.delta, torch.zeros_like(x.lse), x.q, x.k, x.v), Launch(variant.warps, variant.stages)
     return {
         "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, launch),
         "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, launch),
