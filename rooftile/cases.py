@@ -171,7 +171,7 @@ def _cpu_bench(causal: bool, length: int) -> Case:
     return Case(name=name, tags=tags, B=1, T=length, S=length, H=8, Hk=8, dim=64, mask=mask)
 
 
-# what a mask of padding adds to each score of a row that sees nothing else: the smallest number of the dtype
+# offsets of scores: a mask of padding adds the smallest number of the dtype to each score of a row that sees nothing else
 LOWEST = -math.inf
 
 

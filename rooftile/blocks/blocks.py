@@ -25,7 +25,7 @@ from rooftile.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpa
 from rooftile.errors import InvalidInput
 from rooftile.words import answers_words
 
-# what was made of a BlockMask, and everything that it was made from
+# lists by the BlockMask that they were made of, with everything that its mask_mod reads
 _OF_BLOCK_MASKS: WeakKeyDictionary[Any, tuple[Blocks, list[Seen]]] = WeakKeyDictionary()
 
 

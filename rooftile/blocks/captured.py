@@ -162,7 +162,7 @@ def _is_torchs(x: Any) -> bool:
 
 @functools.cache
 def _names(code: types.CodeType | None) -> frozenset[str]:
-    """The names and strings in a function's code, with those of the functions inside of it."""
+    """Returns the names and strings in the code of a function and of the functions inside it."""
     if code is None:
         return frozenset()
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]

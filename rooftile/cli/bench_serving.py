@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rooftile.bench.results import Row
     from rooftile.bench.workloads import Workload
 
-# those of `rooftile.bench.models`, which needs torch
+# the names of the models in `rooftile.bench.models`, which needs torch
 MODELS = ("tiny", "0.6b", "1b", "8b")
 
 

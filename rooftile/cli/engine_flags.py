@@ -33,7 +33,7 @@ def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     made: Any = with_settings
     made.__signature__ = inspect.Signature([*own, *(_parameter(each) for each in added)])
-    # typer reads types from these, too, and would look for those of the command
+    # typer reads types from these annotations, too, and would look for the command's
     made.__annotations__ = {}
     del made.__wrapped__
     return with_settings

@@ -16,7 +16,7 @@ LITTLE = 1 << 20
 # rows of logits start at multiples of so many numbers: cuBLAS is slow for rows that do not, such as GPT-2's of 50,257. Not on a
 # CPU, where PyTorch's products in bf16 read what lies between the rows: NaN there becomes NaN in the result
 ALIGNED = 64
-# a chunk has a multiple of so many rows
+# the rows of a chunk are a multiple of this number
 ROWS = 128
 
 

@@ -32,7 +32,7 @@ class LazyMask(Tensor):
     """A `Decision` in the shape, dtype and device of the dense mask; every operation on it sees that mask."""
 
     decision: Decision
-    # what later layers need again, by what they ask for
+    # results that later layers ask for again, by name
     kept: dict[Any, Any]
 
     @classmethod

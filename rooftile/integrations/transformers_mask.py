@@ -135,7 +135,7 @@ def _recognise(mask_function: Callable[..., Any]) -> tuple[Mask, Tensor | None] 
 def _recognise_all(parts: Iterable[Callable[..., Any]]) -> tuple[Mask, Tensor | None] | None:
     pattern, packed, remapped = FULL, None, False
     for part in parts:
-        # from 5.24 on: positions within each packed sequence, whose differences are those of places in the row
+        # from 5.24 on: positions within each packed sequence, which differ by as much as places in the row do
         if part.__qualname__.startswith("remap_positions_for_packed_sequence."):
             part, remapped = inspect.getclosurevars(part).nonlocals["mask_function"], True
         recognised = _recognise(part)

@@ -56,7 +56,7 @@ def _note_compiled_attention() -> bool:
     return True
 
 
-# what torch.compiler.assume_constant_result sets: Dynamo runs it once, while it traces
+# torch.compiler.assume_constant_result sets this attribute: Dynamo runs the function once, while it traces
 _note_compiled_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -149,7 +149,7 @@ def _source(module: str) -> str:
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
-        # a notebook has none; the first forward tells
+        # a class of a notebook has no source; its first forward tells
         return ""
 
 

@@ -74,7 +74,7 @@ def rounding_of(layer: QuantisedLinear, by_rows: bool) -> Rounding:
     group = None
     if layer.format == "int4":
         group = ROW if by_rows else layer.group
-        # what stands for the default in a prepared layer
+        # the value that stands for the default in a prepared layer
         group = None if group == TILE else group
     return Rounding(layer.format, group, "straight", layer.activations, layer.rule)
 

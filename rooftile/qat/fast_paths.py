@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-# what says whether a module may take its fast path
+# the attribute that says whether a module may take its fast path
 _SWITCHES: dict[type[nn.Module], str] = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu",
     nn.TransformerEncoder: "use_nested_tensor",

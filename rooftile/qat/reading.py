@@ -158,14 +158,14 @@ def _getters(*names: str) -> tuple[Any, ...]:
     return tuple(getattr(Tensor, name).__get__ for name in names)
 
 
-# what is asked of the parameter, and not of its rounded numbers
+# attributes that the parameter answers, not its rounded numbers
 _OF_PARAMETER = frozenset(
     (
         *_getters("data", "grad", "requires_grad", "_version"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
         Tensor.retain_grad, Tensor.untyped_storage,
     )
 )  # fmt: skip
-# what is the same of both
+# attributes that the parameter and its rounded numbers share
 _PLACES = frozenset(
     (
         *_getters("dtype", "shape", "device", "ndim", "layout", "is_cuda", "is_meta", "is_nested", "is_sparse", "is_quantized"),

@@ -105,7 +105,7 @@ _start_join, _start_rounds, _start_slots = Kernel(_join), Kernel(_add_rounds), K
 
 
 def join(parts: Tensor, lses: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns o (B, T, H, Dv) and lse (B, T, H, 2) from those of the rounds, one more axis in front."""
+    """Returns o (B, T, H, Dv) and lse (B, T, H, 2) from the o and lse of each round, which have one more axis in front."""
     R, _, T, H, Dv = parts.shape
     o, lse = parts.new_empty(parts.shape[1:]), lses.new_empty(lses.shape[1:])
     if lse.numel():
