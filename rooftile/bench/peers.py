@@ -7,7 +7,8 @@ function without arguments that returns o (B, T, H, Dv). Preparation is not time
     standard           the textbook: scores, softmax and product as T x S matrices in plain torch
     torch-math, torch-efficient, torch-flash, torch-cudnn     torch's scaled_dot_product_attention, one kernel each
     flex               FlexAttention, compiled
-    fa4, flash-attn    FlashAttention-4 (flash_attn.cute) and flash-attn, where they can be imported
+    fa4, fa3, flash-attn    FlashAttention-4 (flash_attn.cute), FlashAttention-3 (flash_attn_interface) and flash-attn, where
+                       they can be imported
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
 def _absence(module: str) -> Iterator[str]:
     """Why a module of flash-attn cannot be used. Looking for a submodule imports its parent, which may be broken."""
     try:
-        if find_spec("flash_attn") is None or find_spec(module) is None:
+        if find_spec(module.partition(".")[0]) is None or find_spec(module) is None:
             yield f"{module} is not installed"
     except ImportError as error:
         yield f"{module} cannot be imported: {error}"
@@ -263,6 +264,7 @@ PEERS: dict[str, Provider] = {
         _torch_sdpa("torch-cudnn", "CUDNN_ATTENTION"),
         Provider("flex", _flex_reason, _prepare_flex),
         _flash_attn("fa4", "flash_attn.cute"),
+        _flash_attn("fa3", "flash_attn_interface"),
         _flash_attn("flash-attn", "flash_attn.flash_attn_interface"),
     )
 }

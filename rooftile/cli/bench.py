@@ -48,7 +48,7 @@ def attention(
     ] = "rooftile",
     peer: Annotated[
         str | None,
-        typer.Option("--peers", help="standard, torch-flash, torch-cudnn, flex, fa4, ... by commas; '' for none."),
+        typer.Option("--peers", help="standard, torch-flash, torch-cudnn, flex, fa4, fa3, ... by commas; '' for none."),
     ] = None,
     phase: Annotated[str, typer.Option(help="fwd, bwd or both by a comma.")] = "fwd,bwd",
     rounds: Annotated[int, typer.Option(help="How often all take turns.")] = 5,

@@ -339,6 +339,14 @@ def test_peers_refuse_what_they_would_get_wrong() -> None:
     assert peers.provider_named("torch-flash").reason(CASES["causal-more-keys"], torch.device("cuda"), True) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("fa4", "flash_attn.cute"), ("fa3", "flash_attn_interface"), ("flash-attn", "flash_attn.flash_attn_interface")],
+)
+def test_a_peer_that_is_not_installed_says_so(name: str, module: str) -> None:
+    assert peers.provider_named(name).reason(SMALL, torch.device("cuda"), True) == f"{module} is not installed"
+
+
 @pytest.mark.parametrize("name", ["standard", "torch-math", "eager"])
 def test_what_would_fill_the_memory_of_a_host_is_refused(name: str) -> None:
     huge = replace(SMALL, name="huge", T=1 << 20, S=1 << 20)

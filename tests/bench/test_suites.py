@@ -206,6 +206,26 @@ def test_precision_is_timed_end_to_end_and_in_parts() -> None:
         assert (row.tflops is None) == (row.phase == "quantise")
 
 
+def test_flash_attention_3_is_given_the_same_problem_in_fp8(monkeypatch) -> None:
+    """By its interface: a scale for each sequence and key head multiplies the codes."""
+    case = replace(CASES["causal-more-keys"], H=4, Hk=2)
+    inputs = case.inputs(torch.device("cpu"))
+
+    def flash_attn_func(q, k, v, softmax_scale, causal, q_descale, k_descale, v_descale):
+        assert causal
+        assert {x.dtype for x in (q, k, v)} == {torch.float8_e4m3fn}
+        wide = [
+            x.float() * scale.repeat_interleave(x.shape[2] // case.Hk, 1)[:, None, :, None]
+            for x, scale in ((q, q_descale), (k, k_descale), (v, v_descale))
+        ]
+        return rt.attention(*wide, rt.CAUSAL, scale=softmax_scale)
+
+    monkeypatch.setattr(precision, "import_module", lambda name: SimpleNamespace(flash_attn_func=flash_attn_func))
+    found, due = precision.flash_attention_3(case, inputs)(), rt.attention(*inputs.tensors[:3], inputs.mask)
+    assert (found - due).norm() / due.norm() < 0.08  # e4m3 keeps 3 bits of fraction
+    assert (found.roll(1, 2) - due).norm() / due.norm() > 0.5
+
+
 def test_the_memory_of_a_long_sequence_is_that_of_a_process_of_its_own(monkeypatch) -> None:
     asked = []
     done = SimpleNamespace(stdout="4096 12.5\n")

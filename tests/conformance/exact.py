@@ -102,6 +102,9 @@ def assert_exact(
         if not seen.any():
             continue
         slack = 8 * max(ulp(dtype, _magnitude(due)), floor)
+        if name == "dbias" and "S" not in case.bias:
+            # a row's terms add up to zero; a forward and a backward that round scores to neighbours leave their last bit
+            slack += 8 * largest * min(ulp(torch.float32, abs(case.offset)), 2.0**-11)
         for word, size in (("max", torch.amax), ("mean", torch.mean)):
             got, most = size(wrong).item(), 2 * max(size(each).item() for each in usual) + slack
             # written so that NaN fails

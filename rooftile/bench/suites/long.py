@@ -29,7 +29,7 @@ from rooftile.hardware.clock import Work
 GPU = tuple(f"d{dim}-{mask}-16k" for dim in (64, 128, 256) for mask in ("full", "causal"))
 CPU = ()
 QUICK = ("d128-full-16k",)
-PROVIDERS = ("hopper", "torch-cudnn", "fa4")
+PROVIDERS = ("hopper", "torch-cudnn", "fa4", "fa3")
 SECONDS = 1.2
 COUNTERS = {
     "cycles": "sm__cycles_active.avg",

@@ -44,7 +44,7 @@ SHORT = tuple(f"d{dim}-causal-{length}" for dim in (64, 128) for length in ("512
 GPU = (HOST, *SHORT)
 CPU = (HOST,)
 QUICK = (HOST, "d64-causal-512", "d128-causal-1k")
-PROVIDERS = ("rooftile", "torch-flash", "torch-cudnn", "fa4")
+PROVIDERS = ("rooftile", "torch-flash", "torch-cudnn", "fa4", "fa3")
 ROUNDS = 9
 # calls in a loop that waits for the device
 CALLS = 100

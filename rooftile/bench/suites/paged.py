@@ -93,6 +93,8 @@ def decode(session: Session, clock: Clock, name: str, B: int, S: int, H: int, Hk
     }
     if find_spec("flash_attn"):
         works["fa4, block 128"] = peer(q, large)
+    if find_spec("flash_attn_interface"):
+        works |= {"fa3, block 16": flash_attention_3(q, small), "fa3, block 128": flash_attention_3(q, large)}
     floors: dict[str, Roof] = dict.fromkeys(works, memory_roof(traffic.decode(problem), session.ceilings))
     in_8_bits = traffic.decode(problem, kv_itemsize=1, scale_itemsize=4)
     floors["rooftile, fp8, block 16"] = memory_roof(in_8_bits, session.ceilings)
@@ -158,6 +160,14 @@ def in_fp8(paged: PagedKV) -> PagedKV:
     scales = [torch.full(paged.k.shape[:3], 0.01, device=paged.k.device) for _ in range(2)]
     k, v = paged.k.to(torch.float8_e4m3fn), paged.v.to(torch.float8_e4m3fn)
     return PagedKV(k, v, paged.table, paged.lengths, None, scales[0], scales[1])
+
+
+def flash_attention_3(q: Tensor, paged: PagedKV) -> Work:
+    """FlashAttention-3's decode."""
+    flash_attn_with_kvcache = import_module("flash_attn_interface").flash_attn_with_kvcache
+    return lambda: flash_attn_with_kvcache(
+        q, paged.k, paged.v, cache_seqlens=paged.lengths, page_table=paged.table, causal=True
+    )
 
 
 def peer(q: Tensor, paged: PagedKV) -> Work:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
+from torch import Tensor
 
 import rooftile as rt
 from rooftile.bench.peers import provider_named
@@ -26,6 +28,7 @@ from rooftile.cases import CASES as PROBLEMS
 from rooftile.cases import Case, Inputs
 from rooftile.cost import Roof, flops, memory_roof, traffic
 from rooftile.hardware.clock import Work, clock_for
+from rooftile.masks import CAUSAL
 from rooftile.numerics.recipe import MEAN_OF
 
 GPU = tuple(
@@ -33,7 +36,7 @@ GPU = tuple(
 )
 CPU = ("cpu-causal-256",)
 QUICK = ("d128-full-4k", "d128-causal-16k")
-PEERS = ("torch-cudnn", "fa4")
+PEERS = ("torch-cudnn", "fa4", "fa3")
 PRECISIONS = ("fp8", "int8")
 
 
@@ -83,4 +86,21 @@ def contestants(session: Session, case: Case, inputs: Inputs) -> dict[str, Work]
             f"{precision}, quantise": partial(rt.quantise_qkv, q, k, v, precision),
             f"{precision}, attention alone": partial(rt.attention_quantised, qkv, inputs.mask),
         }
+    if "fa3" in works:
+        works["fa3 fp8, attention alone"] = flash_attention_3(case, inputs)
     return works
+
+
+def flash_attention_3(case: Case, inputs: Inputs) -> Work:
+    """FlashAttention-3 on q, k and v in FP8, with one scale for each key head of a sequence, as it takes them."""
+    flash_attn_func = import_module("flash_attn_interface").flash_attn_func
+    codes, scales = zip(*(in_fp8(x, case.Hk) for x in inputs.tensors[:3]), strict=True)
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    return partial(flash_attn_func, *codes, softmax_scale=case.scale, causal=case.mask == CAUSAL, **options)
+
+
+def in_fp8(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of x (B, T, H, D), and the scale (B, heads) of each group of H / heads heads."""
+    grouped = x.unflatten(2, (heads, -1))  # (B, T, heads, H / heads, D)
+    scale = grouped.abs().amax((1, 3, 4)).float() / torch.finfo(torch.float8_e4m3fn).max
+    return (grouped / scale[:, None, :, None, None]).to(torch.float8_e4m3fn).flatten(2, 3), scale
