@@ -18,6 +18,7 @@ from rooftile.approximate.selected.tiles import queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
 from tests.approximate.tolerance import gradients
 from tests.conformance.exact import ulp
+from tests.grids import swept
 
 
 class Shapes(NamedTuple):
@@ -299,7 +300,10 @@ def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
                 assert queries_of[queries_of >= 0].tolist() == [int(cu_q[b]) + t for t in named]
 
 
-@pytest.mark.parametrize(("queries", "each"), [(1, 3), (2, 5), (8, 2), (16, 1)])
+# few queries to a tile with parts of several blocks, and many with parts of one
+@pytest.mark.parametrize(
+    ("queries", "each"), swept([(1, 3), (2, 5), (8, 2), (16, 1)], lambda case: [case] * (case in [(2, 5), (16, 1)]))
+)
 def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None:
     """Tiles of other sizes than those of a call, and long lists in parts: what `benchmarks/native_sparse` times."""
     it = Shapes("parts", T=60, S=60, D=16, Dv=24)
