@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -91,8 +92,10 @@ def test_equals_the_definition(it: Shapes) -> None:
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# each offset, and each dtype
+@pytest.mark.parametrize(
+    ("size", "dtype"), swept(product((1e3, 1e6, 1e8), (torch.float32, torch.bfloat16)), lambda case: case), ids=str
+)
 def test_scores_that_share_an_offset(size: float, dtype: torch.dtype) -> None:
     """Every second query has an outlier feature that all keys share."""
     q, k, v, chosen = made(Shapes("offset", B=2, D=16, Dv=16))
@@ -269,7 +272,7 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
 
 
-@pytest.mark.parametrize(("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), (20, 2), (100, 16)])
+@pytest.mark.parametrize(("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), pytest.param(20, 2, marks=pytest.mark.sweep), (100, 16)])
 def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     """Packed sequences, one without queries and one without keys; choices that repeat, and that are not there."""
     q = torch.randn(1, 1, 2, 16)
