@@ -272,7 +272,10 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
 
 
-@pytest.mark.parametrize(("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), pytest.param(20, 2, marks=pytest.mark.sweep), (100, 16)])
+# few and many choices, tiles of few queries and of many; the interpreter takes longest for the one of the sweep
+@pytest.mark.parametrize(
+    ("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), pytest.param(20, 2, marks=pytest.mark.sweep), (100, 16)]
+)
 def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     """Packed sequences, one without queries and one without keys; choices that repeat, and that are not there."""
     q = torch.randn(1, 1, 2, 16)
