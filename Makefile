@@ -21,10 +21,10 @@ setup: $(READY) ## make the virtual environment (.venv) that the others use
 demo: $(READY) ## the main job: measure this machine and write the report page, then print where it is
 	$(BIN)/rooftile report $(ARGS)
 
-# the tests that need no GPU, by a Python with these marks
+# the tests that need no GPU, by a Python with these marks; tests/unit/test_gpu_files.py sees that those in tests/gpu can be imported
 define run_tests
 @failed=0; set -x; \
-$(1) -m pytest -n 2 --dist worksteal -m "$(2)" --ignore tests/interpreter $(ARGS) || failed=1; \
+$(1) -m pytest -n 2 --dist worksteal -m "$(2)" --ignore tests/interpreter --ignore tests/gpu $(ARGS) || failed=1; \
 TRITON_INTERPRET=1 $(1) -m pytest -n 2 --dist worksteal -m "$(2)" tests/interpreter $(ARGS) || failed=1; \
 exit $$failed
 endef

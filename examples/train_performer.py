@@ -13,7 +13,7 @@ from rooftile.models import TrainableDecoder
 
 LENGTH = 64
 MIXER = {"name": "performer", "m": 64}
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 torch.manual_seed(0)
 text = torch.tensor(list("\n".join(topics.values()).encode()))
 model = TrainableDecoder(256, hidden=64, heads=4, layers=2, mixers=MIXER)
@@ -28,7 +28,7 @@ for step in range(steps):
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
-    if step % 20 == 0 or step == steps - 1:
+    if step % 10 == 0 or step == steps - 1:
         print(f"step {step:3}  loss {losses[-1]:.3f}")
 if losses[-1] > 0.8 * losses[0]:
     sys.exit("the loss did not fall")

@@ -15,7 +15,7 @@ LENGTH = 64
 # the first layer sees its own block of 16 tokens, the second the last 4 tokens of every block
 FIXED = {"name": "sparse_transformer", "pattern": "fixed", "stride": 16, "summary": 4}
 MIXERS = [FIXED | {"sets": "first"}, FIXED | {"sets": "second"}]
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 torch.manual_seed(0)
 text = torch.tensor(list("\n".join(topics.values()).encode()))
 model = TrainableDecoder(256, hidden=64, heads=4, layers=2, mixers=MIXERS)
@@ -30,7 +30,7 @@ for step in range(steps):
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
-    if step % 20 == 0 or step == steps - 1:
+    if step % 10 == 0 or step == steps - 1:
         print(f"step {step:3}  loss {losses[-1]:.3f}")
 if losses[-1] > 0.8 * losses[0]:
     sys.exit("the loss did not fall")

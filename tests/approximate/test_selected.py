@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from rooftile.approximate.selected.tiles import queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
 from tests.approximate.tolerance import gradients
 from tests.conformance.exact import ulp
+from tests.grids import swept
 
 
 class Shapes(NamedTuple):
@@ -90,8 +92,10 @@ def test_equals_the_definition(it: Shapes) -> None:
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# each offset, and each dtype
+@pytest.mark.parametrize(
+    ("size", "dtype"), swept(product((1e3, 1e6, 1e8), (torch.float32, torch.bfloat16)), lambda case: case), ids=str
+)
 def test_scores_that_share_an_offset(size: float, dtype: torch.dtype) -> None:
     """Every second query has an outlier feature that all keys share."""
     q, k, v, chosen = made(Shapes("offset", B=2, D=16, Dv=16))
@@ -268,7 +272,10 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
 
 
-@pytest.mark.parametrize(("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), (20, 2), (100, 16)])
+# few and many choices, tiles of few queries and of many; the interpreter takes longest for the one of the sweep
+@pytest.mark.parametrize(
+    ("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), pytest.param(20, 2, marks=pytest.mark.sweep), (100, 16)]
+)
 def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     """Packed sequences, one without queries and one without keys; choices that repeat, and that are not there."""
     q = torch.randn(1, 1, 2, 16)
@@ -299,7 +306,10 @@ def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
                 assert queries_of[queries_of >= 0].tolist() == [int(cu_q[b]) + t for t in named]
 
 
-@pytest.mark.parametrize(("queries", "each"), [(1, 3), (2, 5), (8, 2), (16, 1)])
+# few queries to a tile with parts of several blocks, and many with parts of one
+@pytest.mark.parametrize(
+    ("queries", "each"), swept([(1, 3), (2, 5), (8, 2), (16, 1)], lambda case: [case] * (case in [(2, 5), (16, 1)]))
+)
 def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None:
     """Tiles of other sizes than those of a call, and long lists in parts: what `benchmarks/native_sparse` times."""
     it = Shapes("parts", T=60, S=60, D=16, Dv=24)

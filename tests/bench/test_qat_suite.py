@@ -53,17 +53,18 @@ def test_training_for_2_4_wins_back_more_than_further_training_does(name: str) -
     assert trained < rounded
 
 
-def test_training_for_int4_rows_wins_back_more_than_further_training_does() -> None:
-    """Over eight seeds training for the format gained 0.013 to 0.030 nats, 0.019 in the mean; asserted is the mean of three."""
+@pytest.mark.parametrize("seeds", [(1,), pytest.param((1, 2, 3), marks=pytest.mark.sweep)], ids=["one seed", "the mean of three"])
+def test_training_for_int4_rows_wins_back_more_than_further_training_does(seeds: tuple[int, ...]) -> None:
+    """Over eight seeds training for the format gained 0.013 to 0.030 nats, 0.019 in the mean."""
     # a narrow model in which rounding costs as much as 0.03 nats: in wider ones it costs as little as two runs differ by
     plan = replace(
         TINY, ffn=128, length=64, batch=16, steps=500, rate=1e-2, further_steps=100, further_rate=2e-3, tests=128,
     )  # fmt: skip
     text, recipe = English.read("cpu"), qat.WORDS["int4-row"]
     assert recipe == Recipe("int4:row")
-    found = [learn_formats([recipe], plan, text, seed, torch.device("cpu"), print)[0] for seed in (1, 2, 3)]
+    found = [learn_formats([recipe], plan, text, seed, torch.device("cpu"), print)[0] for seed in seeds]
     continued, rounded, trained = (
-        sum(getattr(one, what) for one in found) / 3 for what in ("continued", "rounded", "trained")
+        sum(getattr(one, what) for one in found) / len(seeds) for what in ("continued", "rounded", "trained")
     )
     assert continued < rounded
     assert trained < rounded

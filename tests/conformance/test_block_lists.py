@@ -154,6 +154,10 @@ def gradients(o: Tensor, lse: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition_with_the_pairs_by_hand(case: Lists, backend: str, device: torch.device) -> None:
+    assert_by_hand(case, backend, device)
+
+
+def assert_by_hand(case: Lists, backend: str, device: torch.device) -> None:
     it = made(case, device)
     leaves = [x.clone().requires_grad_() for x in it.inputs]
     attention = rt.attention_packed_with_lse if case.lengths else rt.attention_with_lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from tests.diagnosis.operators import sample
 aten = torch.ops.aten
 
 
-TIMER = HostTimer()
+@cache
+def clock() -> HostTimer:
+    """One for all tests, and none where they are only collected: it fills an array larger than the caches."""
+    return HostTimer()
 
 
 def test_a_table_is_cut_to_the_rows_that_are_read() -> None:
@@ -65,9 +69,9 @@ def test_references_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(references, "_MEASURED", {})
     monkeypatch.setattr(references, "_slope", lambda *args: next(slopes))
-    first = references.references(torch.float32, TIMER, torch.device("cpu"))
+    first = references.references(torch.float32, clock(), torch.device("cpu"))
     monkeypatch.setattr(references, "_MEASURED", {})
-    assert references.references(torch.float32, TIMER, torch.device("cpu")) == first == References(0.25, 1.0)
+    assert references.references(torch.float32, clock(), torch.device("cpu")) == first == References(0.25, 1.0)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
@@ -76,7 +80,7 @@ def test_references_on_a_busy_machine_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(references, "_MEASURED", {})
     monkeypatch.setattr(references, "_slope", lambda *args: 0.9)
     with pytest.raises(Unsupported, match=r"an addition \(0.90\) and 256 multiply-adds \(0.90\) have nearly the same slope"):
-        references.references(torch.float32, TIMER, torch.device("cpu"))
+        references.references(torch.float32, clock(), torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +129,7 @@ def test_without_a_compiler_the_intensity_says_so_and_the_others_remain(monkeypa
     monkeypatch.setattr(references, "_MEASURED", {})
     monkeypatch.setattr(references, "_path", lambda *args: Path("/nonexistent/references.json"))
     given = sample(aten.sub.Tensor, torch.randn(1 << 18), 1.5)
-    found = with_intensity(alone(given, TIMER, 0.5), given, TIMER, 60.0)
+    found = with_intensity(alone(given, clock(), 0.5), given, clock(), 60.0)
     assert "cannot be compiled here: No C++ compiler was found" in found.why_not["intensity"]
     assert found.slope is None
     assert found.gain is not None
@@ -242,7 +246,7 @@ def test_a_result_that_is_given_is_cut_and_grown_too(function, args, out) -> Non
     """A compiled program calls products so; a result of another size would be resized, with a warning."""
     result = torch.empty(out)
     given = sample(function, *args, out=result)
-    found = alone(given, TIMER, 0.4)
+    found = alone(given, clock(), 0.4)
     assert result.shape == out
     assert {"cache", "size"}.isdisjoint(found.why_not)
     made = piece(Call.of(given), axes(Call.of(given)), 0.1).call
@@ -277,8 +281,8 @@ def test_samples_take_turns_until_the_budget_ends() -> None:
 def test_arguments_random_numbers_dtype_and_threads_are_as_before() -> None:
     x = torch.randn(5000)
     before, state, threads = x.clone(), torch.get_rng_state(), torch.get_num_threads()
-    alone(sample(aten.mul_.Tensor, x, 0.5), TIMER, 0.2)
-    alone(sample(aten.native_dropout.default, x, 0.5, True), TIMER, 0.2)
+    alone(sample(aten.mul_.Tensor, x, 0.5), clock(), 0.2)
+    alone(sample(aten.native_dropout.default, x, 0.5, True), clock(), 0.2)
     assert torch.equal(x, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
@@ -296,14 +300,14 @@ def test_a_call_that_fails_in_an_experiment_leaves_the_arguments() -> None:
         return y.mul_(2.0)
 
     with pytest.raises(KeyboardInterrupt):
-        alone(sample(breaks_later, x), TIMER, 0.2)
+        alone(sample(breaks_later, x), clock(), 0.2)
     assert torch.equal(x, before)
 
 
 def test_inference_tensors_and_inference_mode() -> None:
     with torch.inference_mode():
         x = torch.randn(500)
-        found = alone(sample(aten.mul_.Tensor, x, 0.5), TIMER, 0.2)
+        found = alone(sample(aten.mul_.Tensor, x, 0.5), clock(), 0.2)
     assert found.fixed_us is not None
 
 

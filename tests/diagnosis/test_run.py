@@ -62,14 +62,14 @@ def test_a_product_with_few_rows_is_measured() -> None:
 def test_many_small_operators_are_overhead() -> None:
     def step() -> torch.Tensor:
         x = torch.ones(4)
-        for _ in range(8000):
+        for _ in range(2000):
             x = x + 1
         return x
 
     found = rt.diagnose(step, budget=1)
     assert found.step.bound == "overhead"
-    assert found.step.launches >= 8000
-    assert leading(found, "add").calls == 8000
+    assert found.step.launches >= 2000
+    assert leading(found, "add").calls == 2000
 
 
 def test_a_sleep_is_the_hosts_and_has_its_line() -> None:

@@ -10,6 +10,7 @@ from rooftile import launch
 from rooftile.matmul.two_four import kernels
 from rooftile.numerics import quantise_rows
 from rooftile.sparsity import compress, definition, two_four
+from tests.grids import swept
 from tests.sparsity.test_masks import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -74,9 +75,14 @@ def test_nan_and_masks_of_other_numbers_are_refused(dtype: torch.dtype) -> None:
         compress(w, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SIZES = [(1, 70, 256), (17, 130, 516), (64, 33, 128), (70, 64, 1024), (3, 5, 36), (3, 20, 4300)]
+
+
+# each size, and each dtype
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(1, 70, 256), (17, 130, 516), (64, 33, 128), (70, 64, 1024), (3, 5, 36), (3, 20, 4300)]
+    ("M", "N", "K", "dtype"),
+    swept([(*size, dtype) for size in SIZES for dtype in (torch.bfloat16, torch.float16)], lambda case: (case[:3], case[3])),
+    ids=str,
 )
 def test_products_of_few_rows(M: int, N: int, K: int, dtype: torch.dtype) -> None:
     w = some(N, K, dtype)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from rooftile.models.config import config_of
+from tests.grids import swept
 from tests.kernels.recorded import Recorded
 from tests.kernels.recorded_engine import recorded_engine
 from tests.models.checkpoints import CONFIGS
@@ -29,8 +31,10 @@ def named(one: Recorded) -> str:
     return f"{one.name} {one.constants} {one.attributes}"
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gpt2"])
+# each family, and each kind of cache
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), swept(product(["llama", "gemma2", "qwen3", "gpt2"], ["auto", "fp8"]), lambda case: case), ids=str
+)
 def test_no_request_compiles_a_kernel(name: str, kv_dtype: str) -> None:
     with recorded_engine(config_named(name), kv_dtype=kv_dtype, **SETTINGS) as (llm, compiled):
         after: dict[str, list[str]] = {}

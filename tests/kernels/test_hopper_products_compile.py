@@ -66,8 +66,8 @@ def assert_fits(found: machine_code.Found, stack: int) -> None:
 
 
 def _traits(M: int, name: str, rest: tuple) -> tuple:
-    """Each number of rows, each format with all that belongs to it, and both kinds of tiles, for few rows and for many."""
-    return M, (name, rest), (name, M > 64)
+    """Each number of rows, each format with all that belongs to it; codes of 8 bits and of fewer, for few rows and for many."""
+    return M, (name, rest), (name in ("fp8", "fp8_tile", "int8", "w8", "mxfp8"), M > 64)
 
 
 CODES = [*itertools.product(["fp8"], [1, 16, 64, 128, 512]), ("fp8_tile", 256), ("int8", 64)]
@@ -195,7 +195,14 @@ def assert_widens(
     return ptx
 
 
-@pytest.mark.parametrize(("M", "gate"), [(1, "silu"), (16, "tanh"), (32, "silu"), (64, "silu"), (64, "erf"), (256, "silu")])
+@pytest.mark.parametrize(
+    ("M", "gate"),
+    # each gate, and tiles for one row, for few rows and for many
+    swept(
+        [(1, "silu"), (16, "tanh"), (32, "silu"), (64, "silu"), (64, "erf"), (256, "silu")],
+        lambda case: (case[1], min(case[0], 16), case[0] > 64),
+    ),
+)
 def test_gates_of_codes(M: int, gate: str) -> None:
     """FP8 products of both halves whose gated result leaves in FP8: two bytes at a time become codes, and no loop spills."""
     tile = launch.gated_tile_of(M, *WEIGHT, "fp8")

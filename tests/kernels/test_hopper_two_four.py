@@ -16,6 +16,7 @@ from rooftile.matmul.two_four.definition import Product, Sparse  # noqa: E402
 from rooftile.numerics import quantise_rows  # noqa: E402
 from rooftile.sparsity import TwoFour, compress  # noqa: E402
 from rooftile.sparsity import two_four as mask_of  # noqa: E402
+from tests.grids import swept  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels.test_hopper_products_compile import assert_fits, described, read  # noqa: E402
 
@@ -129,10 +130,19 @@ def test_bits_of_a_row_do_not_depend_on_the_others(processors: int) -> None:
     assert torch.equal(hopper.multiply(x, None, weight, None, product)[:3], hopper.multiply(x[:3], None, weight, None, product))
 
 
+# each number of rows; each dtype with x in either order, and with few rows and with more
 @pytest.mark.parametrize(
-    ("M", "is_ordered"), [(1, False), (16, False), (32, False), (16, True), (32, True), (64, True), (128, True)]
+    ("dtype", "M", "is_ordered"),
+    swept(
+        [
+            (dtype, M, is_ordered)
+            for dtype in (torch.bfloat16, FP8)
+            for M, is_ordered in [(1, False), (16, False), (32, False), (16, True), (32, True), (64, True), (128, True)]
+        ],
+        lambda case: (case[1], (case[0], case[2]), (case[0], case[1] > 32)),
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 def test_machine_code(dtype: torch.dtype, M: int, is_ordered: bool) -> None:
     is_fp8 = dtype == FP8
     tile = hopper.tile_of(M, is_fp8, not is_ordered)

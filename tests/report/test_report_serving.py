@@ -232,7 +232,8 @@ def run_with(monkeypatch, **parts) -> experiments.Report:
     """Builds a report whose other experiments do nothing."""
     for module, name in (
         (experiments.machine, "survey"), (experiments.comparison, "compare"), (experiments.tiles, "tile_masks"),
-        (experiments.precision, "measure"),
+        (experiments.precision, "measure"), (experiments.approximate, "measure"), (experiments.diagnosis, "diagnose_all"),
+        (experiments.formats, "measure"), (experiments.recall, "measure"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *args: None)
     for name, part in parts.items():

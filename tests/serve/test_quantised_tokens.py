@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantised, served: the greedy tokens of Transformers' `generate`, in a batch and one by one.
+"""Checkpoints that others have quantised, served: the greedy tokens of Transformers' `generate`, in a batch and alone.
 
 Where activations stay in 16 bits, Transformers has the weights that the codes stand for. Where they are quantised, its linear
 layers are replaced by a definition in plain PyTorch that multiplies the codes in the file.
@@ -69,7 +69,8 @@ def assert_same_tokens(folder: Path, due: Answers) -> None:
     assert len({tuple(answer) for (answer,) in expected}) > ASKED // 2, "answers that are all alike would show little"
     llm = rt.LLM(folder, **ROOM)
     assert tokens_of(llm, asked, GREEDY) == expected
-    assert [tokens_of(llm, [prompt], GREEDY)[0] for prompt in asked] == expected
+    # one in four also alone: a step takes as long for one prompt as for all of them
+    assert [tokens_of(llm, [prompt], GREEDY)[0] for prompt in asked[::4]] == expected[::4]
 
 
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)

@@ -37,13 +37,28 @@ def nested(levels: int) -> dict:
 TOGETHER = 50
 
 
-@given(st.lists(SCHEMAS, min_size=TOGETHER, max_size=TOGETHER), st.integers(0, 99))
-@settings(
-    max_examples=500 // TOGETHER, phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+def schemas_of(count: int):
+    """Gives a test so many schemas and seeds; the 50 of an example run together, which takes a tenth of the time."""
+    bounds = settings(
+        max_examples=count // TOGETHER, phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    lists = st.lists(SCHEMAS, min_size=TOGETHER, max_size=TOGETHER)
+    return lambda test: bounds(given(lists, st.integers(0, 99))(test))
+
+
+@schemas_of(100)
 def test_what_comes_out_is_of_the_schema(llm, schemas, seed) -> None:
-    """500 schemas; those of an example run together, which takes a tenth of the time."""
+    assert_follows(llm, schemas, seed)
+
+
+@pytest.mark.sweep
+@schemas_of(500)
+def test_what_comes_out_is_of_each_schema(llm, schemas, seed) -> None:
+    assert_follows(llm, schemas, seed)
+
+
+def assert_follows(llm, schemas, seed) -> None:
     asked = [SamplingParams(structured={"json": each}, temperature=2.0, seed=seed, max_tokens=400) for each in schemas]
     complete = 0
     for output, schema in zip(llm.generate([[5, 6, 7]] * len(asked), asked), schemas, strict=True):

@@ -137,9 +137,14 @@ class Sizes(NamedTuple):
 
 def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> Sizes:
     """Returns the sizes of a product; a tile has `block_n` of its N results, or those that its rows of the weight give."""
-    tiles, steps, rows = triton.cdiv(N, block_n or tile.block_n), triton.cdiv(K, STEP.value), triton.cdiv(M, tile.block_m)
+    tiles, steps, rows = _divided(N, block_n or tile.block_n), _divided(K, STEP.value), _divided(M, tile.block_m)
     spread = 1 if deterministic or tiles * steps * rows > MOST_STEPS else rows
     return Sizes(M, N, tiles * spread, steps, spread)
+
+
+def _divided(total: int, part: int) -> int:
+    """Rounds a quotient up, as triton.cdiv does, whose call takes microseconds on the host."""
+    return -(-total // part)
 
 
 def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
@@ -156,7 +161,7 @@ def _programs_of(sizes: Sizes, processors: int, sharing: tuple[int, int]) -> tup
     all_steps = sizes.tiles * sizes.steps
     found = 1, float(all_steps)
     for count in range(2, max(min(processors, all_steps // LEAST_STEPS), 1) + 1):
-        cost = triton.cdiv(all_steps, count)
+        cost = _divided(all_steps, count)
         if sizes.tiles % count:
             cost += sharing[0] if count % sizes.tiles == 0 else sharing[1]
         if cost <= found[1]:
