@@ -48,8 +48,7 @@ class Figure:
 FIGURES = {
     "hopper": Figure(
         title="One H200, bf16: geometric mean of 12 cases per head dim (512 to 16,384 tokens, full and causal)",
-        source="h200-hopper.jsonl",
-        backends={"hopper": "Rooftile", "torch-cudnn": "cuDNN", "fa4": "FlashAttention-4", "fa3": "FlashAttention-3"},
+        source="h200-hopper.jsonl", backends={"hopper": "Rooftile", "torch-cudnn": "cuDNN", "fa4": "FlashAttention-4"},
     ),
     "padded": Figure(
         title="Head dims that are padded: geometric mean of 6 cases (1k, 4k and 16k tokens, full and causal)",

@@ -22,8 +22,8 @@ def report(
     """Writes an HTML page about attention on this machine: time, memory, error, masks, a small Llama trained, served and
     diagnosed.
 
-    Some five minutes on two idle CPU cores or a GPU; a probe says at the start how long it takes here. Prints the page's path;
-    exits with 1 if an experiment failed.
+    Some five minutes on two idle CPU cores, and twelve on a GPU, whose kernels are compiled; a probe says at the start how
+    long it takes here. Prints the page's path; exits with 1 if an experiment failed.
 
     Example: rooftile report --out page.html
     """

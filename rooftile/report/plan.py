@@ -65,7 +65,7 @@ class ApproximatePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The measurements of the report. They take some five minutes on a CPU, where they use one core, and on a GPU."""
+    """The measurements of the report. They take some five minutes on a CPU, where they use one core, and twelve on a GPU."""
 
     device: str  # "cpu" or "cuda"
     dtype: str  # the dtype of the comparison
@@ -201,8 +201,8 @@ GPU = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 4, 16, 32, 64, 128, 256), nbytes=1 << 29, batch=8, context=128, budget=4.0),
     approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
     seconds={
-        "machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "approximate": 30,
-        "training": 50, "serving": 12, "weights": 20, "diagnosis": 20, "formats": 55, "recall": 25,
+        "machine": 3, "comparison": 65, "tiling": 13, "precision": 30, "approximate": 120,
+        "training": 40, "serving": 8, "weights": 46, "diagnosis": 32, "formats": 380, "recall": 21,
     },
 )
 
