@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -12,7 +13,26 @@ from rooftile.serve.sampling.params import SamplingParams
 
 # nothing else is downloaded: no pickles, no code
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt")
-RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# other words of generation_config.json that change which tokens come, the values that change nothing, and what to give instead
+NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
+    "suppress_tokens": (([],), "logit_bias"),
+    "begin_suppress_tokens": (([],), ""),
+    "bad_words_ids": (([],), "bad_words"),
+    "sequence_bias": (({}, []), ""),
+    "stop_strings": (([], ""), "stop"),
+    "no_repeat_ngram_size": ((0,), ""),
+    "encoder_repetition_penalty": ((1.0,), ""),
+    "typical_p": ((1.0,), ""),
+    "epsilon_cutoff": ((0.0,), ""),
+    "eta_cutoff": ((0.0,), ""),
+    "forced_bos_token_id": ((), ""),
+    "forced_eos_token_id": ((), ""),
+    "exponential_decay_length_penalty": ((), ""),
+    "min_length": ((0,), "min_tokens"),
+    "min_new_tokens": ((0,), "min_tokens"),
+    "guidance_scale": ((1.0,), ""),
+}
 
 
 def find_folder(model: str | Path, *, download: bool = False) -> Path:
@@ -64,6 +84,11 @@ def recommended_params(folder: Path) -> SamplingParams:
     """
     file = folder / "generation_config.json"
     said = read_json(file) if file.is_file() else {}
+    unread = [name for name, (neutral, _) in NOT_READ.items() if said.get(name) is not None and said[name] not in neutral]
+    if unread:
+        instead = [f"{NOT_READ[name][1]} for {name}" for name in unread if NOT_READ[name][1]]
+        advice = f"; SamplingParams have {', '.join(instead)}" if instead else ""
+        logging.getLogger(__name__).warning("%s: not applied: %s%s", file, ", ".join(unread), advice)
     try:
         return SamplingParams(**{name: said[name] for name in RECOMMENDED if said.get(name) is not None})
     except InvalidInput as error:

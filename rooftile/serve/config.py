@@ -46,8 +46,8 @@ class EngineConfig:
         tokenizer: a folder with another tokenizer than the model's.
         chat_template: a file with a chat template, or its text, in place of the model's.
         download: whether a model that is named, and not in the Hugging Face Hub's cache on this machine, is downloaded.
-        generation_config: "auto" takes temperature, top_p, top_k and repetition_penalty of requests without SamplingParams from
-            the checkpoint's generation_config.json; "none" takes the usual ones.
+        generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
+            from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
         approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
             then read only a share of the cached keys. None for exact attention.
         weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a

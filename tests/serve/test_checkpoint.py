@@ -105,7 +105,7 @@ def test_recommended_parameters_are_taken_and_told_once(folder: Path, caplog) ->
     (told,) = caplog.messages
     assert told == (
         f"generation_config.json of {folder} gives requests without SamplingParams temperature=0.6, top_p=0.8, top_k=5, "
-        'repetition_penalty=1.0; generation_config="none" turns this off'
+        'min_p=0.0, repetition_penalty=1.0; generation_config="none" turns this off'
     )
     again = LLM(folder, **ROOM, seed=4)
     assert [again.generate([1, 2, 3], due)[0].outputs[0].token_ids for _ in range(2)] == found
@@ -115,6 +115,21 @@ def test_recommended_parameters_are_taken_and_told_once(folder: Path, caplog) ->
             return (await engine.complete([1, 2, 3])).outputs[0].token_ids
 
     assert asyncio.run(ask()) == found[0]
+
+
+def test_what_is_recommended_and_not_applied_is_told(folder: Path, caplog) -> None:
+    said = {"suppress_tokens": [3, 4], "stop_strings": ["end"], "no_repeat_ngram_size": 3, "typical_p": 1.0, "min_length": None}
+    (folder / "generation_config.json").write_text(json.dumps({"min_p": 0.2} | said))
+    with caplog.at_level(logging.WARNING):
+        assert LLM(folder, **ROOM)._default_params == SamplingParams(min_p=0.2)
+    assert caplog.messages == [
+        f"{folder / 'generation_config.json'}: not applied: suppress_tokens, stop_strings, no_repeat_ngram_size; "
+        "SamplingParams have logit_bias for suppress_tokens, stop for stop_strings"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        LLM(folder, **ROOM, generation_config="none")
+    assert not caplog.messages
 
 
 def test_recommended_parameters_are_turned_off_and_checked(folder: Path, caplog) -> None:

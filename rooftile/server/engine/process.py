@@ -68,12 +68,13 @@ def exit_with(connection: socket.socket) -> None:
 
 def ready_message(llm: LLM, folder: str | None) -> Ready:
     """Describes the engine to the server."""
+    from rooftile.serve.checkpoint import RECOMMENDED
+
     engine, params = llm.engine, llm.get_default_sampling_params()
-    names = ("temperature", "top_p", "top_k", "repetition_penalty")
     return Ready(
         cache=str(llm.pages), folder=folder, max_len=engine.max_len, vocabulary=engine.runner.decoder.config.vocab_size,
         max_answers=engine.max_answers, blocks=engine.pool.total, block_size=engine.pool.size,
-        defaults={name: getattr(params, name) for name in names},
+        defaults={name: getattr(params, name) for name in RECOMMENDED},
         has_template=llm.tokenizer is not None and llm.tokenizer.has_template,
     )  # fmt: skip
 
