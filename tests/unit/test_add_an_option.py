@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -72,18 +71,3 @@ def test_an_option_added_where_contributing_says_works(tmp_path: Path) -> None:
     program = PROGRAM.format(root=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_an_option_is_in_few_signatures() -> None:
-    """Each further one is a place that a new option has to be written."""
-    for option in ("softcap", "dropout", "deterministic", "alibi"):
-        found = []
-        for path in PACKAGE.rglob("*.py"):
-            # these have options of their own: the softcap of a cross-entropy is that of logits
-            if {"integrations", "device", "serve", "cli", "approximate", "matmul", "fused"} & set(path.parts):
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(d) for d in node.decorator_list):
-                    names = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                    found += [f"{path.relative_to(PACKAGE)}: {node.name}"] * (option in names)
-        assert len(found) <= 12, f"{option} is in {len(found)} signatures: {found}"

@@ -106,33 +106,6 @@ def test_no_import_cycle() -> None:
         pytest.fail(f"an import cycle: {' <- '.join(error.args[1])}")
 
 
-# entries of a folder, at most, so that a reader sees them all at a glance
-MOST_ENTRIES = 12
-# ... and why a folder may have more
-CROWDED = {
-    ".": "one entry per room: this is the map of the house",
-    "backends/triton": "one kernel per file, flat, with what they share beside them; parts of it would have two files each",
-    "bench": "what times, what is timed and what is written; `suites` holds what grows",
-    "bench/suites": "one suite per file",
-    "cli": "one command per file",
-    "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
-    "fused": "one operation per file, and what they share",
-    "integrations": "one library per file, and what they share",
-    "numerics": "one kind of scale per file, and what kernels share with the host",
-    "matmul": "quantised weights in files, and 2:4 ones in a folder; kernels in two more",
-    "qat": "one step of a layer's training per file, and one per thing that is left of it afterwards",
-    "report": "one section of the page per file",
-    "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
-}
-
-
-def test_folders_can_be_read_at_a_glance() -> None:
-    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")]
-    entries = {folder: [path for path in folder.iterdir() if path.name != "__pycache__"] for folder in folders}
-    crowded = {str(folder.relative_to(PACKAGE)) for folder, held in entries.items() if len(held) > MOST_ENTRIES}
-    assert crowded == CROWDED.keys(), "split the folder, or say above why it stays whole"
-
-
 def test_no_backend_imports_another() -> None:
     for path in (PACKAGE / "backends").glob("*/**/*.py"):
         own = path.relative_to(PACKAGE / "backends").parts[0]
