@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         merge,
         quantise_qkv,
     )
-    from rooftile.bench.examination import doctor
     from rooftile.blocks import Blocks
+    from rooftile.diagnosis.examination import doctor
     from rooftile.diagnosis.run import diagnose
     from rooftile.integrations.fusion import fuse, unfuse
     from rooftile.matmul import QuantisedWeight, quantise_weight
@@ -106,7 +106,7 @@ _HOMES = {
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
     "LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run",
-    "plan": "rooftile.planning.run", "doctor": "rooftile.bench.examination",
+    "plan": "rooftile.planning.run", "doctor": "rooftile.diagnosis.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
 

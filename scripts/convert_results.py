@@ -1,4 +1,4 @@
-"""Rewrites lines of benchmarks/results/ that older scripts wrote, each with fields of its own, as `rooftile.bench.results.Row`.
+"""Rewrites lines of benchmarks/results/ that older scripts wrote, each with fields of its own, as rows.
 
     PYTHONPATH=. python scripts/convert_results.py benchmarks/results/*.jsonl
 
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rooftile.bench.results import Row
-from rooftile.bench.rows import figures
-from rooftile.bench.serving import case_name
 from rooftile.cases import CASES, Case
 from rooftile.cost import flops
 from rooftile.masks import CAUSAL, FULL
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.rows import figures
+from rooftile_lab.bench.serving import case_name
 
 Line = dict[str, Any]
 ABOUT = ("device", "arch", "driver", "torch", "triton", "commit", "date", "copy_gbs", "matmul_tflops")

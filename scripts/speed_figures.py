@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from rooftile.bench.results import Row, latest, read
 from rooftile.drawing.svg import svg, text
+from rooftile_lab.bench.results import Row, latest, read
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 WIDTH, LEFT, TOP, PANEL, GAP = 880.0, 12.0, 62.0, 190.0, 40.0

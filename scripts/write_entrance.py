@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from textwrap import fill
 
-from rooftile.bench.results import Row, latest, read
+from rooftile_lab.bench.results import Row, latest, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")

@@ -14,8 +14,8 @@ from pathlib import Path
 import speed_figures
 from speed_figures import RESULTS
 
-from rooftile.bench.results import latest, read
 from rooftile.drawing.svg import svg, text
+from rooftile_lab.bench.results import latest, read
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
 STYLE = """<style>

@@ -15,9 +15,9 @@ import torch
 
 from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
 from rooftile.approximate import METHODS
-from rooftile.bench import results
-from rooftile.bench.methods.page import crossovers
 from rooftile.spec import Spec
+from rooftile_lab.bench import results
+from rooftile_lab.bench.methods.page import crossovers
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from rooftile.cli import (
-    accuracy,
-    bench,
     calibrate,
     diagnose,
     doctor,
@@ -18,7 +17,6 @@ from rooftile.cli import (
     mask,
     plan,
     quantise,
-    report,
     serve,
     warmup,
 )
@@ -53,10 +51,12 @@ def _options(
 COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
     "diagnose": diagnose.diagnose, "plan": plan.plan,
-    "accuracy": accuracy.accuracy, "generate": generate.generate, "calibrate": calibrate.calibrate,
+    "generate": generate.generate, "calibrate": calibrate.calibrate,
     "quantise": quantise.quantise,
-    "report": report.report, "serve": serve.serve,
+    "serve": serve.serve,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():
     add_command(app, _name, _command)
-app.add_typer(bench.app, name="bench", short_help="Speed, memory and error of attention beside its peers, and of serving.")
+# further commands come from other packages: each entry point is a function that adds its own
+for _entry in entry_points(group="rooftile.commands"):
+    _entry.load()(app)

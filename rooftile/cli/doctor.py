@@ -21,7 +21,7 @@ def doctor(
     Example: rooftile doctor --device cuda
     """
     with progress(lines=True) as say:
-        from rooftile.bench import examination
+        from rooftile.diagnosis import examination
 
         found = examination.doctor(device, refresh=refresh, say=say)
     if json:

@@ -19,9 +19,9 @@ def explain(
     Example: rooftile explain --case d128-causal-4k
     """
     from rooftile import dispatch
-    from rooftile.bench.session import open_session
     from rooftile.cases import CASES
     from rooftile.cost import io, roof
+    from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
 
     (chosen,) = chosen_cases([case], "", "")

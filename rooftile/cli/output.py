@@ -15,8 +15,9 @@ from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
     # torch takes seconds to import, and --help does not need it; so in all files of this folder
-    from rooftile.bench.run import Progress
     from rooftile.cases import Case
+
+Progress = Callable[[str], None]
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]

@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from rooftile.bench.decode_step import Sizes, decoding
+from rooftile.diagnosis.decode_step import Sizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.diagnosis.run import diagnose

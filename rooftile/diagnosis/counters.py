@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from rooftile.bench import ncu
+from rooftile.diagnosis import ncu
 from rooftile.diagnosis.records import Sample
 
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")

@@ -73,7 +73,7 @@ def json_element(values: Any) -> Any:
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """Renders a template of a package, such as ("rooftile.report", "page.html"). All values are escaped but those marked safe.
+    """Renders a template of a package, such as ("package.pages", "page.html"). All values are escaped but those marked safe.
 
     Raises InvalidInput if jinja2 is not installed.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rooftile.bench.methods import crossover
-from rooftile.bench.suites import approximate
+from rooftile_lab.bench.methods import crossover
+from rooftile_lab.bench.suites import approximate
 
 
 class Ticks:
@@ -28,4 +28,4 @@ def ticking(monkeypatch) -> None:
     for module in (approximate, crossover):
         monkeypatch.setattr(module, "clock_for", lambda device, turn_ms=25.0: Ticks())
     monkeypatch.setattr(approximate, "ROUNDS", 1)
-    monkeypatch.setattr("rooftile.bench.methods.check.ON_CPU", 70)
+    monkeypatch.setattr("rooftile_lab.bench.methods.check.ON_CPU", 70)

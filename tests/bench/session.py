@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rooftile.bench.session import Session
+from rooftile.cost.session import Session
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 

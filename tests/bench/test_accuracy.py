@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.bench import accuracy
 from rooftile.cli import main
+from rooftile_lab.bench import accuracy
 
 CPU = torch.device("cpu")
 

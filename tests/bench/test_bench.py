@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rooftile import InvalidInput, api, cost
-from rooftile.bench import check, compare, peers, results
-from rooftile.bench.results import Row
-from rooftile.bench.run import measure
 from rooftile.cases import CASES, Case
 from rooftile.hardware.clock import HostClock, medians
 from rooftile.masks import CAUSAL, FULL, Window
+from rooftile_lab.bench import check, compare, peers, results
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.run import measure
 from tests.bench.session import CEILINGS, SESSION
 
 SMALL = CASES["gqa2"]

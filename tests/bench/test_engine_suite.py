@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from rooftile.bench import decode_step, results
-from rooftile.bench.models import MODELS, decoder_named
-from rooftile.bench.suites import engine as suite
-from rooftile.bench.suites.engine import PARTS, Asked
-from rooftile.bench.workloads import Ask, Scale, named
+from rooftile.diagnosis import decode_step
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile_lab.bench import results
+from rooftile_lab.bench.models import MODELS, decoder_named
+from rooftile_lab.bench.suites import engine as suite
+from rooftile_lab.bench.suites.engine import PARTS, Asked
+from rooftile_lab.bench.workloads import Ask, named
 from tests.bench.session import SESSION
 
 transformers = pytest.importorskip("transformers")
 # Transformers uses it to read the memory of a CPU
 pytest.importorskip("psutil")
 
-from rooftile.bench import transformers_batching as peer  # noqa: E402
+from rooftile_lab.bench import transformers_batching as peer  # noqa: E402
 
 SCALE = 0.02
 SDPA = "paged|sdpa"
@@ -243,8 +244,8 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
 
 
 def test_the_sizes_are_those_of_the_peers() -> None:
-    assert decode_step.Sizes.of(Scale()) == (256, 640, 64)
-    assert str(decode_step.Sizes.of(Scale())) == "256x640"
+    assert decode_step.Sizes.of() == (256, 640, 64)
+    assert str(decode_step.Sizes.of()) == "256x640"
 
 
 # the peer

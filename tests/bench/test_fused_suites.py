@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.bench import fused_peers
-from rooftile.bench.suites import fused, loss
+from rooftile_lab.bench import fused_peers
+from rooftile_lab.bench.suites import fused, loss
 from tests.bench.session import SESSION
 
 

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("triton", reason="the rungs are Triton kernels")
 
-from benchmarks.ladder import page
-from benchmarks.ladder.run import RUNGS
-from rooftile.bench import results
-from rooftile.bench.results import Row
+from rooftile_lab.bench import results
+from rooftile_lab.bench.results import Row
+from rooftile_lab.programs.ladder import page
+from rooftile_lab.programs.ladder.run import RUNGS
 
 
 def test_page_and_figure_are_what_the_results_make_them() -> None:

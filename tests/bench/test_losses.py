@@ -10,14 +10,14 @@ import torch
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.bench.methods import losses
-from rooftile.bench.methods.losses import DEPTHS, Loss, attend_exactly, error_of, needle, with_needle
-from rooftile.bench.methods.native_sparse import NativeSparse
-from rooftile.bench.methods.table import WAYS, WHOLE
-from rooftile.bench.methods.way import Sizes, drawn
-from rooftile.bench.methods.ways import Linformer, Loki, Reformer, Routing, SparseTransformer
 from rooftile.cli import main
 from rooftile.errors import InvalidInput
+from rooftile_lab.bench.methods import losses
+from rooftile_lab.bench.methods.losses import DEPTHS, Loss, attend_exactly, error_of, needle, with_needle
+from rooftile_lab.bench.methods.native_sparse import NativeSparse
+from rooftile_lab.bench.methods.table import WAYS, WHOLE
+from rooftile_lab.bench.methods.way import Sizes, drawn
+from rooftile_lab.bench.methods.ways import Linformer, Loki, Reformer, Routing, SparseTransformer
 
 CPU = torch.device("cpu")
 SIZES = Sizes(1, 160, 4, 2, 32)

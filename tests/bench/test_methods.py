@@ -11,16 +11,16 @@ import torch
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.bench.methods import crossover, peers
-from rooftile.bench.methods.check import Check, relative
-from rooftile.bench.methods.table import WAYS, WHOLE, sizes_of, way_named
-from rooftile.bench.methods.way import Sizes, double, drawn
-from rooftile.bench.methods.ways import as_pages
-from rooftile.bench.suites import approximate
 from rooftile.cases import Case
 from rooftile.cost import approximate as cost
 from rooftile.cost import flops
 from rooftile.errors import InvalidInput
+from rooftile_lab.bench.methods import crossover, peers
+from rooftile_lab.bench.methods.check import Check, relative
+from rooftile_lab.bench.methods.table import WAYS, WHOLE, sizes_of, way_named
+from rooftile_lab.bench.methods.way import Sizes, double, drawn
+from rooftile_lab.bench.methods.ways import as_pages
+from rooftile_lab.bench.suites import approximate
 from tests.bench.session import SESSION
 
 CPU = torch.device("cpu")

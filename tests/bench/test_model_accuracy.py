@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 import rooftile as rt
-from rooftile.bench import model_accuracy
-from rooftile.bench.model_accuracy import measure
 from rooftile.cli import main
 from rooftile.errors import InvalidInput
 from rooftile.models import TrainableDecoder
+from rooftile_lab.bench import model_accuracy
+from rooftile_lab.bench.model_accuracy import measure
 from tests.models.checkpoints import CONFIGS, logits_of_ours, logits_of_theirs, made, saved
 
 CPU = torch.device("cpu")

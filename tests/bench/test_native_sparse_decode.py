@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.bench.session import open_session
-from rooftile.bench.suites import native_sparse_decode
+from rooftile.cost.session import open_session
+from rooftile_lab.bench.suites import native_sparse_decode
 
 
 class Once:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftile.bench import ncu
+from rooftile.diagnosis import ncu
 
 PRINTED = """==PROF== Connected to process 1
 "ID","Kernel Name","time.sum","cycles.avg"

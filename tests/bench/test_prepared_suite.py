@@ -11,8 +11,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from rooftile.bench.suites import SUITES, prepared
 from rooftile.qat.layers import Prepared
+from rooftile_lab.bench.suites import SUITES, prepared
 from tests.bench.session import SESSION
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rooftile.bench.learning.english import English
-from rooftile.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
-from rooftile.bench.suites import qat
+from rooftile_lab.bench.learning.english import English
+from rooftile_lab.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
+from rooftile_lab.bench.suites import qat
 from tests.bench.session import SESSION
 
 TINY = Plan(

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("transformers")
 
 import rooftile as rt
-from rooftile.bench.learning.english import English
-from rooftile.bench.suites import quality
-from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, weigh
+from rooftile_lab.bench.learning.english import English
+from rooftile_lab.bench.suites import quality
+from rooftile_lab.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, weigh
 from tests.bench.session import SESSION
 
 

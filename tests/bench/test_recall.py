@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.bench import rows
-from rooftile.bench.learning import needle, study
-from rooftile.bench.learning.english import BYTES, English, corpus
-from rooftile.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL, decoder_of, mixer_of
-from rooftile.bench.learning.recall import NOTHING, Batch, Recall, by_distance, right
-from rooftile.bench.learning.training import train
-from rooftile.bench.suites import SUITES
-from rooftile.bench.suites import recall as suite
-from rooftile.cli.rows import show
 from rooftile.errors import InvalidInput
+from rooftile_lab.bench import rows
+from rooftile_lab.bench.learning import needle, study
+from rooftile_lab.bench.learning.english import BYTES, English, corpus
+from rooftile_lab.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL, decoder_of, mixer_of
+from rooftile_lab.bench.learning.recall import NOTHING, Batch, Recall, by_distance, right
+from rooftile_lab.bench.learning.training import train
+from rooftile_lab.bench.suites import SUITES
+from rooftile_lab.bench.suites import recall as suite
+from rooftile_lab.cli.rows import show
 from tests.bench.session import SESSION
 
 TASK = Recall(length=32, pairs=(2, 8, 16), keys=20, values=5)

@@ -11,12 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.bench import results, serving, workloads
-from rooftile.bench.driver import Course, Sample, Trace, drive, fitted
-from rooftile.bench.measures import Costs, Measures, measures
-from rooftile.bench.models import MODELS, decoder_named, formats_of
-from rooftile.bench.serving import measure
-from rooftile.bench.workloads import ALPACA, LONGEST, SHAREGPT, SLOTS, WORKLOADS, Ask, Scale, Workload, named, poisson
 from rooftile.cost.decoder import DecoderCost
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
@@ -26,6 +20,23 @@ from rooftile.serve.llm import LLM
 from rooftile.serve.runner import Result
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Plan
+from rooftile_lab.bench import results, serving, workloads
+from rooftile_lab.bench.driver import Course, Sample, Trace, drive, fitted
+from rooftile_lab.bench.measures import Costs, Measures, measures
+from rooftile_lab.bench.models import MODELS, decoder_named, formats_of
+from rooftile_lab.bench.serving import measure
+from rooftile_lab.bench.workloads import (
+    ALPACA,
+    LONGEST,
+    SHAREGPT,
+    SLOTS,
+    WORKLOADS,
+    Ask,
+    Scale,
+    Workload,
+    named,
+    poisson,
+)
 from tests.bench.session import SESSION
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.bench import profiler, results, rows, session
-from rooftile.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision
 from rooftile.cases import CASES
-from rooftile.cost import counts, flops, memory_roof, roof, traffic
+from rooftile.cost import counts, flops, memory_roof, roof, session, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.hardware import ceilings, clock
+from rooftile.hardware import ceilings, clock, profiler
+from rooftile_lab.bench import results, rows
+from rooftile_lab.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision
 from tests.bench.session import CEILINGS, SESSION
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
@@ -231,7 +231,7 @@ def test_the_memory_of_a_long_sequence_is_that_of_a_process_of_its_own(monkeypat
     done = SimpleNamespace(stdout="4096 12.5\n")
     monkeypatch.setattr(cpu.subprocess, "run", lambda command, **_: asked.append(command[1:]) or done)
     tiled, sdpa = cpu.measure(SESSION, ["memory-32768-h8"], quiet)
-    assert asked[0] == ["-m", "rooftile.bench.suites.cpu", "tiled", "32768", "8"]
+    assert asked[0] == ["-m", "rooftile_lab.bench.suites.cpu", "tiled", "32768", "8"]
     assert (tiled.case, tiled.phase, tiled.peak_bytes, tiled.median_us) == ("cpu-fp32-d64-causal-32768-h8", "fwd+bwd", 4096, 12.5)
     assert sdpa.backend == "sdpa"
 
@@ -291,7 +291,7 @@ def test_decode_reads_the_cache_and_its_scales_once() -> None:
 
 
 def test_a_decoder_s_kernels_and_definitions_agree_and_move_what_is_counted() -> None:
-    decoder = pytest.importorskip("rooftile.bench.suites.decoder")
+    decoder = pytest.importorskip("rooftile_lab.bench.suites.decoder")
     for what in (*decoder.NORMS, "head-norm", *decoder.GATES):
         one = decoder.contest_of(torch.device("cpu"), what, 2, 64)
         ours, defined = one.ours(), one.defined()
@@ -374,7 +374,7 @@ def test_cache_operations_are_timed_per_layer_and_move_what_is_counted(monkeypat
 
 
 def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.bench.suites import linear
+    from rooftile_lab.bench.suites import linear
 
     case = linear.case_of("small-int8-r16", torch.device("cpu"), "fp32")
     works, why = linear.contestants(case)
@@ -393,7 +393,7 @@ def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
 def test_products_of_2_4_weights_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    from rooftile.bench.suites import sparsity
+    from rooftile_lab.bench.suites import sparsity
 
     case = sparsity.case_of(f"small-{format}-r16", torch.device("cpu"), "fp32")
     works, why = sparsity.contestants(case, "fp32")
@@ -416,7 +416,7 @@ def test_products_of_2_4_weights_are_compared_before_they_are_timed(monkeypatch:
 
 @pytest.mark.parametrize(("what", "bits"), [("mask", 24), ("transposable", 24), ("compress", 16 + 8 + 9), ("dense", 16 + 9)])
 def test_passes_over_a_weight_count_its_bytes(monkeypatch: pytest.MonkeyPatch, what: str, bits: int) -> None:
-    from rooftile.bench.suites import sparsity
+    from rooftile_lab.bench.suites import sparsity
 
     def timed(session, works, clock, *, roofs, **named):
         works["rooftile"]()
@@ -433,7 +433,7 @@ def test_passes_over_a_weight_count_its_bytes(monkeypatch: pytest.MonkeyPatch, w
 
 def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layout that FBGEMM documents: signed nibbles, the first in the low half; scales and zeros (K / group, N)."""
-    from rooftile.bench.suites import linear
+    from rooftile_lab.bench.suites import linear
 
     def multiplied(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         assert codes.dtype == torch.int8
@@ -455,7 +455,7 @@ def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_humming_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layout of its own quantiser: int32 words of eight codes with 8 added, along K; scales (N, K / group)."""
-    from rooftile.bench.suites import linear
+    from rooftile_lab.bench.suites import linear
 
     class Layer(torch.nn.Module):
         def __init__(self, *, shape_n: int, shape_k: int, weight_config: dict, torch_dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from rooftile.bench.suites import training
+from rooftile_lab.bench.suites import training
 from tests.bench.session import SESSION
 
 

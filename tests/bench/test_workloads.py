@@ -8,9 +8,9 @@ from statistics import NormalDist, mean
 
 import pytest
 
-from rooftile.bench import workloads
-from rooftile.bench.driver import fitted
-from rooftile.bench.workloads import ALPACA, LONGEST, SHAREGPT, WORKLOADS, named, poisson
+from rooftile_lab.bench import workloads
+from rooftile_lab.bench.driver import fitted
+from rooftile_lab.bench.workloads import ALPACA, LONGEST, SHAREGPT, WORKLOADS, named, poisson
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

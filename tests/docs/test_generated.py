@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 import rooftile
-from rooftile.bench.results import write_tables
+from rooftile_lab.bench.results import write_tables
 from tests.docs.pages import NAMES, ROOT, run
 
 TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTALL)
@@ -42,7 +42,7 @@ def test_running_the_script_changes_nothing(script, page):
 
 
 def test_the_table_of_diagnoses_is_what_its_lines_say():
-    done = run(["-m", "benchmarks.diagnosis.table", "--check"], ROOT)
+    done = run(["-m", "rooftile_lab.programs.diagnosis.table", "--check"], ROOT)
     assert done.returncode == 0, f"{done.stderr}\nrun: make tables"
 
 

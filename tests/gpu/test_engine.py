@@ -144,7 +144,7 @@ def test_an_llm_is_where_it_was_put() -> None:
 
 PROGRAM = """
 import torch
-from rooftile.bench.models import decoder_named
+from rooftile_lab.bench.models import decoder_named
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
 llm = LLM(decoder_named("tiny", torch.device("cuda")), max_model_len=256)

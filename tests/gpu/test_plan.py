@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.bench.models import decoder_named
 from rooftile.hardware import ceilings
 from rooftile.models import TrainableDecoder
+from rooftile_lab.bench.models import decoder_named
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

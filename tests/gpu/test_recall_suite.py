@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rooftile.bench.learning import needle, study
-from rooftile.bench.learning.english import English
-from rooftile.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL
-from rooftile.bench.suites.recall import PLANS
+from rooftile_lab.bench.learning import needle, study
+from rooftile_lab.bench.learning.english import English
+from rooftile_lab.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL
+from rooftile_lab.bench.suites.recall import PLANS
 
 pytestmark = pytest.mark.gpu
 PLAN = replace(PLANS["cuda"], batch=10, steps=3, rates=(1e-3,), tests=4, english_steps=2)

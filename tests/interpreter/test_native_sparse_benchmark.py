@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.native_sparse import run, variants
 from rooftile.approximate.selected import kernels
+from rooftile_lab.programs.native_sparse import run, variants
 
 # numpy warns where a GPU does not
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -26,8 +26,8 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from benchmarks.ladder import kernels
     from rooftile.backends.hopper.tma import layout
+    from rooftile_lab.programs.ladder import kernels
 
     kernel = kernels.plain if rung == "plain" else kernels.specialised
     constants = {"D": 128, "CAUSAL": causal, **RUNGS[rung]}

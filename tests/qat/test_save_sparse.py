@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rooftile as rt
-from rooftile.bench.models import formats_of, weight_bytes
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.sparsity import Recipe, TwoFour, two_four
+from rooftile_lab.bench.models import formats_of, weight_bytes
 from tests.qat import test_save
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy
 

@@ -19,15 +19,15 @@ from rooftile import masks
 from rooftile.cli import main
 from rooftile.drawing import charts, svg, units
 from rooftile.masks import CAUSAL, FULL, Window
-from rooftile.report import claims, experiments, page, probe, spread, top
-from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
-from rooftile.report.experiments import Report
-from rooftile.report.machine import Machine, Roof
-from rooftile.report.plan import CPU, plan_for
-from rooftile.report.probe import Probe
-from rooftile.report.progress import Progress
-from rooftile.report.tiles import TileMap, Tiling, aligned_walk, examples, online_softmax, tiled_walk
-from rooftile.report.training import Run, Training
+from rooftile_lab.report import claims, experiments, page, probe, spread, top
+from rooftile_lab.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
+from rooftile_lab.report.experiments import Report
+from rooftile_lab.report.machine import Machine, Roof
+from rooftile_lab.report.plan import CPU, plan_for
+from rooftile_lab.report.probe import Probe
+from rooftile_lab.report.progress import Progress
+from rooftile_lab.report.tiles import TileMap, Tiling, aligned_walk, examples, online_softmax, tiled_walk
+from rooftile_lab.report.training import Run, Training
 
 VOID = {"meta", "link", "br", "img", "hr", "input", "source", "path", "rect", "circle", "polyline"}
 
@@ -423,7 +423,7 @@ def test_online_softmax_ends_where_softmax_does():
 
 
 def test_the_sweep_stops_before_memory_and_before_patience():
-    from rooftile.report.comparison import case_of
+    from rooftile_lab.report.comparison import case_of
 
     plan = replace(CPU, heads=4, patience=4.0)
     long = case_of(plan, 8192).problem()

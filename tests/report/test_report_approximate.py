@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from rooftile.bench.methods.crossover import Found, Point
-from rooftile.bench.methods.losses import Loss
-from rooftile.bench.methods.way import Sizes
 from rooftile.drawing import charts
 from rooftile.drawing.charts import Series
 from rooftile.masks import CAUSAL
-from rooftile.report import approximate, approximate_section, experiments, machine, page
-from rooftile.report.approximate import Approximate
-from rooftile.report.plan import plan_for
-from rooftile.report.sight import OWN, STRIDE, sight, sights
-from rooftile.report.tiles import aligned_walk
+from rooftile_lab.bench.methods.crossover import Found, Point
+from rooftile_lab.bench.methods.losses import Loss
+from rooftile_lab.bench.methods.way import Sizes
+from rooftile_lab.report import approximate, approximate_section, experiments, machine, page
+from rooftile_lab.report.approximate import Approximate
+from rooftile_lab.report.plan import plan_for
+from rooftile_lab.report.sight import OWN, STRIDE, sight, sights
+from rooftile_lab.report.tiles import aligned_walk
 
 FASTER = Found((Point(256, 4e3, 1e3), Point(512, 4e3, 4e3), Point(1024, 4e3, 16e3)), 512.0, "the limit")
 SLOWER = Found((Point(256, 9e3, 1e3), Point(512, 12e3, 4e3)), None, "the time budget")

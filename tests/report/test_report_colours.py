@@ -9,9 +9,9 @@ import pytest
 
 import rooftile
 from rooftile.drawing.svg import marker
-from rooftile.report import approximate_section, diagnosis_section, figures, planned_picture
-from rooftile.report.comparison import OURS, SDPA, STANDARD
-from rooftile.report.planned import ROWS
+from rooftile_lab.report import approximate_section, diagnosis_section, figures, planned_picture
+from rooftile_lab.report.comparison import OURS, SDPA, STANDARD
+from rooftile_lab.report.planned import ROWS
 from tests.report.test_report_approximate import FASTER, SLOWER, found
 from tests.report.test_report_diagnosis import REPEATS
 

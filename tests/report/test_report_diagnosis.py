@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from rooftile.drawing.units import size
-from rooftile.report import diagnosis_section as shown
-from rooftile.report.diagnosis import Diagnosed, Repeats, attention_bytes, raise_arithmetic
-from rooftile.report.plan import DiagnosisPlan
+from rooftile_lab.report import diagnosis_section as shown
+from rooftile_lab.report.diagnosis import Diagnosed, Repeats, attention_bytes, raise_arithmetic
+from rooftile_lab.report.plan import DiagnosisPlan
 from tests.diagnosis.test_diagnosis import example
 
 # 1 ms of memory, and 0.1 ms per repeat

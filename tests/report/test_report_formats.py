@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rooftile.report import formats, formats_section, planned
-from rooftile.report.plan import plan_for
+from rooftile_lab.report import formats, formats_section, planned
+from rooftile_lab.report.plan import plan_for
 
 COSTS = (
     formats.Cost(format="int8", nbytes=700_000, rounded=1.501, trained=1.4995),

@@ -10,7 +10,7 @@ import torch
 
 import rooftile as rt
 from rooftile.models import TrainableDecoder
-from rooftile.report import planned, planned_picture
+from rooftile_lab.report import planned, planned_picture
 from tests.report.test_report_formats import PLANNED
 
 

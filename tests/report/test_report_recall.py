@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rooftile.bench import results, rows
-from rooftile.report import recall, recall_section
-from rooftile.report.plan import plan_for
+from rooftile_lab.bench import results, rows
+from rooftile_lab.report import recall, recall_section
+from rooftile_lab.report.plan import plan_for
 from tests.bench.session import SESSION
 from tests.report.test_report import Page
 

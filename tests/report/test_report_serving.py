@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from rooftile.report import block_map, claims, experiments, machine, page, serving, training
-from rooftile.report.block_tables import BLOCK, Frame, Recorder, Table
-from rooftile.report.plan import plan_for
-from rooftile.report.progress import Progress
-from rooftile.report.serving import Served, Serving
+from rooftile_lab.report import block_map, claims, experiments, machine, page, serving, training
+from rooftile_lab.report.block_tables import BLOCK, Frame, Recorder, Table
+from rooftile_lab.report.plan import plan_for
+from rooftile_lab.report.progress import Progress
+from rooftile_lab.report.serving import Served, Serving
 
 PLAN = plan_for("cpu", quick=True)
 KINDS = ("room", "filled", "shared")

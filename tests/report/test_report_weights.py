@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from rooftile.bench.weighing import Weighed
-from rooftile.report import weights, weights_section
-from rooftile.report.plan import plan_for
+from rooftile_lab.bench.weighing import Weighed
+from rooftile_lab.report import weights, weights_section
+from rooftile_lab.report.plan import plan_for
 from tests.bench.session import CEILINGS
 
 PLAN = plan_for("cpu", quick=True)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.bench.models import MODELS
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
+from rooftile_lab.bench.models import MODELS
 
 GB = 10**9
 WORKING = 2 * GB

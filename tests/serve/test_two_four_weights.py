@@ -13,12 +13,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import rooftile as rt
-from rooftile.bench.models import decoder_named, formats_of
 from rooftile.cli.app import app
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
 from rooftile.serve import build
 from rooftile.sparsity import TwoFour
+from rooftile_lab.bench.models import decoder_named, formats_of
 from tests.conformance.watching import watching
 from tests.models.checkpoints import CONFIGS, made, saved, theirs
 from tests.models.quantised import plain

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from rooftile.bench import workloads
-from rooftile.bench.driver import fitted
-from rooftile.bench.measures import measures
-from rooftile.bench.over_http import body_of, drive, measure
 from rooftile.errors import InvalidInput
 from rooftile.serve import SamplingParams
+from rooftile_lab.bench import workloads
+from rooftile_lab.bench.driver import fitted
+from rooftile_lab.bench.measures import measures
+from rooftile_lab.bench.over_http import body_of, drive, measure
 
 
 def test_a_workload_over_http(server, llm) -> None:

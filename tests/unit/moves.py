@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import rooftile as rt
-from rooftile.bench.models import MODELS
 from rooftile.models import Decoder
 from rooftile.serve import LLM
+from rooftile_lab.bench.models import MODELS
 
 PACKAGE = f"{Path(rt.__file__).parent}/"
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import rooftile
-from rooftile.bench import results, session
-from rooftile.bench.suites import SUITES
 from rooftile.cli import main
+from rooftile.cost import session
 from rooftile.hardware import ceilings
+from rooftile_lab.bench import results
+from rooftile_lab.bench.suites import SUITES
 
 CEILINGS = ceilings.Ceilings(
     device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, cache_gbs=20.0, fma_tflops=0.1,
@@ -260,7 +261,7 @@ def test_no_help_waits_for_torch_or_a_server() -> None:
 import contextlib, io, sys
 from rooftile.cli import main
 from rooftile.cli.app import COMMANDS
-from rooftile.cli.bench import COMMANDS as SUITES
+from rooftile_lab.cli.bench import COMMANDS as SUITES
 
 shown = 0
 for words in [[], ["bench"], *([name] for name in COMMANDS), *(["bench", name] for name in SUITES)]:

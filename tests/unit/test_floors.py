@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -36,13 +37,11 @@ FLOORS = {
     "nn": 11, "parallel": 11,
     "models": 12, "integrations": 12,
     "serve": 13,
-    "bench": 14,
     "drawing": 14,
     "server": 14,
     "diagnosis": 15,
     # it takes counts, roofs and fusions from the diagnosis
     "planning": 16,
-    "report": 17,
     "cli": 18,
     "__main__": 19,
 }  # fmt: skip
@@ -114,6 +113,12 @@ def test_no_backend_imports_another() -> None:
             shared = tuple(f"rooftile.backends.{name}" for name in ("paged_by_gather", "device."))
             if place(module) == "backends" and not module.startswith(shared):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
+
+
+def test_the_package_imports_nothing_of_the_lab() -> None:
+    lab = re.compile(r"^\s*(from|import) rooftile_lab|import_module\(.rooftile_lab", re.MULTILINE)
+    assert lab.search("    from rooftile_lab.bench import run")
+    assert [path for path in PACKAGE.rglob("*.py") if lab.search(path.read_text())] == []
 
 
 def test_no_drawer_for_everything() -> None:

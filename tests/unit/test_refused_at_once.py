@@ -81,7 +81,7 @@ def test_a_wrong_path_or_word_is_refused_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_names_of_models_are_those_of_the_bench() -> None:
-    from rooftile.bench.models import MODELS
-    from rooftile.cli.bench_serving import MODELS as NAMES
+    from rooftile_lab.bench.models import MODELS
+    from rooftile_lab.cli.bench_serving import MODELS as NAMES
 
     assert tuple(MODELS) == NAMES

@@ -13,11 +13,11 @@ from torch import nn
 
 import rooftile as rt
 from rooftile import masks, shown
-from rooftile.bench.results import Row
 from rooftile.integrations.fusion.report import Fused
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.blocks import BlockPool
 from rooftile.serve.output import CompletionOutput, RequestOutput
+from rooftile_lab.bench.results import Row
 
 HOSTILE = "<script>alert('&')</script>"
 Q, K, V = (torch.randn(1, 16, 2, 32) for _ in range(3))

@@ -1,0 +1,255 @@
+"""One serving engine on one device, part by part as its peers publish them, and Transformers' continuous batching beside it.
+
+    start          seconds from the weights to an engine that is ready, and how many kernels Triton compiled for it
+    W1, W10, W11   output tokens per second of 256 requests, of one alone, and of four samples for each of 64 prompts:
+                   a whole run first, then RUNS that count
+    decode-step    milliseconds per step while all requests decode, each step begun before the last has ended
+    idle           a second process, which finds Triton's cache filled: how long its engine takes to start, and how long
+                   no kernel, copy or fill runs in such steps, from the profiler and beside steps that nobody profiled
+    W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
+    peers          the first requests of W1 on ours, then on Transformers on the same weights
+
+Weights are random, in bf16 on a GPU. On a CPU the idle time is absent: `--model tiny --device cpu --scale 0.03` tries the suite.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from rooftile.cost.session import Session
+from rooftile.diagnosis import decode_step
+from rooftile.errors import InvalidInput
+from rooftile.serve.llm import LLM
+from rooftile_lab.bench.driver import fitted
+from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
+from rooftile_lab.bench.measures import Measures
+from rooftile_lab.bench.models import MODELS, decoder_named, formats_of
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.rows import figures, measured, timed_row
+from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of, tidy
+from rooftile_lab.bench.workloads import Workload, named
+
+PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "peers")
+RUNS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of `rooftile bench engine`."""
+
+    model: str
+    parts: Sequence[str] = PARTS
+    scale: float = 1.0
+    weights: str = "auto"
+    peer_requests: int = 64
+    peer_limit_s: float = 90.0
+    w8_requests: int = 200
+
+    def check(self) -> None:
+        """Raises InvalidInput for a part that there is not, and for a model that the peer has not."""
+        for part in self.parts:
+            if part not in PARTS:
+                raise InvalidInput(f"bench engine has no case {part!r}; has {', '.join(PARTS)}")
+        models = [name for name, config in MODELS.items() if config.family == "llama"]
+        if self.model not in models:
+            raise InvalidInput(f"model is {self.model!r}; bench engine has {', '.join(models)}")
+
+
+def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iterator[Row]:
+    """The rows of all parts that are asked for, each as soon as it is measured."""
+    asked.check()
+    run = _Run(asked, session, say or (lambda words: None))
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
+        "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
+        "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "peers": run.peers,
+    }  # fmt: skip
+    for part in PARTS:
+        if part in asked.parts:
+            run.say(part)
+            yield from parts[part]()
+
+
+class _Run:
+    """A model, and an engine while one is needed: the second process and the peer need the memory."""
+
+    def __init__(self, asked: Asked, session: Session, say: Progress) -> None:
+        self.asked, self.session, self.say = asked, session, say
+        say("the model")
+        began = perf_counter()
+        self.decoder = decoder_named(asked.model, session.device, asked.weights)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
+        self.weights_s = perf_counter() - began
+        self.workloads = workloads_for(asked.scale, self.decoder)
+        self._llm: LLM | None = None
+        self._started: dict[str, Any] = {}
+
+    @property
+    def llm(self) -> LLM:
+        """The engine, started when it is first asked for."""
+        if self._llm is None:
+            self._llm, self._started = started(self.workloads, self.decoder)
+        return self._llm
+
+    def close(self) -> None:
+        """Gives back the engine's memory."""
+        self._llm = None
+        tidy(self.session.device)
+
+    def row(self, name: str, samples: Sequence[float], *, backend: str = "rooftile", **more: Any) -> Row:
+        """A row of this run. Samples are in µs."""
+        asked = self.asked
+        weights = {"weights": formats_of(self.decoder)}
+        settings = {"model": asked.model, "scale": asked.scale} | weights | more.pop("settings", {})
+        case = case_name(name, asked.model, asked.scale, weights)
+        return timed_row(
+            self.session,
+            samples,
+            dtype=self.session.dtype,
+            suite="engine",
+            case=case,
+            backend=backend,
+            settings=settings,
+            **more,
+        )
+
+    def start(self) -> Iterator[Row]:
+        self.close()
+        _ = self.llm
+        yield self._start("start", self._started, {"weights_s": figures(self.weights_s)})
+
+    def _start(self, name: str, found: dict[str, Any], more: dict[str, float]) -> Row:
+        measures = {"compiled": found["compiled"]} | more
+        return self.row(name, [found["seconds"] * 1e6], phase="start", measures=measures, settings=found["settings"])
+
+    def rate(self, name: str) -> Iterator[Row]:
+        workload = self.workloads[name]
+        yield self._rate(name, workload, *repeat(self.llm, workload, RUNS, costs=costs_of(self.llm, self.session)))
+
+    def _rate(self, name: str, workload: Workload, first_s: float | None, found: list[Measures], **more: Any) -> Row:
+        names = (
+            "output_tok_s",
+            "output_tokens",
+            "requests",
+            "host_us_step",
+            "running",
+            "waste_percent",
+            "preemptions",
+            "steps",
+        )
+        spreads = measured({name: [getattr(one, name) for one in found] for name in names})
+        if first_s is not None:
+            spreads["measures"]["first_run_s"] = figures(first_s)
+        spreads["measures"] |= more.pop("measures", {})
+        floors = [one.floor_percent for one in found if one.floor_percent is not None]
+        settings = {"as_asked": all(_as_asked(one, workload) for one in found)}
+        return self.row(
+            name, [one.seconds * 1e6 for one in found], phase="serve", settings=settings,
+            roofline_percent=figures(sum(floors) / len(floors)) if floors else None, **spreads, **more,
+        )  # fmt: skip
+
+    def decode(self) -> Iterator[Row]:
+        sizes, costs = self.sizes, costs_of(self.llm, self.session)
+        found = [decode_step.milliseconds(self.llm.engine, sizes) for _ in range(RUNS)]
+        samples = [1e3 * ms for ms, _ in found]
+        spreads = measured({"context_tokens": [context for _, context in found]})
+        if costs is not None:
+            floor_us = 1e6 * costs.model.seconds(costs.rates, steps=1, cached=sizes.batch * sizes.context)
+            spreads["measures"] |= {"floor_us": figures(floor_us), "steps": sizes.steps}
+        yield self.row(f"decode-step-{sizes}", samples, phase="decode", **spreads)
+
+    @property
+    def sizes(self) -> decode_step.Sizes:
+        """Requests, context and steps of the decode steps."""
+        return decode_step.Sizes.of(self.asked.scale)
+
+    def second_process(self) -> Iterator[Row]:
+        self.close()
+        found = in_second_process(self.asked.model, self.asked.scale, self.session.device, self.asked.weights)
+        if "reason" in found:
+            yield self.row("start-again", [], phase="start", reason=found["reason"])
+            yield self.row(f"idle-{self.sizes}", [], phase="decode", reason=found["reason"])
+            return
+        yield self._start("start-again", found["start"], {})
+        idle = found["idle"]
+        measures = {name: value for name, value in idle.items() if name != "profiled_ms"}
+        if idle:
+            measures["idle_percent_unprofiled"] = figures(100 * (1 - idle["busy_ms"] / idle["unprofiled_ms"]))
+        samples = [1e3 * idle["profiled_ms"]] if idle else []
+        reason = "" if idle else "refused: only a GPU has idle time"
+        yield self.row(f"idle-{self.sizes}", samples, phase="decode", measures=measures, reason=reason)
+
+    def allocators(self) -> Iterator[Row]:
+        """The paper's comparison in time: the same kernels and scheduler, with room for the longest reserved or not."""
+        self.close()
+        (w8,) = named(["W8"], factor=self.asked.scale)
+        w8 = replace(w8, requests=fitted(w8, self.decoder.config.vocab_size)[: self.asked.w8_requests])
+        reserved = None
+        for allocator in ("contiguous", "paged"):
+            llm = LLM(self.decoder, **settings_of(w8, self.decoder) | {"allocator": allocator})
+            _, found = repeat(llm, w8, 1, costs=costs_of(llm, self.session))
+            rate = found[0].output_tok_s
+            more: dict[str, float] = {} if reserved is None else {"output_tok_s_over_reserved": figures(rate / reserved)}
+            yield self._rate(
+                f"W8-first-{len(w8.requests)}", w8, None, found, backend=f"rooftile, {allocator}", measures=more
+            )
+            reserved = rate
+            del llm
+            tidy(self.session.device)
+
+    def peers(self) -> Iterator[Row]:
+        """Ours first; then a row for each peer. One that fails has a reason and no rate, and the others go on."""
+        w1 = self.workloads["W1"]
+        share = replace(w1, requests=w1.requests[: self.asked.peer_requests])
+        name = f"W1-first-{len(share.requests)}"
+        ours = self._rate(name, share, *repeat(self.llm, share, RUNS, costs=costs_of(self.llm, self.session)))
+        yield ours
+        self.close()
+        for attention in ("paged|sdpa", "paged|rooftile"):
+            self.say(f"Transformers with {attention}")
+            yield self._peer(name, share, attention, ours.measures["output_tok_s"])
+            tidy(self.session.device)
+
+    def _peer(self, name: str, share: Workload, attention: str, our_rate: float) -> Row:
+        backend = f"transformers, {attention}"
+        try:
+            from rooftile_lab.bench.transformers_batching import answers
+
+            found = answers(self.decoder, share.requests, attention, self.asked.peer_limit_s)
+        except Exception as error:
+            # another program: what it raises is the row's reason, and its traceback goes to stderr
+            traceback.print_exc()
+            return self.row(name, [], backend=backend, phase="serve", reason=f"failed: {type(error).__name__}: {error}")
+        if not found.output_tok_s:
+            return self.row(name, [], backend=backend, phase="serve", reason=found.reason)
+        measures = {
+            "output_tok_s": figures(found.output_tok_s),
+            "output_tokens": found.output_tokens,
+            "requests": found.requests,
+        }
+        measures["rooftile_over_this"] = figures(our_rate / found.output_tok_s)
+        settings = (found.settings or {}) | {"as_asked": found.as_asked, "transformers": version("transformers")}
+        return self.row(
+            name,
+            [found.seconds * 1e6],
+            backend=backend,
+            phase="serve",
+            measures=measures,
+            settings=settings,
+            reason=found.reason,
+        )
+
+
+def _as_asked(found: Measures, workload: Workload) -> bool:
+    """Whether all requests were answered, and with as many tokens as they asked for."""
+    due = sum((ask.params.max_tokens or 0) * ask.params.n for ask in workload.requests)
+    return found.requests == len(workload.requests) and found.output_tokens == due

@@ -1,0 +1,1 @@
+"""Programs that are run by hand: `python -m rooftile_lab.programs.plans`."""
