@@ -106,6 +106,19 @@ fi
 
 # put this folder on the path and install the command: like an editable install, but without a build tool
 pwd >"$SITE/_rooftile.pth"
+# the entry points, by which the command finds those of the lab
+"$BIN" - "$SITE" <<'PYTHON'
+import sys, tomllib
+from pathlib import Path
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+folder = Path(sys.argv[1]) / f"rooftile-{project['version']}.dist-info"
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rooftile\nVersion: {project['version']}\n")
+lines = [f"[{group}]\n{name} = {value}\n" for group, named in project["entry-points"].items() for name, value in named.items()]
+(folder / "entry_points.txt").write_text("".join(lines))
+PYTHON
 printf '#!/bin/sh\nexec "%s" -m rooftile "$@"\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
 chmod +x "$VENV/bin/rooftile"
 say "ready: $("$BIN" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')${NEWEST:+$("$BIN" -c '

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
-FOLDERS = ("rooftile", "tests", "scripts", "examples", "benchmarks")
+FOLDERS = ("rooftile", "rooftile_lab", "tests", "scripts", "examples")
 FIRST_WORDS = {"What", "Of", "Where", "Which", "As"}
 # private names for things that have a name in the field
 PRIVATE = re.compile(

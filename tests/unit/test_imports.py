@@ -35,7 +35,7 @@ def test_importing_rooftile_does_not_import_torch() -> None:
 
 def test_no_module_imports_dynamo() -> None:
     """It takes seconds, of which a server that starts and a short script have none to lose."""
-    names = "approximate, bench, diagnosis, fused, kvcache, models, nn, numerics, optim, planning, qat, report, serve, sparsity"
+    names = "approximate, diagnosis, fused, kvcache, models, nn, numerics, optim, planning, qat, serve, sparsity"
     program = f"import sys; from rooftile import {names}; import rooftile.serve.llm; print('torch._dynamo' in sys.modules)"
     assert run(program) == "False"
 
