@@ -1,4 +1,4 @@
-"""What Triton's interpreter does again and again for the same answer, done once: a kernel's tests take half the time.
+"""Does once what Triton's interpreter does again and again for the same answer: a kernel's tests take half the time.
 
     reductions of `tl.sort` and `tl.topk`   it walks the elements in Python, where numpy has an operation
     the language's functions                it looks for them by name whenever a kernel calls a function of its own

@@ -138,10 +138,10 @@ SAVED = {
 
 
 class Ran(NamedTuple):
-    """What one run of two processes has left."""
+    """The results of one run of two processes."""
 
     found: dict[str, tuple[list[float], int]]  # the losses of all cases, and the steps that were counted
-    folder: Path  # of the saved models
+    folder: Path  # has a folder for each saved model
 
 
 @pytest.fixture(scope="module")
