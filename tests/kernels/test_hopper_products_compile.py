@@ -21,6 +21,10 @@ from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
 
 SHARED = 227 * 1024
+# Triton 3.9 asks for a thread's number where it gives a slot of a ring back; if registers are short, ptxas keeps the number in
+# local memory: each of the two warpgroups reads one word a step of 128 of K, and may keep a few more words outside of the loop
+NEW = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+READ_AGAIN, KEPT_OUTSIDE = (2, 32) if NEW else (0, 0)
 WORDS = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
@@ -58,8 +62,8 @@ def read(kernel: Any, constants: dict[str, Any], kinds: dict[str, str]) -> tuple
 
 def assert_fits(found: machine_code.Found, stack: int) -> None:
     assert found.shared <= SHARED
-    assert found.hot_spills == 0
-    assert found.stack <= stack
+    assert found.hot_spills <= READ_AGAIN
+    assert found.stack <= stack + KEPT_OUTSIDE
     assert found.undefined == 0, "ptxas reads registers that nothing wrote"
     assert found.overwritten == 0, "ptxas overwrites in the loop what its products hold in registers"
     assert not found.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
