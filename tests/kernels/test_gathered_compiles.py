@@ -14,6 +14,7 @@ from rooftile.approximate.gathered import Lists, from_hashes, from_members
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from tests.kernels.newer import NEWER  # noqa: E402
 from tests.kernels.recorded import accesses, innermost_loops, run  # noqa: E402
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -23,7 +24,7 @@ POINTERS = {
     **dict.fromkeys(("out_ptr", "rows_ptr", "keys_ptr", "marks_ptr", "lows_ptr", "flags_ptr"), "i32"),
 }
 # bytes outside of registers: a few numbers at the edges of the loop; Ampere's matrix instructions need more registers
-STACK = {90: 64, 80: 224}
+STACK = {90: 128 if NEWER else 64, 80: 224}
 
 
 def built(kernel: Any, shape: Any, warps: int, sm: int) -> Any:
@@ -110,8 +111,8 @@ def test_the_choices() -> None:
     ):
         constants = {name: x for name, x in found.items() if not name.startswith("num_")}
         stack, shared, matrix = compiled(kernel, constants, found["num_warps"], 90)
-        # Triton 3.9 keeps twenty words of the best outside of its loops
-        assert stack <= (96 if kernel is choice._best else 64), kernel.__name__
+        # ... and the newer Triton twenty words of the best, outside of its loops
+        assert stack <= (96 if NEWER and kernel is choice._best else 64), kernel.__name__
         assert matrix == ("" if kernel is choice._best else "wgmma"), kernel.__name__
         assert shared <= SHARED[90]
     loops = innermost_loops(read(built(choice._best, {"BLOCK": 16384}, 16, 90), "nvdisasm", "-c"))

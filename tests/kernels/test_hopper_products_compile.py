@@ -18,13 +18,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, schedule, widened  # noqa: E402
 from tests.grids import swept  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
+from tests.kernels.newer import NEWER  # noqa: E402
 from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
 
 SHARED = 227 * 1024
-# Triton 3.9 asks for a thread's number where it gives a slot of a ring back; if registers are short, ptxas keeps the number in
-# local memory: each of the two warpgroups reads one word a step of 128 of K, and may keep a few more words outside of the loop
-NEW = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-READ_AGAIN, KEPT_OUTSIDE = (2, 32) if NEW else (0, 0)
+# each of two warpgroups reads one word a step of 128 of K, and a few more are kept outside of the loop
+READ_AGAIN, KEPT_OUTSIDE = (2, 32) if NEWER else (0, 0)
 WORDS = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
