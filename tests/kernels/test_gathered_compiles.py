@@ -28,6 +28,7 @@ STACK = {90: 128 if NEWER else 64, 80: 224}
 
 
 def built(kernel: Any, shape: Any, warps: int, sm: int) -> Any:
+    """Compiles a kernel for a shape."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -49,7 +50,7 @@ def built(kernel: Any, shape: Any, warps: int, sm: int) -> Any:
 
 
 def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, str]:
-    """Stack and shared memory in bytes, and the matrix instruction."""
+    """Returns stack and shared memory in bytes, and the matrix instruction."""
     found = built(kernel, shape, warps, sm)
     usage = read(found, "cuobjdump", "--dump-resource-usage")
     matrix = next((word for word in ("wgmma", "mma.sync") if word in found.asm["ptx"]), "")
@@ -57,7 +58,7 @@ def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, st
 
 
 def read(found: Any, tool: str, *flags: str) -> str:
-    """What one of Triton's tools says of the machine code."""
+    """Returns the words of one of Triton's tools about the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()
