@@ -112,11 +112,12 @@ def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBa
     size = getattr(ContinuousBatchingConfig, SIZE)
     # now and then it takes a block more than an answer needs
     blocks = sum(-(-(len(ask.prompt) + (ask.params.max_tokens or 1)) // size) + 2 for ask in requests)
+    # it would change to another package's attention by itself
+    own: dict[str, Any] = {"auto_switch_to_flash": False} if ONLY_ITS_OWN else {}
     batching = ContinuousBatchingConfig(
         num_blocks=blocks, max_batch_tokens=min(STEP_TOKENS, sum(len(ask.prompt) for ask in requests)),
         max_requests_per_batch=len(requests), allow_block_sharing=False, safety_margin=0.0,
-        # ... and would change to another package's attention by itself
-        **({"auto_switch_to_flash": False} if ONLY_ITS_OWN else {}),
+        **own,
     )  # fmt: skip
     # -1 means that no token ends a text
     sampled = GenerationConfig(
