@@ -17,11 +17,12 @@ if INTERPRETED:
     import triton
     from triton.runtime import interpreter
 
-    from tests.interpreter.mend import mend
+    from tests.interpreter.mend import mend, round_to_nearest
     from tests.interpreter.quick import be_quick
 
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7):
         mend()
+    round_to_nearest()
     be_quick()
     # the numbers of these cases are too small to overflow, and a check of every sum of integers takes a quarter of the time
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

@@ -1,7 +1,12 @@
-"""Four faults of Triton's interpreter before 3.7, mended for the tests: nothing of the kernels is touched.
+"""Four faults of Triton's interpreter, mended for the tests: nothing of the kernels is touched.
+
+Before 3.7:
 
     range(0, n) of a tensor n     numpy 2.4 and newer no longer turn an array of one element into an int
     tl.dot of bf16                the interpreter keeps bf16 as its 16 bits, and multiplies those as integers
+
+In 3.6 and in 3.9:
+
     fp32 to bf16                  cut off, where a GPU rounds to nearest
     fp32 to fp8e4nv and back      a mantissa that is rounded up past its last bit loses its carry, ties are rounded up, and NaN
                                   comes back as 480
@@ -16,9 +21,8 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Must run before the first kernel does."""
+    """Mends ranges and products; must run before the first kernel does."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    convert = interpreter._convert_float
 
     def patch_with_index(tensor, scope) -> None:
         patch(tensor, scope)
@@ -26,6 +30,14 @@ def mend() -> None:
 
     def dot_of_numbers(self, a, b, *others):
         return dot(self, _numbers(a), _numbers(b), *others)
+
+    interpreter._patch_lang_tensor = patch_with_index
+    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+
+
+def round_to_nearest() -> None:
+    """Mends conversions."""
+    convert = interpreter._convert_float
 
     def convert_to_nearest(x, input_dtype, output_dtype, rounding_mode):
         wider = {tl.float32: (torch.float32, np.uint32), tl.float16: (torch.float16, np.uint16)}
@@ -40,8 +52,6 @@ def mend() -> None:
         return nearest.view(torch.uint8).numpy()
 
     interpreter._convert_float = convert_to_nearest
-    interpreter._patch_lang_tensor = patch_with_index
-    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
 
 
 def _numbers(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
