@@ -63,7 +63,9 @@ if [ -n "$NEWEST" ]; then
     grep -v -e '^transformers==' -e '^triton==' constraints.txt >"$pins"
     say "looking up the newest PyTorch, Triton and Transformers"
     { pip_install --upgrade ${ROOFTILE_TORCH_INDEX:+--index-url "$ROOFTILE_TORCH_INDEX"} torch &&
-        pip_install --upgrade -c "$pins" "torch==$("$BIN" -c 'import torch; print(torch.__version__)')" triton transformers; } ||
+        # torch.__version__ names the build too (2.15.0+cu132), which the index has no version of
+        pip_install --upgrade -c "$pins" "torch==$("$BIN" -c 'from importlib.metadata import version; print(version("torch"))')" \
+            triton transformers; } ||
         say "carrying on with the versions that are here (is there a network?)"
 fi
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import warnings
@@ -63,11 +64,11 @@ SECTIONS = {
 }
 
 
-def page(rows: list[Row]) -> str:
-    """Returns the whole page in Markdown."""
+def page(rows: list[Row], version: str) -> str:
+    """Returns the whole page in Markdown, for the version of Transformers that the rows were found with."""
     counted = Counter(row.verdict for row in rows)
     counts = "\n".join(f"| {verdict} | {counted[verdict]} |" for verdict in SECTIONS if counted[verdict])
-    text = HEAD.format(version=transformers.__version__, counts=counts)
+    text = HEAD.format(version=version, counts=counts)
     for verdict, head in SECTIONS.items():
         lines = [_line(row) for row in rows if row.verdict == verdict]
         text += f"\n{head}" + "\n".join(lines) + "\n" if lines else ""
@@ -93,9 +94,19 @@ def kept() -> dict[str, Row]:
     return {row.model: row for row in (Row(**json.loads(line)) for line in lines)}
 
 
+def written_with() -> str:
+    """Returns the version of Transformers that the page names."""
+    found = re.search(r"Transformers (\d+\.\d+\.\d+) know", PAGE.read_text(encoding="utf-8"))
+    if found is None:
+        raise ValueError(f"{PAGE.name} does not say which Transformers it was written with")
+    return found[1]
+
+
 def main(again: list[str]) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    if again and written_with() != transformers.__version__:
+        sys.exit(f"the other lines were found with Transformers {written_with()}, and this is {transformers.__version__}")
     before = kept() if again else {}
     rows = []
     for family, name in models():
@@ -105,7 +116,7 @@ def main(again: list[str]) -> None:
             print(f"{row.verdict:<14}{name}  {row.reason[:100]}", flush=True)
         rows.append(row)
     ROWS.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
-    PAGE.write_text(page(rows), encoding="utf-8")
+    PAGE.write_text(page(rows, transformers.__version__), encoding="utf-8")
 
 
 def _within(family: str, name: str) -> Row:
@@ -125,7 +136,7 @@ def _within(family: str, name: str) -> Row:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        due = page(list(kept().values()))
-        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
+        due = page(list(kept().values()), written_with())
+        sys.exit(0 if PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
     main(sys.argv[1:])
     print(f"wrote {PAGE.relative_to(ROOT)}")

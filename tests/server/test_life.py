@@ -64,7 +64,7 @@ def test_sigterm_drains(folder) -> None:
     """Lets running requests finish, sends new ones away, tells those that are late, and exits with 0."""
 
     async def test() -> None:
-        async with living(folder, ready=False, drain_s=6.0) as it:
+        async with living(folder, ready=False, drain_s=3.0) as it:
             first = await it.client.get("/health")
             assert first.status_code == 503
             assert "the model is being read" in first.json()["error"]["message"]

@@ -35,9 +35,8 @@ def _softmax(x_ptr, o_ptr, x_stride, scale, SIZE: tl.constexpr, BLOCK: tl.conste
     if SIZE <= BLOCK:
         x = _scaled(x_ptr, lane, scale, SIZE, "")
         p = tl.exp(x - tl.max(x, 0))
-        # NaN marks a row that holds one, whatever its largest number is
-        total = tl.sum(p, 0) + tl.sum(tl.where(x != x, x, 0.0), 0)
-        tl.store(o_ptr + lane, (p / total).to(o_ptr.dtype.element_ty), mask=lane < SIZE)
+        # NaN less the largest is NaN, so the sum is NaN in a row that holds one
+        tl.store(o_ptr + lane, (p / tl.sum(p, 0)).to(o_ptr.dtype.element_ty), mask=lane < SIZE)
     else:
         # each lane has a largest of its own; one that has seen nothing but -inf has no sum to scale
         largest = tl.full((BLOCK,), float("-inf"), tl.float32)

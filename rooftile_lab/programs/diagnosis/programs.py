@@ -68,13 +68,16 @@ def _decoding(device: torch.device, batch: int) -> Step:
     context = 1024 if _is_gpu(device) else 256
     ids = torch.randint(model.config.vocab_size, (batch, context), device=device)
     with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    token = ids[:, :1]
+        read = model(input_ids=ids, use_cache=True)
+    # Transformers 5.24 says `cache` for `past_key_values`
+    word = "cache" if "cache" in read else "past_key_values"
+    cache, token = read[word], ids[:, :1]
 
     @torch.no_grad()
     def step() -> None:
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache.crop(context)
+        model(input_ids=token, use_cache=True, **{word: cache})
+        # the token that was added
+        cache.crop(-1)
 
     return step
 
