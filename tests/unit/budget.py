@@ -22,6 +22,7 @@ CROWDED = 16
 OPTIONS = ("softcap", "dropout", "deterministic", "alibi")
 SAID = {
     "lines": "lines of Python in each room of the package; files beside the rooms are in the room `root`",
+    "lab": "lines of Python in the package beside it, which nothing of the product imports",
     "entries": "files and folders at the root of the package",
     "folders": f"entries of each folder below it that has more than {CROWDED}",
     "options": "files that name an option of attention as an argument of a function",
@@ -33,6 +34,7 @@ Budget = dict[str, dict[str, int]]
 
 
 def sources(package: Path) -> list[Path]:
+    """Returns the Python files of a package; none if there is no such folder."""
     return sorted(package.rglob("*.py"))
 
 
@@ -52,6 +54,7 @@ def measured(package: Path = PACKAGE) -> Budget:
     entries = {folder: sum(path.name != "__pycache__" for path in folder.iterdir()) for folder in folders}
     return {
         "lines": dict(sorted(lines.items())),
+        "lab": {"lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package.parent / "rooftile_lab"))},
         "entries": {"root": entries.pop(package)},
         "folders": {
             str(folder.relative_to(package)): count for folder, count in sorted(entries.items()) if count > CROWDED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,4 +69,4 @@ def found() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    pass
+    sys.stdout.write(json.dumps(found()))
