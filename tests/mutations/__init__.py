@@ -31,10 +31,10 @@ MUTATIONS = {
 def failures(mutation: Mutation) -> list[str]:
     """Returns the ids of the tests that fail in a mutated copy."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("rooftile", "tests", "benchmarks"):
+        for name in ("rooftile", "rooftile_lab", "tests", "benchmarks"):
             shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
-        file = Path(folder, "rooftile", mutation.file)
+        file = Path(folder, mutation.package, mutation.file)
         source = file.read_text()
         assert source.count(mutation.before) == 1, f"{mutation.file} must have this exactly once: {mutation.before}"
         file.write_text(source.replace(mutation.before, mutation.after))

@@ -98,6 +98,6 @@ MUTATIONS = {
         "planning/targets/training.py", "qat.restore(inside)", "pass", ("tests/planning/test_two_four.py", "-k", "as_it_was"),
     ),
     "report, the bytes of a chosen format": Mutation(
-        "report/planned.py", "/ count - kept.nbytes", "/ count", ("tests/report/test_report_planned.py",),
+        "report/planned.py", "/ count - kept.nbytes", "/ count", ("tests/report/test_report_planned.py",), package="rooftile_lab",
     ),
 }  # fmt: skip

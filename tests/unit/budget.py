@@ -38,6 +38,11 @@ def sources(package: Path) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
+def length(path: Path) -> int:
+    """Returns the number of a file's lines."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 def measured(package: Path = PACKAGE) -> Budget:
     """Returns what can be read from the files of a package."""
     lines: Counter[str] = Counter()
@@ -54,7 +59,7 @@ def measured(package: Path = PACKAGE) -> Budget:
     entries = {folder: sum(path.name != "__pycache__" for path in folder.iterdir()) for folder in folders}
     return {
         "lines": dict(sorted(lines.items())),
-        "lab": {"lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package.parent / "rooftile_lab"))},
+        "lab": {"lines": sum(length(path) for path in sources(package.parent / "rooftile_lab"))},
         "entries": {"root": entries.pop(package)},
         "folders": {
             str(folder.relative_to(package)): count for folder, count in sorted(entries.items()) if count > CROWDED

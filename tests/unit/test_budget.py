@@ -34,7 +34,7 @@ def test_calls_move_between_rooms_no_more_often(budget: Budget) -> None:
 
 
 def test_the_budget_has_no_room_to_spare(budget: Budget, found: Budget) -> None:
-    """What has become smaller lowers the budget, so that it cannot grow back unseen; a room may be 5 % below."""
+    """A room that became smaller has a smaller budget, so that it cannot grow back unseen; its lines may be 5 % below."""
     spare = {
         f"{section}, {name}: the budget has {size}; the package {sizes.get(name, 0)}"
         for section, sizes in found.items()
