@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sweep test-timing test-gpu test-newest check bench tables docs docs-serve wheel clean
+.PHONY: help setup demo lint test test-all test-sweep test-timing test-gpu test-newest check bench tables docs docs-serve wheel clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -48,9 +48,12 @@ test-timing: $(READY) ## the tests that read the clock, one at a time: let the m
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
 	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)
 
-check: $(READY) ## lint, types and the unit tests: the quick look before a commit
+lint: $(READY) ## format, lint and types
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint ## lint and the unit tests: the quick look before a commit
 	$(BIN)/python -m pytest -q tests/unit
 
 bench: $(READY) ## time attention against the peers installed here, e.g. make bench ARGS="--case d128-causal-4k"
