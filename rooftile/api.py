@@ -370,9 +370,7 @@ def attention_paged_with_lse(
         raise InvalidInput(f"cache is {checks.shown(cache)}; must be a rooftile.kvcache.PagedKV")
     if shared_prefix:
         checks.check_shared_prefix(q, cache, mask, alibi, shared_prefix)
-        same = partial(
-            attention_paged_with_lse, backend=backend, deterministic=deterministic, scale=scale, softcap=softcap
-        )
+        same = partial(attention_paged_with_lse, backend=backend, deterministic=deterministic, scale=scale, softcap=softcap)
         rows = q.flatten(0, -3)
         shared, rest = cache.cut(shared_prefix, rows.shape[0])
         o, lse = same(rows, shared, FULL)

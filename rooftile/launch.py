@@ -39,7 +39,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FUSION = {"enable_fp_fusion": True}
 
 
-
 @cache
 def triton_is_installed() -> bool:
     """Whether kernels in Triton can be compiled here."""
@@ -217,12 +216,7 @@ class _Repeat(NamedTuple):
 def _repeat_of(compiled: Any) -> _Repeat:
     """Triton 3.6 on NVIDIA: past all of Triton's Python. Elsewhere: by Triton, without looking the compiled kernel up."""
     about = compiled.metadata
-    if (
-        not _is_triton_3_6()
-        or about.target.backend != "cuda"
-        or about.global_scratch_size
-        or about.profile_scratch_size
-    ):
+    if not _is_triton_3_6() or about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
 
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
             compiled[x, y, z](*arguments, stream=stream)

@@ -152,9 +152,7 @@ def needs_steps(*tensors: Tensor | None) -> bool:
 
 def _refusal_of_gradients(name: str, operator: OpOverload) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        tensors = [
-            x for part in arguments for x in (part if isinstance(part, list) else (part,)) if isinstance(x, Tensor)
-        ]
+        tensors = [x for part in arguments for x in (part if isinstance(part, list) else (part,)) if isinstance(x, Tensor)]
         if wants_grad(*tensors):
             raise Unsupported(
                 f"rooftile::{name} has no gradient, and an input requires one: call it under torch.no_grad(), "

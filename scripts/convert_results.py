@@ -152,9 +152,7 @@ def ladder(line: Line) -> Iterator[Row]:
     case = CASES[f"d128-{line['mask']}-4k"]
     us = line["median_us"]
     tflops = figures(flops.count(case.problem("sm90")) / us / US_PER_TFLOP)
-    yield Row(
-        suite="ladder", case=case.name, backend=line["rung"], phase="fwd", median_us=us, tflops=tflops, **about(line)
-    )
+    yield Row(suite="ladder", case=case.name, backend=line["rung"], phase="fwd", median_us=us, tflops=tflops, **about(line))
 
 
 def counters(line: Line) -> Iterator[Row]:
@@ -193,13 +191,9 @@ def engine(line: Line) -> Iterator[Row]:
     measures = {
         name: value
         for name, value in line.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name not in (*ABOUT, "scale", "seconds", "ms")
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in (*ABOUT, "scale", "seconds", "ms")
     }
-    settings = {
-        name: line[name] for name in ("as_asked", "settings", "transformers", "sampling", "measured") if line.get(name)
-    }
+    settings = {name: line[name] for name in ("as_asked", "settings", "transformers", "sampling", "measured") if line.get(name)}
     found: Line = {"settings": {"model": model, "scale": line["scale"]} | settings, "measures": measures}
     if "ms" in line:
         found |= {"median_us": figures(1e3 * line["ms"]), "phase": "decode"}

@@ -1,7 +1,7 @@
 """Writes docs/reference/transformers-models.md: attn_implementation="rooftile" beside "eager" in every family of models.
 
-    python scripts/write_transformers_models.py              # compares every family at toy size: some ten minutes
-    python scripts/write_transformers_models.py T5Model ...  # compares these again and keeps the other lines
+python scripts/write_transformers_models.py              # compares every family at toy size: some ten minutes
+python scripts/write_transformers_models.py T5Model ...  # compares these again and keeps the other lines
 """
 
 from __future__ import annotations

@@ -76,9 +76,7 @@ def codes(w: Tensor) -> dict[str, Tensor]:
 
     found = {}
     for name, (bits, group, zero_points) in RULES.items():
-        args = QuantizationArgs(
-            num_bits=bits, type="int", strategy="group", group_size=group, symmetric=not zero_points
-        )
+        args = QuantizationArgs(num_bits=bits, type="int", strategy="group", group_size=group, symmetric=not zero_points)
         groups = w.unflatten(1, (-1, group))
         low, high = groups.amin(-1), groups.amax(-1)
         scales, _ = calculate_qparams(low, high, args)

@@ -1,6 +1,6 @@
 """Prints how many cases each backend has in `make test` and in `make test-all`, as a Markdown table.
 
-    python -m tests.count_cases
+python -m tests.count_cases
 """
 
 # ruff: noqa: T201 - it prints its result

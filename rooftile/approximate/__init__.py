@@ -1,7 +1,7 @@
 """Attention that computes less than all pairs, and says what it loses: one file per method.
 
-    from rooftile import approximate as ap
-    o = ap.linear(q, k, v, rooftile.CAUSAL)
+from rooftile import approximate as ap
+o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
 from rooftile.approximate.chosen.centroids import commitment_loss, update_centroids

@@ -1,8 +1,8 @@
 """The methods: what each is called, what it may know of later tokens, what it takes, what it costs, and where it comes from.
 
-    value-causal   no output depends on the value of a later token
-    strict         no output depends on anything of a later token
-    decodable      computed token by token, a text has the same rows
+value-causal   no output depends on the value of a later token
+strict         no output depends on anything of a later token
+decodable      computed token by token, a text has the same rows
 """
 
 from __future__ import annotations

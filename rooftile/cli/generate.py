@@ -23,9 +23,7 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="A checkpoint's folder (config.json, *.safetensors, tokenizer.json), or its name on the Hub.")
     ],
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given several times.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given several times.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", help="A file that holds one more prompt; - for stdin.")
     ] = None,
@@ -33,9 +31,7 @@ def generate(
         bool, typer.Option("--chat", help="Send each prompt as a user message, with the checkpoint's chat template.")
     ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="Divides the scores; 0 takes the most likely token.")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option("--temperature", help="Divides the scores; 0 takes the most likely token.")] = 1.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Keep this many of the most likely tokens; 0 for all.")] = 0,
     min_p: Annotated[

@@ -22,9 +22,7 @@ Progress = Callable[[str], None]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case's name; may be given several times.")]
-TagOption = Annotated[
-    str, typer.Option("--tag", help="Every case with this tag: conformance, gpu-bench, cpu-bench, ...")
-]
+TagOption = Annotated[str, typer.Option("--tag", help="Every case with this tag: conformance, gpu-bench, cpu-bench, ...")]
 
 
 def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[Case]:

@@ -18,9 +18,7 @@ MOST_TOKENS = 16_384
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="The checkpoint's folder (config.json, *.safetensors), or its name on the Hub.")
-    ],
+    model: Annotated[str, typer.Argument(help="The checkpoint's folder (config.json, *.safetensors), or its name on the Hub.")],
     batch: Annotated[int, typer.Option("--batch", min=1, help="Answers that decode at once.")] = 1,
     context: Annotated[
         int | None, typer.Option("--context", min=2, help="Tokens of each answer with its prompt; 1024, or all that MODEL has.")

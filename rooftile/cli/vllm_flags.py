@@ -28,7 +28,7 @@ SERVER_REFUSED = {
     "disable_log_requests": Refused((), _LOG),
     "disable_uvicorn_access_log": Refused((True,), _LOG),
     "enable_auto_tool_choice": Refused((False,), _TOOLS),
-    "enable_force_include_usage": Refused((False,), "a stream has its usage with stream_options: {\"include_usage\": true}"),
+    "enable_force_include_usage": Refused((False,), 'a stream has its usage with stream_options: {"include_usage": true}'),
     "enable_log_outputs": Refused((False,), _LOG),
     "enable_prompt_tokens_details": Refused((True,), "usage always has prompt_tokens_details"),
     "enable_request_id_headers": Refused((True,), "answers always have X-Request-Id"),

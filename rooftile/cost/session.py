@@ -101,9 +101,7 @@ def commit() -> str:
     folder = Path(__file__).parents[2]
     if (folder / ".git").exists() and shutil.which("git") is not None:
         asked = [
-            subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
-            ).stdout.strip()
+            subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False).stdout.strip()
             for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         ]
         if asked[0]:

@@ -57,8 +57,14 @@ class Diagnosis:
     def text(self, rows: int) -> str:
         """Returns the table of the `rows` most expensive operators, and the sentence."""
         return text(
-            self.program, self.step, self.ops, self.remedies, uncounted=self.uncounted, counters=self.counters,
-            notes=self.notes, rows=rows,
+            self.program,
+            self.step,
+            self.ops,
+            self.remedies,
+            uncounted=self.uncounted,
+            counters=self.counters,
+            notes=self.notes,
+            rows=rows,
         )
 
     @property

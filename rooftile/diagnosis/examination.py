@@ -156,10 +156,7 @@ def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
     """Returns for each backend whether it runs a plain causal training step here, and why not."""
     spec = Spec(dtype=DTYPES[dtype], dim=128, dim_v=128, mask=CAUSAL, scale=128**-0.5, needs_grad=True, device=arch)
     verdicts = dispatch.verdicts(spec)
-    return {
-        name: {"problem": str(spec), "runs": not reasons, "reasons": list(reasons)}
-        for name, reasons in verdicts.items()
-    }
+    return {name: {"problem": str(spec), "runs": not reasons, "reasons": list(reasons)} for name, reasons in verdicts.items()}
 
 
 def _rates(of: Ceilings | Chip) -> dict[str, float | None]:

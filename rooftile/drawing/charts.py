@@ -58,9 +58,7 @@ def log_chart(
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
     values = [y for line in series for _, y in line.points if y > 0] + [y for _, (_, y), _ in rings]
-    x_axis = Axis(
-        low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
-    )
+    x_axis = Axis(low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True)
     y_axis = Axis(low=min(values) / 2, high=max(values) * 2, start=HEIGHT - BOTTOM, stop=TOP, log=True)
     parts = [y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, ticks or lengths, x_name)]
     if mark is not None:

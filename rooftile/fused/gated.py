@@ -145,9 +145,7 @@ def _fake_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: 
 def _check(gate: Tensor, up: Tensor) -> None:
     check_floats(gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise InvalidInput(
-            f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float"
-        )
+        raise InvalidInput(f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float")
 
 
 def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -113,9 +113,7 @@ def add_norm(
 def _fields(norm: Norm | None) -> tuple[Any, ...]:
     """A norm as it crosses an operator's schema."""
     return (
-        (None, None, 0.0, False, False)
-        if norm is None
-        else (norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once)
+        (None, None, 0.0, False, False) if norm is None else (norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once)
     )
 
 

@@ -102,9 +102,7 @@ def _added(
 ) -> tuple[Any, Tensor]:  # fmt: skip
     check_floats(x=x, stream=stream)
     if x.shape != stream.shape or x.dtype != stream.dtype:
-        raise InvalidInput(
-            f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike"
-        )
+        raise InvalidInput(f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike")
     eps, rows = float(eps), [as_rows(each) for each in (x, stream)]
     if out is None or needs_steps(x, stream, w, b):
         y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
@@ -223,9 +221,7 @@ def _sum_run(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
     return _run(total, *norm)[0], total
 
 
-def _sum_gradients(
-    dy: Tensor, dtotal: Tensor, y: None, total: Tensor, x: None, stream: None, *norm: Any
-) -> tuple[Tensor, ...]:
+def _sum_gradients(dy: Tensor, dtotal: Tensor, y: None, total: Tensor, x: None, stream: None, *norm: Any) -> tuple[Tensor, ...]:
     dx, dw, db = _gradients(dy, None, total, *norm)
     return dx + dtotal, dw, db
 

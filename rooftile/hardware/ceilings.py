@@ -155,9 +155,7 @@ def _measure_current(device: torch.device, say: Say) -> Ceilings:
             busy[name] = others
         return found
 
-    products = {
-        name: one(f"{name} product", f"products in {name}", work) / 1e12 for name, work in rates.matmuls(device).items()
-    }
+    products = {name: one(f"{name} product", f"products in {name}", work) / 1e12 for name, work in rates.matmuls(device).items()}
     node_us = one("node_us", "kernels of a CUDA graph", lambda: rates.node_us(device)) if device.type == "cuda" else None
     fp32 = products["fp32"] * 1e12
     return Ceilings(

@@ -35,7 +35,5 @@ def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
     # kernels, copies and fills; the host's part of a launch has the device type CPU
     intervals = [(event.start_ns(), event.end_ns()) for event in events if event.device_type() == DeviceType.CUDA]
     if not intervals:
-        raise RuntimeError(
-            f"the profiler saw nothing run on the GPU, only {sorted({event.name() for event in events})}"
-        )
+        raise RuntimeError(f"the profiler saw nothing run on the GPU, only {sorted({event.name() for event in events})}")
     return intervals

@@ -30,9 +30,7 @@ from rooftile.hopper.gluon import gl, gluon
 COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
 ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
-WIDEN_FP16 = gl.constexpr(
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-)
+WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
 WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 # taken only where a sum is NaN, which then waits early: that costs time and nothing else
 BRANCH_ON_NAN = gl.constexpr(
@@ -224,9 +222,7 @@ def fp8_weights_text(n: int, raised_by: float, too_large_from: float) -> str:
     The warpgroups take turns at the exponentials, by two barriers: what computes them is busy with one of the two.
     """
     raised, too_large, factor = _number(raised_by), _number(too_large_from), f"${4 * n}"
-    weights = [
-        f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)
-    ]
+    weights = [f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)]
     sums, packs, again = [], [], ["mov.u32 lane, %laneid; and.b32 lane, lane, 28;"]
     for row in (0, 2):
         pairs = [(e, e + 1) for e in range(row, n, 4)]
@@ -240,9 +236,7 @@ def fp8_weights_text(n: int, raised_by: float, too_large_from: float) -> str:
         own = [2 * n + e for pair in pairs for e in pair]
         again.append(f"max.f32 top{row}, ${own[0]}, ${own[1]};")
         again += [f"max.f32 top{row}, top{row}, ${e};" for e in own[2:]]
-        again += [
-            f"shfl.sync.bfly.b32 t, top{row}, {lanes}, 0x1f, -1; max.f32 top{row}, top{row}, t;" for lanes in (1, 2)
-        ]
+        again += [f"shfl.sync.bfly.b32 t, top{row}, {lanes}, 0x1f, -1; max.f32 top{row}, top{row}, t;" for lanes in (1, 2)]
         again += [
             # whether any of the row's four lanes finds it too large
             f"vote.sync.ballot.b32 all, large{row}, -1; shr.b32 all, all, lane; and.b32 all, all, 15; setp.ne.b32 large, all, 0;",

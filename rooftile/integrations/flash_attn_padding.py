@@ -1,6 +1,6 @@
 """flash_attn.bert_padding: rows of a padded batch without their padding, and back.
 
-    from rooftile.integrations.flash_attn_padding import pad_input, unpad_input    # was: from flash_attn.bert_padding import ...
+from rooftile.integrations.flash_attn_padding import pad_input, unpad_input    # was: from flash_attn.bert_padding import ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """flash_attn.layers.rotary: the rotation of queries and keys by their positions, with gradients.
 
-    from rooftile.integrations.flash_attn_rotary import apply_rotary_emb    # was: from flash_attn.layers.rotary import ...
+from rooftile.integrations.flash_attn_rotary import apply_rotary_emb    # was: from flash_attn.layers.rotary import ...
 """
 
 from __future__ import annotations

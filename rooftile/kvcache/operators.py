@@ -36,9 +36,7 @@ def write_and_rotate(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Does what `write` does, and returns q (total, q_heads, dim) rotated like the keys; on a GPU in one kernel."""
-    found: Tensor = call(
-        _WRITE_AND_ROTATE, _write_and_rotate, q, k, v, k_cache, v_cache, slots, *rotation, k_scale, v_scale
-    )
+    found: Tensor = call(_WRITE_AND_ROTATE, _write_and_rotate, q, k, v, k_cache, v_cache, slots, *rotation, k_scale, v_scale)
     return found
 
 
@@ -51,9 +49,7 @@ def gather(
     Returns keys and values (room, heads, dim) in `dtype`, and offsets (B + 1,), int32. There is room for all that the table
     (B, N) can hold and `PAST` rows more. The `PAST` rows after the last token are zero; further rows are not defined.
     """
-    found: tuple[Tensor, Tensor, Tensor] = call(
-        _GATHER, _gather, k_cache, v_cache, table, lengths, k_scale, v_scale, dtype
-    )
+    found: tuple[Tensor, Tensor, Tensor] = call(_GATHER, _gather, k_cache, v_cache, table, lengths, k_scale, v_scale, dtype)
     return found
 
 

@@ -53,9 +53,7 @@ class Backend(Protocol):
     def quantise(self, x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Codes and scales of rows."""
 
-    def multiply(
-        self, x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product
-    ) -> Tensor:
+    def multiply(self, x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
         """The product."""
 
 
@@ -109,9 +107,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def chosen(
-    x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product, name: str
-) -> Backend:
+def chosen(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product, name: str) -> Backend:
     """Returns the named backend, or the fastest that takes this call.
 
     Raises:
@@ -217,11 +213,7 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
         return False
     if INTERPRETED and parts.codes.device.type == "cpu":
         return True
-    return (
-        parts.codes.is_cuda
-        and triton_is_installed()
-        and torch.cuda.get_device_capability(parts.codes.device) >= (8, 0)
-    )
+    return parts.codes.is_cuda and triton_is_installed() and torch.cuda.get_device_capability(parts.codes.device) >= (8, 0)
 
 
 @cache

@@ -87,9 +87,7 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
     if format.name == "int4":
         asked = TILE if group is None else K if group == ROW else group
         if not hasattr(asked, "__index__") or (asked != K and asked not in GROUPS):
-            raise InvalidInput(
-                f"group is {asked!r}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}) or -1, a whole row"
-            )
+            raise InvalidInput(f"group is {asked!r}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}) or -1, a whole row")
     else:
         asked = format.group or K
         if group not in (None, asked):

@@ -44,9 +44,7 @@ def _apply(arguments: tuple[Any, ...]) -> Tensor:
     x, bias = arguments[0], arguments[8]
     if torch.compiler.is_compiling():
         if transforms_active():
-            raise Unsupported(
-                "transforms of torch.func over rooftile.linear inside torch.compile; compile without them"
-            )
+            raise Unsupported("transforms of torch.func over rooftile.linear inside torch.compile; compile without them")
         return linear_quantised(*arguments)
     if x.is_meta and not transforms_active():
         return linear_quantised(*arguments)

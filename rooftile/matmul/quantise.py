@@ -200,9 +200,7 @@ def _in_one_pass(
     return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None), inside
 
 
-def _quantised(
-    w: Tensor, kind: WeightFormat, group: int, zero_points: bool, rule: Rule, outer: Tensor | None
-) -> _Rows:
+def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, rule: Rule, outer: Tensor | None) -> _Rows:
     """Quantises some rows, fp32."""
     if kind.name == "fp8_tile":
         return _by_tiles(w)

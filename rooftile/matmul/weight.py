@@ -74,9 +74,7 @@ class QuantisedWeight:
         if self.zeros is not None and self.format != "int4":
             raise InvalidInput(f"zeros are given, and the format is {self.format}; only int4 has zero points")
         if (self.outer is None) == (self.format == "nvfp4"):
-            raise InvalidInput(
-                f"outer is {'missing' if self.outer is None else 'given'} for {self.format}; only nvfp4 has it"
-            )
+            raise InvalidInput(f"outer is {'missing' if self.outer is None else 'given'} for {self.format}; only nvfp4 has it")
         given = self.input_scale
         if given is not None and (self.format != "fp8" or given.numel() != 1 or not given.is_floating_point()):
             raise InvalidInput(

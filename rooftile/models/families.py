@@ -102,16 +102,12 @@ def _decoder(
 def _llama(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return _decoder(
-        settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos
-    )
+    return _decoder(settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos)
 
 
 def _mistral(settings: Settings) -> Fields:
     if settings.values.get("layer_types"):
-        raise settings.refused(
-            "has layer_types, which Mistral's attention does not read; supported is one window for all layers"
-        )
+        raise settings.refused("has layer_types, which Mistral's attention does not read; supported is one window for all layers")
     windows = (settings.optional("sliding_window", 4096),) * settings.layers("num_hidden_layers")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
     return _decoder(settings, "mistral", windows=windows, bos_ids=bos, eos_ids=eos)

@@ -72,7 +72,7 @@ def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
     sizes = settings.section("native_sparse")
     if said is None:
         if sizes:
-            raise settings.refused('has native_sparse and no layer_mixers, which must name the mixer of each layer')
+            raise settings.refused("has native_sparse and no layer_mixers, which must name the mixer of each layer")
         return {}
     if not isinstance(said, list) or len(said) != layers or any(name not in MIXERS for name in said):
         raise settings.refused(

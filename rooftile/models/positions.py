@@ -26,9 +26,7 @@ def windows_of(settings: Settings, default: list[str], window: int | None) -> tu
         raise settings.refused(f"has layer_types {repr(kinds)[:40]}; must be a list, one for each of {len(default)} layers")
     strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if strange:
-        raise settings.refused(
-            f"has layer_types of {strange[0]!r}; supported are 'full_attention' and 'sliding_attention'"
-        )
+        raise settings.refused(f"has layer_types of {strange[0]!r}; supported are 'full_attention' and 'sliding_attention'")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -91,9 +89,7 @@ def _rotary(
         options = _yarn_options(rope, factor)
     else:
         options = {}
-    return Rotary(
-        dim=dim, theta=theta, scaling=cast(Scaling, kind), factor=factor, original_len=trained, **options
-    ), max_len
+    return Rotary(dim=dim, theta=theta, scaling=cast(Scaling, kind), factor=factor, original_len=trained, **options), max_len
 
 
 def _longrope(rope: Settings, dim: int, theta: float, trained: int, max_len: int) -> Rotary:

@@ -109,9 +109,7 @@ class Rotary:
         longest = self.original_len / self.low_freq_factor
         shortest = self.original_len / self.high_freq_factor
         stretched = torch.where(wavelengths > longest, plain / self.factor, plain)
-        share = (self.original_len / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        share = (self.original_len / wavelengths - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         mixed = (1 - share) * stretched / self.factor + share * stretched
         return torch.where((wavelengths >= shortest) & (wavelengths <= longest), mixed, stretched)
 

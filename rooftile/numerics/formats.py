@@ -54,6 +54,7 @@ INT8_64THS = Format("int8_64ths", torch.int8, 127 / 64, 8, 0, unit=1 / 64)
 
 FORMATS = {format.name: format for format in (FP8_E4M3, FP8_E5M2, INT8, INT4)}
 
+
 def format_of(name: str) -> Format:
     """Returns the format with this name: fp8_e4m3, fp8_e5m2, int8 or int4."""
     if name not in FORMATS:

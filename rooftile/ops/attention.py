@@ -188,9 +188,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
     return [grad for grad in grads if grad is not None]
 
 
-def fake_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str
-) -> tuple[Tensor, Tensor]:
+def fake_attention(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=wide)

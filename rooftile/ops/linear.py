@@ -97,9 +97,7 @@ def _plain(
     if isinstance(x, QuantisedRows):
         raise InvalidInput(f"x is in {x.format} and the weight a tensor in {weight.dtype}; write x.dequantise()")
     if backend is not None:
-        raise Unsupported(
-            f"backend is {backend!r} and the weight a tensor, which PyTorch multiplies; leave backend out"
-        )
+        raise Unsupported(f"backend is {backend!r} and the weight a tensor, which PyTorch multiplies; leave backend out")
     _check(x, weight, bias)
     x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
     if x.dtype != weight.dtype:
@@ -131,9 +129,7 @@ def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour | Tensor
     if isinstance(x, QuantisedRows) and isinstance(weight, QuantisedWeight):
         due = matmul.weight_format(weight.format).activations
         if x.format != due:
-            raise InvalidInput(
-                f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
-            )
+            raise InvalidInput(f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}")
     if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour) and x.format != CODES.get(weight.dtype):
         raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; FP8 multiplies codes in fp8, INT8 in int8")
     if bias is not None and not isinstance(bias, Tensor):

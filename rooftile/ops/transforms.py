@@ -101,9 +101,7 @@ def _joins(spec: Spec) -> bool:
     return spec.layout == "dense" and not spec.dropout and spec.precision is None
 
 
-def _joined(
-    names: Sequence[str], tensors: Sequence[Tensor | None], dims: Dims, N: int, bias_grad: bool
-) -> list[Tensor | None]:
+def _joined(names: Sequence[str], tensors: Sequence[Tensor | None], dims: Dims, N: int, bias_grad: bool) -> list[Tensor | None]:
     """Returns the tensors with the mapped axis in the batch: N samples of B sequences each."""
     joined: list[Tensor | None] = []
     n = names.index("q")

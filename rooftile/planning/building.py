@@ -72,9 +72,7 @@ class Builder:
                 f"max_loss is {max_loss:g}, and the least possible sum of losses is {least:.3g} ({self._judge.kind}); allow "
                 f"so much, or have {KEPT!r} among the formats"
             )
-        layers = [
-            replace(layer, chosen=layer.options[number].format) for layer, number in zip(layers, numbers, strict=True)
-        ]
+        layers = [replace(layer, chosen=layer.options[number].format) for layer, number in zip(layers, numbers, strict=True)]
         others = self._target.others(self._machine)
         changing = [word for word in words if word != KEPT]
         return Plan(
@@ -119,9 +117,7 @@ class Builder:
         )  # fmt: skip
 
     def _in(self, item: Item, word: str, loss: float) -> Option:
-        predicted = sum(
-            load.calls * self._machine.us(passes_for(item, word, load.rows, self._device)) for load in item.loads
-        )
+        predicted = sum(load.calls * self._machine.us(passes_for(item, word, load.rows, self._device)) for load in item.loads)
         measured = None
         if self._times is not None:
             each = self._times.of(item, word, sizes_of(item))
@@ -163,9 +159,7 @@ class Builder:
     def _whole(self, layers: Sequence[Layer]) -> Run:
         """Runs the whole once with all formats, for its loss, and for its time if times are measured."""
         items = {item.name: item for item in self._target.items}
-        chosen = {
-            layer.name: KEPT if layer.chosen == NAMES[items[layer.name].dtype] else layer.chosen for layer in layers
-        }
+        chosen = {layer.name: KEPT if layer.chosen == NAMES[items[layer.name].dtype] else layer.chosen for layer in layers}
         loss = self._judge.together(chosen)
         if self._times is None:
             return Run(loss, None, None)

@@ -76,9 +76,7 @@ class Plan:
 
         return apply(self.layers, self._words(), model)
 
-    def prepare(
-        self, model: Model, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None
-    ) -> Model:
+    def prepare(self, model: Model, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None) -> Model:
         """Prepares a model for training with the planned formats, as `rooftile.qat.prepare` does, and returns it.
 
         Args:

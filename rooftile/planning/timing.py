@@ -242,6 +242,4 @@ def _is_above(item: Item, machine: Machine, times: Times) -> bool:
     """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
     sizes = sizes_of(item)
     predicted = [machine.us(passes_for(item, KEPT, size.rows, machine.device)) for size in sizes]
-    return any(
-        us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, sizes), predicted, strict=True)
-    )
+    return any(us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, sizes), predicted, strict=True))

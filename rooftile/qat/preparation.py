@@ -36,9 +36,7 @@ Model = TypeVar("Model", bound=nn.Module)
 class Planned(Protocol):
     """A plan of formats, as `rooftile.plan` returns it."""
 
-    def prepare(
-        self, model: Any, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None
-    ) -> Any:
+    def prepare(self, model: Any, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None) -> Any:
         """Prepares the model that it is for."""
 
 

@@ -91,7 +91,7 @@ def _check_scales(optimizer: Optimizer) -> None:
     if lacking:
         name = min(lacking)
         raise InvalidInput(
-            f"the optimiser holds {name}.weight and not its scales, {name}.weight_scale, which \"lsq\" learns; make it after "
+            f'the optimiser holds {name}.weight and not its scales, {name}.weight_scale, which "lsq" learns; make it after '
             "prepare, from model.parameters()"
         )
 

@@ -210,9 +210,7 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor state, Tensor norm, Tensor largest, Tensor? decay, Tensor? projection, "
     "Tensor? cu, float scale, str code"
 )
-chunked_recurrence = define(
-    f"chunked_recurrence({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run, _fake, _autograd
-)
+chunked_recurrence = define(f"chunked_recurrence({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run, _fake, _autograd)
 chunked_recurrence_backward = define(
     f"chunked_recurrence_backward(Tensor do, Tensor? dstate, Tensor? dnorm, Tensor o, Tensor den, {_TENSORS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -87,9 +87,7 @@ def _backward_dense(
         return by_chunks.backward(do, d_last, o, den, q, k, v, state, projection, problem)
     do, o, q = (x.masked_fill(lost_q[..., None], 0.0) for x in (do, o, q))
     k, v = (x.masked_fill(lost_k[..., None], 0.0) for x in (k, v))
-    dq, dk, dv, ds, dz = by_chunks.backward(
-        do, d_last, o, den.masked_fill(lost_q, 1.0), q, k, v, state, projection, problem
-    )
+    dq, dk, dv, ds, dz = by_chunks.backward(do, d_last, o, den.masked_fill(lost_q, 1.0), q, k, v, state, projection, problem)
     group = q.shape[2] // k.shape[2]
     rows = lost_q.unflatten(2, (-1, group)).any(-1)  # (B, T, Hk)
     dq = dq + _poison((_seen(lost_k, q.shape[1], problem.causal).repeat_interleave(group, 2) | lost_q)[..., None], dq)
@@ -112,9 +110,7 @@ def _poison(lost: Tensor, like: Tensor) -> Tensor:
     return torch.where(lost, math.nan, 0.0).to(like.dtype)
 
 
-def _sequences(
-    cu: Tensor, packed: tuple[Tensor, ...], states: tuple[State, ...]
-) -> Iterator[tuple[list[Tensor], list[State]]]:
+def _sequences(cu: Tensor, packed: tuple[Tensor, ...], states: tuple[State, ...]) -> Iterator[tuple[list[Tensor], list[State]]]:
     """Yields each sequence's rows, as a batch of one, and its states."""
     for b, (start, stop) in enumerate(pairwise(cu.tolist())):
         yield [x[None, start:stop] for x in packed], [State(*(x[b : b + 1] for x in state)) for state in states]

@@ -62,14 +62,17 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     if config.allocator != "paged":
         pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
     elif rows < num_blocks:
-        pool = WindowPool(
-            num_blocks, config.block_size, rows=rows, window=layout.window, prefixes=config.enable_prefix_caching
-        )
+        pool = WindowPool(num_blocks, config.block_size, rows=rows, window=layout.window, prefixes=config.enable_prefix_caching)
     else:
         pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
     return Engine(
         Runner(
-            decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
+            decoder,
+            pages,
+            config.max_num_seqs,
+            max_len,
+            graphs=not config.enforce_eager,
+            deterministic=config.deterministic,
             loki=loki,
         ),
         pool,

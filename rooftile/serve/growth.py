@@ -19,9 +19,7 @@ class _Seen:
     ended: bool = False
 
 
-async def growth_of(
-    outputs: AsyncGenerator[RequestOutput, None], *, at_end: bool
-) -> AsyncGenerator[RequestOutput, None]:
+async def growth_of(outputs: AsyncGenerator[RequestOutput, None], *, at_end: bool) -> AsyncGenerator[RequestOutput, None]:
     """Yields the growth of answers from outputs that hold everything so far.
 
     Args:

@@ -344,9 +344,7 @@ class LLM:
                 self._readers[request].news[request] = None
 
 
-def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]
-) -> list[SamplingParams]:
+def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
     """Returns one SamplingParams per prompt."""
     if not isinstance(params, SamplingParams | list | tuple):
         raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")

@@ -69,9 +69,7 @@ def before_after(before: Iterable[Row], after: Iterable[Row]) -> list[Comparison
         if match is not None:
             ratios.setdefault((row.backend, row.phase), {})[row.case] = _us(match) / _us(row)
     if not ratios:
-        raise InvalidInput(
-            "the two files share no timed case of one backend and phase on one device; nothing to compare"
-        )
+        raise InvalidInput("the two files share no timed case of one backend and phase on one device; nothing to compare")
     return [_comparison(found, backend, "before", phase) for (backend, phase), found in ratios.items()]
 
 

@@ -1,6 +1,6 @@
 """Starts a serving engine and times it, here and in a second process, which finds Triton's cache filled.
 
-    python -m rooftile_lab.bench.engine_start MODEL SCALE DEVICE WEIGHTS     prints the answer of `again` as JSON
+python -m rooftile_lab.bench.engine_start MODEL SCALE DEVICE WEIGHTS     prints the answer of `again` as JSON
 """
 
 from __future__ import annotations

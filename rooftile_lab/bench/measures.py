@@ -46,17 +46,13 @@ class Measures:
     e2e_ms_p90: float | None
     e2e_ms_p99: float | None
     normalised_ms: float | None  # e2e over the length of the longest answer, mean over requests
-    waste_percent: (
-        float  # share of the slots in used blocks that hold no token, average over time; shared slots count once
-    )
+    waste_percent: float  # share of the slots in used blocks that hold no token, average over time; shared slots count once
     saved_percent: float  # blocks saved by sharing over blocks without sharing, average over time
     running: float  # answers that run at once, average over time
     preemptions: int
     steps: int
     requests_per_step: float
-    host_us_step: (
-        float  # the host's time per step without waiting for the GPU; on a CPU without the model's computation
-    )
+    host_us_step: float  # the host's time per step without waiting for the GPU; on a CPU without the model's computation
     floor_percent: float | None  # the least time that the machine's ceilings allow, over the time that was taken
     peak_bytes: int  # the most that torch had handed out on a GPU, with model and cache; on a CPU the process's most
 
@@ -85,9 +81,7 @@ def measures(course: Course, *, costs: Costs | None = None, peak_bytes: int = 0)
     e2e = [trace.ended - trace.arrived for trace in answered]
     gaps = [after - before for trace in answered for before, after in pairwise(trace.times)]
     each = [pace for trace in answered if (pace := _pace(trace)) is not None]
-    good = sum(
-        trace.times[0] - trace.arrived <= FIRST_TOKEN_S and (_pace(trace) or 0.0) <= EACH_TOKEN_S for trace in answered
-    )
+    good = sum(trace.times[0] - trace.arrived <= FIRST_TOKEN_S and (_pace(trace) or 0.0) <= EACH_TOKEN_S for trace in answered)
     normalised = [length / max(trace.lengths) for length, trace in zip(e2e, answered, strict=True)]
     seconds = max(course.seconds, 1e-9)
     times = {

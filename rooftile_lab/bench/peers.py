@@ -212,9 +212,7 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
     def forward() -> Tensor:
         # one compilation per shape: a table of shapes exceeds Dynamo's usual limit of 8
         with config.patch({"recompile_limit": 1000}):
-            o: Tensor = compiled(
-                q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case)
-            )
+            o: Tensor = compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case))
         return o.transpose(1, 2)
 
     return forward

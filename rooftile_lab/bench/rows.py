@@ -21,9 +21,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float, float]:
     return figures(low), figures(middle), figures(high)
 
 
-def timed_row(
-    session: Session, samples: Sequence[float], *, dtype: str = "bf16", roof: Roof | None = None, **named: Any
-) -> Row:
+def timed_row(session: Session, samples: Sequence[float], *, dtype: str = "bf16", roof: Roof | None = None, **named: Any) -> Row:
     """A row of one contestant from its samples in µs.
 
     Args:

@@ -82,9 +82,7 @@ def measure(
     session = session or open_session(device)
     clock = clock_for(session.device)
     with torch.cuda.device(session.device) if session.device.type == "cuda" else nullcontext():
-        contestants = _contest(
-            case, chosen, phases, rounds, check, on_progress or (lambda words: None), clock, session.device
-        )
+        contestants = _contest(case, chosen, phases, rounds, check, on_progress or (lambda words: None), clock, session.device)
     return [_row(contestant, phase, case, session, clock) for contestant in contestants for phase in phases]
 
 

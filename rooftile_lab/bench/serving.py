@@ -94,9 +94,7 @@ def repeat(
         began = clock.now()
         drive(llm.engine, workload, clock=clock)
         first = clock.now() - began
-    return first, [
-        _run(llm, workload, costs, clock, f"{workload.name}, run {n} of {runs}", say) for n in range(1, runs + 1)
-    ]
+    return first, [_run(llm, workload, costs, clock, f"{workload.name}, run {n} of {runs}", say) for n in range(1, runs + 1)]
 
 
 def costs_of(llm: LLM, session: Session) -> Costs | None:
@@ -121,10 +119,7 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
 def ratios(paged: dict[str, float], reserved: dict[str, float]) -> dict[str, float]:
     """How many times as good paging is as reserving, from the measures of both: above 1 is better."""
     found = {name: paged[name] / reserved[name] for name in ("requests_per_step", "output_tok_s", "running")}
-    return {
-        f"{name}_over_reserved": ratio
-        for name, ratio in (found | {"steps": reserved["steps"] / paged["steps"]}).items()
-    }
+    return {f"{name}_over_reserved": ratio for name, ratio in (found | {"steps": reserved["steps"] / paged["steps"]}).items()}
 
 
 def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words: str, say: Progress) -> Measures:
@@ -148,9 +143,7 @@ def _row(
     workload: Workload, session: Session, found: list[Measures], *, model: str, allocator: str, settings: dict[str, Any],
     scale: float, start_s: float, first_s: float | None, reserved: Row | None,
 ) -> Row:  # fmt: skip
-    spreads = measured(
-        {name: values for name, values in columns(found).items() if name not in ("seconds", "peak_bytes")}
-    )
+    spreads = measured({name: values for name, values in columns(found).items() if name not in ("seconds", "peak_bytes")})
     measures = spreads["measures"] | {"start_s": figures(start_s)}
     if first_s is not None:
         measures["first_run_s"] = figures(first_s)

@@ -120,9 +120,7 @@ def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBa
         **own,
     )  # fmt: skip
     # -1 means that no token ends a text
-    sampled = GenerationConfig(
-        do_sample=True, temperature=requests[0].params.temperature, eos_token_id=-1, pad_token_id=0
-    )
+    sampled = GenerationConfig(do_sample=True, temperature=requests[0].params.temperature, eos_token_id=-1, pad_token_id=0)
     return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=batching)
 
 
@@ -130,8 +128,7 @@ def answered(manager: ContinuousBatchingManager, asked: Sequence[tuple[list[int]
     """Sends prompts, each with the number of tokens it asks for, to a running manager, which is stopped at the limit."""
     began = time.perf_counter()
     names = [
-        manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True, eos_token_id=-1)
-        for prompt, tokens in asked
+        manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True, eos_token_id=-1) for prompt, tokens in asked
     ]
     found: dict[str, Any] = {}
     while len(found) < len(names) and manager.is_running() and time.perf_counter() < began + limit_s:

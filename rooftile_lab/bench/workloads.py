@@ -72,9 +72,7 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(
-            (len(ask.prompt) if ask.after is None else self.cut) + (ask.params.max_tokens or 0) for ask in self.requests
-        )
+        return max((len(ask.prompt) if ask.after is None else self.cut) + (ask.params.max_tokens or 0) for ask in self.requests)
 
 
 class Lengths(NamedTuple):

@@ -43,9 +43,7 @@ DEFAULT_PEERS = {"cpu": "standard,torch-flash", "cuda": "torch-flash,torch-cudnn
 def attention(
     case: CaseOption = None,
     tag: TagOption = "",
-    backend: Annotated[
-        str, typer.Option(help="Rooftile's: rooftile (automatic choice), triton, ... by commas.")
-    ] = "rooftile",
+    backend: Annotated[str, typer.Option(help="Rooftile's: rooftile (automatic choice), triton, ... by commas.")] = "rooftile",
     peer: Annotated[
         str | None,
         typer.Option("--peers", help="standard, torch-flash, torch-cudnn, flex, fa4, fa3, ... by commas; '' for none."),

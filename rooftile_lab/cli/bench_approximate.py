@@ -27,9 +27,7 @@ def approximate(
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Search the length from which each method is faster than exact attention.")
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="The longest length of --crossover.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="The longest length of --crossover.")] = None,
     budget: Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for --crossover.")] = 300.0,
     device: DeviceOption = "auto",
     json: FileOption = None,

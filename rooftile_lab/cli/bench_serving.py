@@ -27,9 +27,7 @@ def serving(
     ] = None,
     model: Annotated[str, typer.Option(help="tiny, 0.6b, 1b, 8b with random weights, or a checkpoint's folder.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second, arriving at random; else all at once.")
-    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, arriving at random; else all at once.")] = None,
     allocator: Annotated[str, typer.Option(help="paged or contiguous, for every workload.")] = "",
     num_blocks: Annotated[int | None, typer.Option(help="Blocks of the cache.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
@@ -101,9 +99,7 @@ def _over_http(
 def engine(
     case: Annotated[
         list[str] | None,
-        typer.Option(
-            help="start, W1, W10, W11, decode-step, idle, W8, peers; left out, all. May be given several times."
-        ),
+        typer.Option(help="start, W1, W10, W11, decode-step, idle, W8, peers; left out, all. May be given several times."),
     ] = None,
     model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the requests and of their lengths.")] = 1.0,
@@ -146,8 +142,7 @@ def show_serving(rows: list[Row]) -> None:
     print()
     kinds = ("ttft", "itl", "tpot", "e2e")
     latencies = [
-        (row.case, _cache(row), *(_latency(row, kind) for kind in kinds), _ms(row.measures.get("normalised_ms")))
-        for row in rows
+        (row.case, _cache(row), *(_latency(row, kind) for kind in kinds), _ms(row.measures.get("normalised_ms"))) for row in rows
     ]
     columns = ("ms, p50/p90/p99", "cache", "TTFT", "ITL", "TPOT", "E2E", "E2E per token")
     print_table("", columns, latencies, left=2)

@@ -8,7 +8,6 @@ algorithm whose results are not those of the dense product says so instead. fp16
 illegal instruction, after which the GPU takes no more work from the process.
 """
 
-
 from __future__ import annotations
 
 import argparse

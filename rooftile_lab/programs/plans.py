@@ -18,7 +18,6 @@ of the layers' weights in each format. A CPU runs with one thread unless told ot
 the others.
 """
 
-
 from __future__ import annotations
 
 import argparse
@@ -72,9 +71,7 @@ def llama(device: torch.device) -> Case:
         hidden_size=2048 if gpu else 192, num_hidden_layers=16 if gpu else 2, num_attention_heads=32 if gpu else 6,
         num_key_value_heads=8 if gpu else 6, intermediate_size=8192 if gpu else 512, vocab_size=32000 if gpu else 256,
     )  # fmt: skip
-    return _of_tokens(
-        transformers.LlamaForCausalLM(config), config.vocab_size, (4, 2048) if gpu else (1, 1024), device
-    )
+    return _of_tokens(transformers.LlamaForCausalLM(config), config.vocab_size, (4, 2048) if gpu else (1, 1024), device)
 
 
 def bert(device: torch.device) -> Case:

@@ -7,7 +7,6 @@ timed only if its results agree with those of the definition by the mean of thei
 fastest first; `of_bf16_ratio` is a time over that of cuBLAS in bf16. Some are printed, and all are written to the file.
 """
 
-
 from __future__ import annotations
 
 import argparse

@@ -170,9 +170,7 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
 
@@ -188,9 +186,7 @@ class Reading(asyncio.Protocol):
         kept: how many of the last bytes are kept.
     """
 
-    def __init__(
-        self, port: int, body: Any, path: str = "/v1/completions", *, gone: int | None = None, kept: int = 4096
-    ) -> None:
+    def __init__(self, port: int, body: Any, path: str = "/v1/completions", *, gone: int | None = None, kept: int = 4096) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
         self._request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data

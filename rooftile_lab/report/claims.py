@@ -65,7 +65,9 @@ def split(standing: str) -> tuple[str, str]:
 
 def time_claim(comparison: Comparison, what: str) -> str:
     """Returns the title of a chart of times; what is "forward_us" or "backward_us"."""
-    return f"{what.removesuffix('_us').capitalize()}, {_beside_each(comparison, what, 'faster than', 'slower than', 'as fast as')}"
+    return (
+        f"{what.removesuffix('_us').capitalize()}, {_beside_each(comparison, what, 'faster than', 'slower than', 'as fast as')}"
+    )
 
 
 def memory_claim(comparison: Comparison, what: str) -> str:
@@ -165,7 +167,11 @@ def distribution_claim(bits: PrecisionErrors, distribution: str) -> str:
     if worst.rmse < (1 + ALIKE) * best.rmse:
         return f"{words} all recipes err alike"
     alike = [loss for loss in recipes if loss.rmse < (1 + ALIKE) * best.rmse]
-    return f"{words} {best.recipe} errs least" if len(alike) == 1 else f"{words} {len(alike)} recipes err least: {'; '.join(loss.recipe for loss in alike)}"
+    return (
+        f"{words} {best.recipe} errs least"
+        if len(alike) == 1
+        else f"{words} {len(alike)} recipes err least: {'; '.join(loss.recipe for loss in alike)}"
+    )
 
 
 def serving_claim(serving: Serving) -> str:

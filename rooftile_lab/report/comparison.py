@@ -146,9 +146,7 @@ def too_much(plan: Plan, side: str, problem: Problem, earlier: list[Reading], li
         expected = last.step_us * (N / last.N) ** 2
         if expected > plan.patience * 1e6:
             waits = duration(plan.patience * 1e6)
-            return (
-                f"at {N:,} tokens a forward and backward would take about {duration(expected)}; this page waits {waits}"
-            )
+            return f"at {N:,} tokens a forward and backward would take about {duration(expected)}; this page waits {waits}"
     return ""
 
 
@@ -178,7 +176,8 @@ def _reading(side: str, N: int, forward: Row, backward: Row) -> Reading:
         "backward_error",
     )
     spreads = {
-        f"{name}_spread": relative(row.low_us, row.median_us, row.high_us) for name, row in (("forward", forward), ("backward", backward))
+        f"{name}_spread": relative(row.low_us, row.median_us, row.high_us)
+        for name, row in (("forward", forward), ("backward", backward))
     }
     return Reading(side=side, N=N, **dict(zip(names, values, strict=True)), **spreads)  # type: ignore[arg-type]
 

@@ -21,7 +21,9 @@ SAME = 0.15
 def section(found: Diagnosed, ceilings: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the section's words and charts. ceilings: those of the page, in place of those of each diagnosis."""
     steps = [
-        (f"Training with {name} attention", step) for name, step in (("eager", found.eager), ("Rooftile's", found.rooftile)) if step
+        (f"Training with {name} attention", step)
+        for name, step in (("eager", found.eager), ("Rooftile's", found.rooftile))
+        if step
     ]
     if found.decode:
         steps.append((f"Decoding {found.batch} answers at once", found.decode))

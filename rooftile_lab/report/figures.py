@@ -24,10 +24,7 @@ KINDS = {OURS: "ours", SDPA: "other", STANDARD: "standard"}
 
 def length_chart(comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str]) -> Chart | None:
     """Draws a quantity over the length; None if no side has enough lengths."""
-    series = [
-        Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what))
-        for side in comparison.sides
-    ]
+    series = [Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what)) for side in comparison.sides]
     if not charts.enough(series):
         return None
     lengths = sorted({reading.N for reading in comparison.readings})
@@ -51,9 +48,7 @@ def traffic_chart(comparison: Comparison) -> Chart:
         ("no cache", "due", "tiled"),
     )
     series = [
-        Series(
-            name=name, kind=kind, points=tuple((float(row.N), float(getattr(row, what))) for row in comparison.traffic)
-        )
+        Series(name=name, kind=kind, points=tuple((float(row.N), float(getattr(row, what))) for row in comparison.traffic))
         for name, kind, what in lines
     ]
     rows = [[f"{row.N:,}", *(size(getattr(row, what)) for *_, what in lines)] for row in comparison.traffic]
@@ -111,7 +106,10 @@ def loss_chart(training: Training, first: float, last: float) -> Chart:
     ]  # fmt: skip
     picture = charts.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
     return Chart(
-        title, safe(picture), "Broad line: SDPA. Thin line: Rooftile. The two add in different orders, so their last digits differ; training amplifies that slowly.", Table(["step", *names, "apart"], rows)
+        title,
+        safe(picture),
+        "Broad line: SDPA. Thin line: Rooftile. The two add in different orders, so their last digits differ; training amplifies that slowly.",
+        Table(["step", *names, "apart"], rows),
     )
 
 
@@ -134,7 +132,12 @@ def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
             for loss in found
         ],
     )  # fmt: skip
-    return Chart(title, safe(charts.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better. Blue: what precision=\"fp8\" and \"int8\" choose.", table)
+    return Chart(
+        title,
+        safe(charts.bars(rows, title=title)),
+        'Root mean squared error against fp64: shorter is better. Blue: what precision="fp8" and "int8" choose.',
+        table,
+    )
 
 
 def step_charts(training: Training) -> list[Chart]:

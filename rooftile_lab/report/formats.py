@@ -94,7 +94,13 @@ class _Experiment:
         study = self.study
         torch.manual_seed(0)
         # a prompt of the engine is a piece and the token after it
-        sizes = {"hidden": study.hidden, "heads": study.heads, "layers": study.layers, "ffn": study.ffn, "max_len": study.length + 2}
+        sizes = {
+            "hidden": study.hidden,
+            "heads": study.heads,
+            "layers": study.layers,
+            "ffn": study.ffn,
+            "max_len": study.length + 2,
+        }
         base = TrainableDecoder(BYTES, **sizes).to(self.device)  # type: ignore[arg-type]
         self.say(0.0, f"a Llama learns, {study.steps} steps")
         self._train(base, study.steps, study.rate, 1)
@@ -204,4 +210,6 @@ def served_loss(folder: Path, tokens: Tensor, targets: Tensor, device: torch.dev
 def bytes_of(model: TrainableDecoder) -> int:
     """Returns the bytes of a prepared model as it is stored."""
     saved = {one.name: one.nbytes for one in qat.status(model).layers}
-    return sum(saved.values()) + sum(p.nbytes for name, p in model.named_parameters() if name.removesuffix(".weight") not in saved)
+    return sum(saved.values()) + sum(
+        p.nbytes for name, p in model.named_parameters() if name.removesuffix(".weight") not in saved
+    )

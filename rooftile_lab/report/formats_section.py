@@ -35,7 +35,10 @@ LINE = 17.0
 
 def section(found: Formats) -> dict[str, Any]:
     """Returns the section's words, charts and table."""
-    curves, frontier = f"Held-out loss in {found.pictured}, and what the engine says", "Loss above full precision, by the model's bytes"
+    curves, frontier = (
+        f"Held-out loss in {found.pictured}, and what the engine says",
+        "Loss above full precision, by the model's bytes",
+    )
     return {
         "claim": claim(found),
         "setup": (

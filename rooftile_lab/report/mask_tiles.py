@@ -21,9 +21,7 @@ def draw_tiles(visits: Sequence[Visit], N: int, *, title: str, side: float = 160
     for t, t_stop, s, s_stop, is_masked in visits:
         x, y, width, height = (value * scale for value in (s, t, s_stop - s, t_stop - t))
         gap = min(0.8, width / 8, height / 8)
-        paths[is_masked].append(
-            f"M{x + gap / 2:.2f} {y + gap / 2:.2f}h{width - gap:.2f}v{height - gap:.2f}h{gap - width:.2f}z"
-        )
+        paths[is_masked].append(f"M{x + gap / 2:.2f} {y + gap / 2:.2f}h{width - gap:.2f}v{height - gap:.2f}h{gap - width:.2f}z")
         if is_masked:
             # colour alone would not distinguish a masked tile from an unmasked one
             hatch.append(f"M{x + gap:.2f} {y + height - gap:.2f}L{x + width - gap:.2f} {y + gap:.2f}")

@@ -79,7 +79,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ("forward_error", claims.error_claim, "relative error", power),
         ("backward_error", claims.error_claim, "relative error", power),
     )
-    drawn = [figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts]
+    drawn = [
+        figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts
+    ]
     precision = {"fp32": "single", "bf16": "bfloat16", "fp16": "half"}[comparison.dtype]
     return {
         "setup": (
@@ -149,9 +151,7 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
                 "picture": safe(mask_tiles(tile_map, title=tile_map.mask)),
                 "counts": f"{len(tile_map.visits):,} tiles computed, {tile_map.masked or 'none'} of them masked, "
                 + ("none skipped" if is_full else saved),
-                "time": f"forward in {duration(full.forward_us)}"
-                if is_full
-                else claims.tile_time_claim(tile_map, full),
+                "time": f"forward in {duration(full.forward_us)}" if is_full else claims.tile_time_claim(tile_map, full),
             }
         )
     rows = [

@@ -90,9 +90,7 @@ class Plan:
 
 def plan_for(device: str, *, quick: bool = False) -> Plan:
     """Returns the plan for "cpu" or "cuda"; quick: small enough for a test, as the page then states."""
-    return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[
-        device, quick
-    ]
+    return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[device, quick]
 
 
 # small enough to draw each block
@@ -130,8 +128,17 @@ CPU = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
-        "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13,
-        "training": 70, "serving": 7, "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24,
+        "machine": 6,
+        "comparison": 28,
+        "tiling": 9,
+        "precision": 7,
+        "approximate": 13,
+        "training": 70,
+        "serving": 7,
+        "weights": 6,
+        "diagnosis": 45,
+        "formats": 65,
+        "recall": 24,
     },
 )
 
@@ -165,8 +172,17 @@ CPU_QUICK = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4), nbytes=1 << 16, batch=2, context=32, budget=0.2),
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
-        "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4,
-        "training": 10, "serving": 2, "weights": 1, "diagnosis": 15, "formats": 2, "recall": 3,
+        "machine": 5,
+        "comparison": 5,
+        "tiling": 1,
+        "precision": 1,
+        "approximate": 4,
+        "training": 10,
+        "serving": 2,
+        "weights": 1,
+        "diagnosis": 15,
+        "formats": 2,
+        "recall": 3,
     },
     is_quick=True,
 )
@@ -201,8 +217,17 @@ GPU = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 4, 16, 32, 64, 128, 256), nbytes=1 << 29, batch=8, context=128, budget=4.0),
     approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
     seconds={
-        "machine": 3, "comparison": 65, "tiling": 13, "precision": 30, "approximate": 120,
-        "training": 40, "serving": 8, "weights": 46, "diagnosis": 32, "formats": 380, "recall": 21,
+        "machine": 3,
+        "comparison": 65,
+        "tiling": 13,
+        "precision": 30,
+        "approximate": 120,
+        "training": 40,
+        "serving": 8,
+        "weights": 46,
+        "diagnosis": 32,
+        "formats": 380,
+        "recall": 21,
     },
 )
 
@@ -236,8 +261,17 @@ GPU_QUICK = Plan(
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4), nbytes=1 << 16, batch=2, context=32, budget=0.2),
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
-        "machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "approximate": 8,
-        "training": 15, "serving": 8, "weights": 15, "diagnosis": 15, "formats": 2, "recall": 3,
+        "machine": 5,
+        "comparison": 5,
+        "tiling": 2,
+        "precision": 3,
+        "approximate": 8,
+        "training": 15,
+        "serving": 8,
+        "weights": 15,
+        "diagnosis": 15,
+        "formats": 2,
+        "recall": 3,
     },
     is_quick=True,
 )

@@ -85,9 +85,7 @@ def measure(folder: Path, texts: Tensor, device: str, say: Say) -> Planned:
     losses = []
     for n, rows in enumerate(ROWS):
         say(n / len(ROWS), f"a format for each layer at {rows} rows")
-        found = plan(
-            decoder, rows={"decode": rows}, context=texts.shape[1], data=texts, formats=FORMATS, max_loss=MOST_LOSS
-        )
+        found = plan(decoder, rows={"decode": rows}, context=texts.shape[1], data=texts, formats=FORMATS, max_loss=MOST_LOSS)
         products += products_of(found.layers, rows)
         losses.append(found.total.measured_loss)
     return Planned(

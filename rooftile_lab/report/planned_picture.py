@@ -120,7 +120,10 @@ def _roofs(found: Planned) -> list[tuple[str, float, bool]]:
     fastest = max(one.flops / one.time_us * 1e6 for one in products)
     peaks[found.dtype] = max(own, fastest)
     widest = max(one.nbytes / one.time_us * 1e6 for one in products)
-    memories = {"HBM" if found.on_gpu else "DRAM": 1e9 * ceilings["copy_gbs"], "L2" if found.on_gpu else "cache": max(1e9 * ceilings["cache_gbs"], widest)}
+    memories = {
+        "HBM" if found.on_gpu else "DRAM": 1e9 * ceilings["copy_gbs"],
+        "L2" if found.on_gpu else "cache": max(1e9 * ceilings["cache_gbs"], widest),
+    }
     lines = [(f"{name} {count(rate, 'B/s')}", rate, True) for name, rate in memories.items()]
     # where several would be drawn on each other, the first is
     for name, rate in sorted(peaks.items(), key=lambda peak: peak[0] != found.dtype):

@@ -82,7 +82,9 @@ def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curv
     for number, method in enumerate(HERE):
         taken = time.monotonic() - began
         if number > 1 and taken * (number + 1) / number > PATIENCE:
-            failed.append(f"{method} was left out: {number} methods took {taken:.0f} s, and {PATIENCE:.0f} s are for this section.")
+            failed.append(
+                f"{method} was left out: {number} methods took {taken:.0f} s, and {PATIENCE:.0f} s are for this section."
+            )
             continue
         step(number / len(HERE), f"training a small decoder with {method} attention")
         with one_thread(torch.device(device)):

@@ -65,7 +65,11 @@ def _listed(curves: Curves) -> str:
 
 def _part(title: str, curves: Curves) -> dict[str, Any]:
     others = [one for one in curves.curves if one.method != EXACT]
-    recall = "Recall by the number of pairs, loss on English, and time" if curves.frequencies_loss else "Recall by the number of pairs, and time"
+    recall = (
+        "Recall by the number of pairs, loss on English, and time"
+        if curves.frequencies_loss
+        else "Recall by the number of pairs, and time"
+    )
     tables = [(recall, _table(curves)), ("Recall by the distance of a question from its pair", _distances(curves))]
     if curves.needles:
         tables.append(("A needle at ten depths, decoded with an eighth of the keys", _needles(curves)))

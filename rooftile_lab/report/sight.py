@@ -83,7 +83,9 @@ def _by_place(N: int, block: int) -> list[Sight]:
     far = sparse_transformer.sees(N, N, 1, "strided", STRIDE, STRIDE, 8, "second")[0]
     return [
         sight("strided", f"A window of {STRIDE}, and every {STRIDE}th token: a live key in every tile", strided, block),
-        sight("strided, by column", f"Every {STRIDE}th token, side by side. The window is another call", far[order][:, order], block),
+        sight(
+            "strided, by column", f"Every {STRIDE}th token, side by side. The window is another call", far[order][:, order], block
+        ),
         sight("fixed", f"The own block of {OWN}, and the last 8 tokens of each earlier one", fixed, block),
     ]
 

@@ -25,7 +25,12 @@ def numbers(report: Report) -> list[dict[str, str]]:
     if report.tiling:
         window = report.tiling.window
         big, small = claims.split(claims.window_claim(window))
-        shown.append({"big": big, "small": f"{small}: a forward over {window.N:,} tokens under {window.mask}, in {duration(window.forward_us)}"})
+        shown.append(
+            {
+                "big": big,
+                "small": f"{small}: a forward over {window.N:,} tokens under {window.mask}, in {duration(window.forward_us)}",
+            }
+        )
     if report.comparison:
         N = claims.common_length(report.comparison)
         ours, plain = (report.comparison.of(side)[N].training_peak_bytes for side in (OURS, STANDARD))
@@ -34,10 +39,20 @@ def numbers(report: Report) -> list[dict[str, str]]:
     if report.serving:
         paged = report.serving.paged
         big, small = claims.split(claims.held(report.serving))
-        shown.append({"big": big, "small": f"{small} in the same memory, from pages beside reserved; {number(paged.tokens_s)} tokens per second"})
+        shown.append(
+            {
+                "big": big,
+                "small": f"{small} in the same memory, from pages beside reserved; {number(paged.tokens_s)} tokens per second",
+            }
+        )
     if report.weights and (best := weights_section.smallest(report.weights)):
         plain_bytes = report.weights.weighed[0].nbytes
-        shown.append({"big": times(plain_bytes / best.nbytes), "small": f"smaller projections of the Llama in {best.format}, at a loss that does not show"})
+        shown.append(
+            {
+                "big": times(plain_bytes / best.nbytes),
+                "small": f"smaller projections of the Llama in {best.format}, at a loss that does not show",
+            }
+        )
     return shown
 
 

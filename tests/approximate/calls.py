@@ -42,7 +42,6 @@ def _performer(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
     return ap.performer(q, k, v, MASKS[mode], features=ap.Features.draw(D, 16))
 
 
-
 def _reformer(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
     return ap.reformer(q, v, MASKS[mode], buckets=8, chunk=8, rounds=2, strict=mode == "strict")
 

@@ -112,9 +112,7 @@ WRONG = {
     "off-by-one": lambda inputs: api.attention(*inputs.tensors, CAUSAL & Window(126), backend="eager"),
     "half": lambda inputs: eager(inputs._replace(tensors=tuple(x.bfloat16() for x in inputs.tensors))).float(),
     "nan": lambda inputs: eager(inputs) * float("nan"),
-    "group": lambda inputs: eager(
-        inputs._replace(tensors=(inputs.tensors[0], *(x.flip(2) for x in inputs.tensors[1:])))
-    ),
+    "group": lambda inputs: eager(inputs._replace(tensors=(inputs.tensors[0], *(x.flip(2) for x in inputs.tensors[1:])))),
 }
 
 
@@ -309,9 +307,7 @@ def test_the_peers_of_a_cpu_are_right(name: str, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "name", ["mha", "causal-more-keys", "causal-window", "prefix", "two-chunks", "softcap", "alibi"]
-)
+@pytest.mark.parametrize("name", ["mha", "causal-more-keys", "causal-window", "prefix", "two-chunks", "softcap", "alibi"])
 def test_flex_is_asked_for_the_same_problem(monkeypatch, name: str) -> None:
     # uncompiled it runs anywhere, and its masks and scores are the same functions
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -411,7 +407,6 @@ def test_other_numbers_have_a_table_too(tmp_path: Path) -> None:
     results.append(tmp_path / "r.jsonl", [one.json() for one in rows])
     made = results.write_tables("<!-- table: r.jsonl measures=x_nats,y -->\n<!-- /table -->\n", tmp_path)
     assert "| | x nats | y |\n|---|--:|--:|\n| a | 1.5 | 2 |\n| b | - | 3 |\n" in made
-
 
 
 def test_against_a_peer_the_geometric_mean_and_the_worst_case() -> None:

@@ -222,9 +222,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
     engine = LLM(decoder, max_model_len=128, max_batched_tokens=36).engine
     plans: list[list[int]] = []
     run = engine.runner.run
-    monkeypatch.setattr(
-        engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan)
-    )
+    monkeypatch.setattr(engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan))
     with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)) as context:
         before, begun = context(), len(plans)
         assert 36 <= before < 37
@@ -245,9 +243,7 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
     with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
         run = engine.runner.run
         reads: list[int] = []
-        monkeypatch.setattr(
-            engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan)
-        )
+        monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
         for _ in range(8):
             engine.step()
         assert reads == [1] * 32
@@ -263,9 +259,7 @@ def test_the_sizes_are_those_of_the_peers() -> None:
 
 def test_the_peer_is_the_same_model(decoder) -> None:
     prompts = [list(range(5, 30)), list(range(100, 140))]
-    ours = LLM(decoder, max_model_len=64).generate(
-        prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    )
+    ours = LLM(decoder, max_model_len=64).generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     model = peer.model_of(decoder)
     assert model.lm_head.weight.data_ptr() == decoder.embedding.data_ptr()
     for prompt, output in zip(prompts, ours, strict=True):

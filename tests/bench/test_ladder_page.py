@@ -24,10 +24,7 @@ def test_every_rung_has_a_name_for_its_limit() -> None:
 
 def test_a_later_line_of_a_rung_counts(tmp_path) -> None:
     about = {"device": "d", "commit": "c", "date": "2026-01-01"}
-    rows = [
-        Row(suite="ladder", case="d128-full-4k", backend="plain", phase="fwd", median_us=us, **about)
-        for us in (1.0, 2.0)
-    ]
+    rows = [Row(suite="ladder", case="d128-full-4k", backend="plain", phase="fwd", median_us=us, **about) for us in (1.0, 2.0)]
     path = tmp_path / "times.jsonl"
     results.append(path, [row.json() for row in rows])
     assert page.read(path) == {("plain", "full"): rows[1]}

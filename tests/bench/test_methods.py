@@ -139,7 +139,8 @@ def fake_fla(monkeypatch) -> None:
     fla, ops, linear, nsa = (ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.linear_attn", "fla.ops.nsa"))
     fla.__spec__ = ModuleSpec("fla", None)
     linear.chunk_linear_attn = lambda q, k, v, scale, normalize: (
-        scale * ap.linear(q, k, v, rt.CAUSAL, feature="identity", normalise=normalize), None
+        scale * ap.linear(q, k, v, rt.CAUSAL, feature="identity", normalise=normalize),
+        None,
     )
 
     def parallel_nsa(q, k, v, *, g_slc, block_indices, block_counts, block_size, window_size, scale):

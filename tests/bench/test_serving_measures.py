@@ -235,9 +235,7 @@ def test_a_run_without_answers_has_no_times() -> None:
 
 
 def test_the_floor_counts_weights_each_step_the_cache_each_token_and_the_products_of_prompts() -> None:
-    costs = Costs(
-        DecoderCost(weight_bytes=1000, token_bytes=10, token_flops=50), Rates(flops_per_s=1e3, bytes_per_s=1e4)
-    )
+    costs = Costs(DecoderCost(weight_bytes=1000, token_bytes=10, token_flops=50), Rates(flops_per_s=1e3, bytes_per_s=1e4))
     # 4 tokens after a prompt of 10: the first comes with the prompt, the others read 11, 12 and 13 tokens
     course = Course([Trace(10, lengths=[4], times=[1.0], fate="answered")], [Sample(0, 0, 1, 1.0)], 2.0, 0.0, 4, 14, 0)
     assert costs.floor_s(course) == pytest.approx((4 * 1000 + 36 * 10) / 1e4 + 10 * 50 / 1e3)
@@ -441,9 +439,7 @@ def test_an_engine_whose_driver_fails_is_left_idle() -> None:
     workload = replace(workload, requests=fitted(workload, 512))
     with pytest.raises(KeyboardInterrupt):
         drive(LLM(runner.decoder, max_model_len=256).engine, workload, say=fail)
-    short = replace(
-        workload, requests=(workload.requests[0]._replace(prompt=[1], params=SamplingParams(max_tokens=3)),)
-    )
+    short = replace(workload, requests=(workload.requests[0]._replace(prompt=[1], params=SamplingParams(max_tokens=3)),))
     assert drive(llm.engine, short).traces[0].fate == "answered"
     assert llm.engine.runner is runner
     assert llm.engine.idle

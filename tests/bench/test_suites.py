@@ -147,9 +147,7 @@ def test_a_suite_that_measures_another_device_says_so() -> None:
 def test_overhead_times_the_host_for_ours_and_pytorch() -> None:
     found = list(overhead.host(SESSION, calls=2, rounds=2))
     assert [(row.phase, row.backend) for row in found] == [
-        (phase, backend)
-        for phase in ("fwd", "fwd with gradients", "bwd", "decode")
-        for backend in ("rooftile", "torch-flash")
+        (phase, backend) for phase in ("fwd", "fwd with gradients", "bwd", "decode") for backend in ("rooftile", "torch-flash")
     ]
     assert all(row.case == "host" and row.median_us > 0 and row.samples == 2 for row in found)
 

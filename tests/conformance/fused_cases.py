@@ -102,7 +102,8 @@ OPERATIONS = {
     "cross entropy": Operation(
         # its losses are in fp32
         lambda x: fused.cross_entropy(x, targets(x), reduction="none", label_smoothing=0.1).to(x.dtype),
-        lambda x: losses(x, targets(x), 0.1, None, 0.0), rows,
+        lambda x: losses(x, targets(x), 0.1, None, 0.0),
+        rows,
     ),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

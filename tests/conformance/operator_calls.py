@@ -34,9 +34,7 @@ def _normalise(device: torch.device) -> Work:
 
 
 def _add_norm(device: torch.device) -> Work:
-    add_norm(
-        *torch.randn(2, 5, 8, device=device), _norm(device), Weights(torch.randn(8, device=device), None, 1e-5, True)
-    )
+    add_norm(*torch.randn(2, 5, 8, device=device), _norm(device), Weights(torch.randn(8, device=device), None, 1e-5, True))
     return Work(0, 2 * 5 * 32 + 3 * 32, 2 * 5 * 32)
 
 
@@ -317,9 +315,7 @@ def _sample(device: torch.device) -> Work:
 
 
 def _tensors(device: torch.device, requires_grad: bool = False) -> list[Tensor]:
-    return [
-        torch.randn(1, 4, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)
-    ]
+    return [torch.randn(1, 4, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
 
 
 # pairs of a causal 4 x 4, and bytes of a tensor (1, 4, 2, 64) of bf16

@@ -16,9 +16,7 @@ from tests.models.checkpoints import CONFIGS
 def engine_steps(device: torch.device, dtype: torch.dtype, kv_dtype: str) -> None:
     """Prompts, decoding, answers that share blocks until they write, and sampling with everything that it has."""
     decoder = Decoder.random(config_of(CONFIGS["qwen3"]().to_dict(), "here"), dtype, device)
-    llm = LLM(
-        decoder, device=device, max_model_len=64, num_blocks=16, kv_dtype=kv_dtype, max_num_seqs=4, enforce_eager=True
-    )
+    llm = LLM(decoder, device=device, max_model_len=64, num_blocks=16, kv_dtype=kv_dtype, max_num_seqs=4, enforce_eager=True)
     params = SamplingParams(
         n=2, max_tokens=2, temperature=1.0, top_k=20, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0}, seed=1,
         ignore_eos=True,

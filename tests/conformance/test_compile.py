@@ -106,9 +106,7 @@ def test_a_new_length_compiles_nothing(needs_grad: bool, device: torch.device) -
 
 def test_a_new_packed_batch_compiles_nothing(device: torch.device) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda q, k, v, cu: rt.attention_packed(q, k, v, cu, cu, rt.CAUSAL), fullgraph=True, backend=counter
-    )
+    compiled = torch.compile(lambda q, k, v, cu: rt.attention_packed(q, k, v, cu, cu, rt.CAUSAL), fullgraph=True, backend=counter)
     for lengths in ((5, 20), (40, 3), (9, 9, 30), (10, 20, 30, 7)):
         cu = torch.tensor([0, *lengths], device=device).cumsum(0)
         q, k, v = (torch.randn(sum(lengths), 2, 16, device=device) for _ in range(3))

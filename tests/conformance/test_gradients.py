@@ -171,9 +171,7 @@ def parts_of(options: dict[str, Any], cuts: list[int], q: Tensor, k: Tensor, v: 
 
 @pytest.mark.parametrize("cuts", [[0, 90], [0, 20, 90], [0, 0, 33, 64, 90, 90]], ids=["one", "two", "five-two-empty"])
 @pytest.mark.parametrize("extra", [(), ("softcap", "bias")], ids=["plain", "softcap-bias"])
-def test_merging_disjoint_keys_is_attention_over_all(
-    cuts: list[int], extra: tuple[str, ...], device: torch.device
-) -> None:
+def test_merging_disjoint_keys_is_attention_over_all(cuts: list[int], extra: tuple[str, ...], device: torch.device) -> None:
     q, k, v = (torch.randn(2, n, h, 16, dtype=torch.float64, device=device) for n, h in ((37, 4), (90, 2), (90, 2)))
     options = {"softcap": 3.0, "bias": torch.randn(4, 37, 90, dtype=torch.float64, device=device)} if extra else {}
     leaves = [x.requires_grad_() for x in (q, k, v, options.get("bias")) if x is not None]
@@ -221,10 +219,6 @@ def test_merging_packed_sequences(device: torch.device) -> None:
     cu_q, cu_k = torch.tensor([0, 4, 11]), torch.tensor([0, 12, 20])
     first = torch.cat([torch.arange(0, 5), torch.arange(12, 14)]), torch.tensor([0, 5, 7])
     second = torch.cat([torch.arange(5, 12), torch.arange(14, 20)]), torch.tensor([0, 7, 13])
-    parts = [
-        rt.attention_packed_with_lse(q, k[keys], v[keys], cu_q, cu, backend="eager") for keys, cu in (first, second)
-    ]
-    for found, due in zip(
-        rt.merge(parts), rt.attention_packed_with_lse(q, k, v, cu_q, cu_k, backend="eager"), strict=True
-    ):
+    parts = [rt.attention_packed_with_lse(q, k[keys], v[keys], cu_q, cu, backend="eager") for keys, cu in (first, second)]
+    for found, due in zip(rt.merge(parts), rt.attention_packed_with_lse(q, k, v, cu_q, cu_k, backend="eager"), strict=True):
         torch.testing.assert_close(found, due)

@@ -172,9 +172,7 @@ def test_packed_equals_dense(mask: Mask, dropout: float, backend: str, device: t
     ],
     ids=str,
 )
-def test_what_the_mask_hides_does_not_leak(
-    poison: float, mask: Mask, T: int, S: int, backend: str, device: torch.device
-) -> None:
+def test_what_the_mask_hides_does_not_leak(poison: float, mask: Mask, T: int, S: int, backend: str, device: torch.device) -> None:
     """Keys that no query sees, and queries that see no key, may hold any number."""
     case = Case(name="", tags=frozenset(), B=2, T=T, S=S, H=2, Hk=1, dim=32, mask=mask)
     if refused(case, backend, device):

@@ -39,9 +39,7 @@ GRID = [
 @pytest.mark.parametrize(
     ("mask", "T", "S", "poisoned", "softcap"), swept(GRID, lambda case: [case[2:4], case[3:], case[2:5:2]]), ids=str
 )
-def test_a_nan_shows_where_it_is_seen(
-    mask: Mask, T: int, S: int, poisoned: str, softcap: float | None, backend: str
-) -> None:
+def test_a_nan_shows_where_it_is_seen(mask: Mask, T: int, S: int, poisoned: str, softcap: float | None, backend: str) -> None:
     or_skip(backend, mask, softcap=softcap)
     assert_nan_only_where_seen(backend, mask, T, S, poisoned, softcap=softcap)
 

@@ -156,9 +156,7 @@ def test_a_named_backend_is_never_replaced(backend: str, device: torch.device, m
 
 
 @pytest.mark.parametrize("name", ["mha", "causal", "everything", "packed", "d320", "fp16-hot"])
-def test_with_none_named_the_first_that_can_runs(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_none_named_the_first_that_can_runs(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     case: Case = CASES[name]
     verdicts = dispatch.verdicts(case.problem(arch(device), needs_grad=False).spec)
     due = next(backend for backend, reasons in verdicts.items() if not reasons)

@@ -1,6 +1,6 @@
 """A simulated machine: it runs operators by a formula, so that the truth about each of them is known.
 
-    time = max(FLOPs / rate, bytes / bandwidth, latency) + fixed
+time = max(FLOPs / rate, bytes / bandwidth, latency) + fixed
 """
 
 from __future__ import annotations

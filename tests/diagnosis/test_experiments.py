@@ -309,5 +309,3 @@ def test_inference_tensors_and_inference_mode() -> None:
         x = torch.randn(500)
         found = alone(sample(aten.mul_.Tensor, x, 0.5), clock(), 0.2)
     assert found.fixed_us is not None
-
-

@@ -169,7 +169,10 @@ def many(found: Diagnosis) -> Diagnosis:
     base = found.ops[0]
     ops = tuple(
         replace(
-            base, op=f"aten::op{n}", flops=base.flops * (1 + n % 7), bytes=base.bytes * (1 + n % 3),
+            base,
+            op=f"aten::op{n}",
+            flops=base.flops * (1 + n % 7),
+            bytes=base.bytes * (1 + n % 3),
             time_us=base.time_us * (1 + n / 9),
         )
         for n in range(40)

@@ -18,7 +18,9 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 DOCUMENTED = {
     name: thing
     for module, names in (
-        (rooftile, rooftile.__all__), (rooftile.nn, ["Attention"]), (rooftile.models, ["TrainableDecoder"]),
+        (rooftile, rooftile.__all__),
+        (rooftile.nn, ["Attention"]),
+        (rooftile.models, ["TrainableDecoder"]),
         (flash_attn, flash_attn.__all__),
     )
     for name in names

@@ -25,9 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("total", "size"), [(1, 4096), (256, 896), (16384, 40), (8192, 2048), (7, 16384), (5, 41), (1, 1)]
-)
+@pytest.mark.parametrize(("total", "size"), [(1, 4096), (256, 896), (16384, 40), (8192, 2048), (7, 16384), (5, 41), (1, 1)])
 def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm = norm_of(kind, size, dtype, "cuda")
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
@@ -80,9 +78,7 @@ def test_what_is_added_is_normalised_first(total: int, size: int, kind: str, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("total", "heads", "size"), [(1, 32, 128), (1000, 8, 128), (37, 3, 24), (3, 7, 80), (5, 1, 256)]
-)
+@pytest.mark.parametrize(("total", "heads", "size"), [(1, 32, 128), (1000, 8, 128), (37, 3, 24), (3, 7, 80), (5, 1, 256)])
 def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm = norm_of(kind, size, dtype, "cuda")
     qkv = torch.randn(total, 3 * heads * size, device="cuda").to(dtype).unflatten(-1, (3 * heads, size))

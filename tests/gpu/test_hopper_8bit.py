@@ -78,9 +78,7 @@ def test_packed_integers_are_those_of_the_cpu(precision: rt.Precision, dim: int)
     same(found, rt.quantise_qkv(q.cpu(), k.cpu(), v.cpu(), precision, cu_q=cu_q, cu_k=cu_k))
 
 
-def assert_as_emulated(
-    found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor], exact: Tensor, precision: rt.Precision
-) -> None:
+def assert_as_emulated(found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor], exact: Tensor, precision: rt.Precision) -> None:
     """Closer to the definition of the recipe than that is to exact attention, by far; the same lse."""
     (o, lse), (emulated, due_lse) = found, due
     assert o.isfinite().all()

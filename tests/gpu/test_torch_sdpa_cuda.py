@@ -103,9 +103,7 @@ def test_outputs_are_laid_out_as_the_stock_kernel_does(ran, layout):
         found = FLASH(q, k, v, 0.0, True, False)
         o, lse, cu_q, cu_k, max_q, max_k, state, offset, _ = found
         grads = FLASH_BACKWARD(torch.ones_like(o), q, k, v, o, lse, cu_q, cu_k, max_q, max_k, 0.0, True, state, offset)
-        return [
-            (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in (*found[:8], *grads)
-        ]
+        return [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in (*found[:8], *grads)]
 
     due = described()
     assert not ran

@@ -39,9 +39,7 @@ ROWS, WRITTEN_WITH = kept(), written_with()
 
 
 def classes():
-    return [
-        pytest.param(family, name, id=name, marks=() if name in SHARE else pytest.mark.sweep) for family, name in models()
-    ]
+    return [pytest.param(family, name, id=name, marks=() if name in SHARE else pytest.mark.sweep) for family, name in models()]
 
 
 @pytest.mark.parametrize(("family", "name"), classes())

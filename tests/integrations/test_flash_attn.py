@@ -193,9 +193,18 @@ def test_dropout_drops():
         (lambda q: flash_attn.flash_attn_func(q, q, q, dropout_p=1.0), InvalidInput, "dropout is 1.0"),
     ],
     ids=[
-        "block_table", "leftpad in blocks", "leftpad", "k without v", "no slots", "no lengths", "no room", "half a rotation",
+        "block_table",
+        "leftpad in blocks",
+        "leftpad",
+        "k without v",
+        "no slots",
+        "no lengths",
+        "no room",
+        "half a rotation",
         "window_size",
-        "qkv", "kv", "dropout",
+        "qkv",
+        "kv",
+        "dropout",
     ],
 )
 def test_bad_arguments(call, error, message):

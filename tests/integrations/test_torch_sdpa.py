@@ -126,9 +126,7 @@ def test_on_cuda_causal_attention_is_square(calls, sizes):
 def test_what_cuda_would_get(calls, layout):
     """Compares the results of the CUDA operators, on CPU tensors, with their fakes."""
     q, k, v = layouts()[layout]
-    flash, flash_backward = (
-        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward")
-    )
+    flash, flash_backward = (getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward"))
 
     def described(*outputs):
         return [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
@@ -274,9 +272,7 @@ def packed(*lengths, Hk=2, D=16):
     return torch.randn(total, 4, D), torch.randn(total, Hk, D), torch.randn(total, Hk, D), cu
 
 
-@pytest.mark.parametrize(
-    ("causal", "left", "right"), [(False, None, None), (True, -1, -1), (True, 3, None), (False, 3, 2)]
-)
+@pytest.mark.parametrize(("causal", "left", "right"), [(False, None, None), (True, -1, -1), (True, 3, None), (False, 3, 2)])
 def test_the_varlen_operators(monkeypatch, causal, left, right):
     """These are CUDA operators; their implementation is tested here on CPU tensors with the definition."""
     monkeypatch.setattr(route, "NO_GAIN", ())

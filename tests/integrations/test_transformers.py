@@ -403,7 +403,7 @@ def test_after_disable_a_model_says_so():
     model = build(CAUSAL_MODELS["llama"]())
     model.set_attn_implementation("rooftile")
     rooftile.disable()
-    with pytest.raises(rooftile.Unsupported, match=r'ran after rooftile\.disable\(\); call rooftile\.enable\(\), or model'):
+    with pytest.raises(rooftile.Unsupported, match=r"ran after rooftile\.disable\(\); call rooftile\.enable\(\), or model"):
         model(tokens(1, 5))
     with rooftile.enabled():
         due = model(tokens(1, 5)).logits

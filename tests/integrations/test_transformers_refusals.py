@@ -134,9 +134,7 @@ def test_the_first_forward_tells_what_no_source_says(monkeypatch):
 
 def test_a_model_that_asks_is_looked_at_once(monkeypatch):
     monkeypatch.setattr(refusal._Seen, "compiled", False)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**DECODER), attn_implementation="rooftile"
-    )
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**DECODER), attn_implementation="rooftile")
     assert len(model._forward_hooks) == len(model.model._forward_hooks) == 1
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     for one in (model, twin):

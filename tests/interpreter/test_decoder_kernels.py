@@ -100,9 +100,7 @@ def test_rows_are_quantised_as_they_are_rounded(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("total", "ffn"), [(1, 40), (5, 1027)])
-def test_gates_are_quantised_as_they_are_rounded(
-    total: int, ffn: int, activation: str, dtype: torch.dtype, out: str
-) -> None:
+def test_gates_are_quantised_as_they_are_rounded(total: int, ffn: int, activation: str, dtype: torch.dtype, out: str) -> None:
     x = (3 * torch.randn(total, 2 * ffn)).to(dtype)
     seen: list[str] = []
     with observe(seen.append):

@@ -44,9 +44,7 @@ def test_dense_queries(size: int, T: int, H: int, Hk: int, mask: Mask, determini
 @pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
 def test_options(options, deterministic: bool) -> None:
     held, q = sequences(D=24, Dv=40), torch.randn(5, 3, 4, 24)
-    found = rt.attention_paged_with_lse(
-        q, paged(held, 16), rt.CAUSAL, deterministic=deterministic, backend="triton", **options
-    )
+    found = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, deterministic=deterministic, backend="triton", **options)
     due = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager", **options)
     torch.testing.assert_close(found, due)
 
@@ -117,9 +115,7 @@ def test_bits_do_not_depend_on_the_batch(mask: Mask, monkeypatch: pytest.MonkeyP
     together = rt.attention_paged_with_lse(q, paged(held, 16), mask, deterministic=True, backend="triton")
     torch.testing.assert_close(together, rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="eager"))
     for b, sequence in enumerate(held):
-        alone = rt.attention_paged_with_lse(
-            q[b : b + 1], paged([sequence], 16), mask, deterministic=True, backend="triton"
-        )
+        alone = rt.attention_paged_with_lse(q[b : b + 1], paged([sequence], 16), mask, deterministic=True, backend="triton")
         assert torch.equal(alone[0][0], together[0][b])
         assert torch.equal(alone[1][0], together[1][b])
     for bound in ("ENOUGH", "MOST_NUMBERS"):
@@ -158,6 +154,4 @@ def test_any_number_of_programs_share_the_work(programs: int, mask: Mask, monkey
     held = sequences((0, 1, 300, 33, 64, 700))
     q, sinks = torch.randn(len(held), 2, 4, 16), torch.randn(4)
     found = rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="triton")
-    torch.testing.assert_close(
-        found, rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="eager")
-    )
+    torch.testing.assert_close(found, rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="eager"))

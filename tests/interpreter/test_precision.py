@@ -31,9 +31,7 @@ GRID = [(name, mask) for mask in MASKS for name in RECIPES]
 
 
 # each recipe, and each mask with FP8 and with INT8
-@pytest.mark.parametrize(
-    ("name", "mask"), swept(GRID, lambda case: (case[0], (case[1], RECIPES[case[0]].qk))), ids=str
-)
+@pytest.mark.parametrize(("name", "mask"), swept(GRID, lambda case: (case[0], (case[1], RECIPES[case[0]].qk))), ids=str)
 def test_it_is_the_definition(name: str, mask: Mask) -> None:
     precision = RECIPES[name]
     q, k, v = inputs(70, 150, 4, 2, 32, 16)

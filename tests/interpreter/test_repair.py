@@ -24,9 +24,7 @@ def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int], d
     q, do = torch.randn(B, T, H, dim), torch.randn(B, T, H, dim)
     k, v = torch.randn(B, T, Hk, dim), torch.randn(B, T, Hk, dim)
     due = reference.gradients(do.double(), torch.zeros(B, H, T), q.double(), k.double(), v.double(), CAUSAL, scale=0.25)[:3]
-    spec = Spec(
-        dtype=torch.float32, dim=dim, dim_v=dim, group=H // Hk, mask=CAUSAL, scale=0.25, needs_grad=True, layout=layout
-    )
+    spec = Spec(dtype=torch.float32, dim=dim, dim_v=dim, group=H // Hk, mask=CAUSAL, scale=0.25, needs_grad=True, layout=layout)
     # a head dim above 64 in fp32 has a walk for dk and another for dv
     assert len(backward_kv_walks(spec)) == 1 + (dim > 64)
     options = Options()

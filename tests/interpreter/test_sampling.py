@@ -127,9 +127,9 @@ def test_logits_that_are_a_view() -> None:
     due = sample_as_defined(*batch.of([0, 1]), batch.state, batch.features)
     for view in (wide[:, :300], batch.logits.T.contiguous().T):
         assert torch.equal(sampling_kernels.sample(view, batch.index, batch.positions, batch.state, batch.features), due)
-    assert sampling_kernels.sample(
-        wide[:0, :300], batch.index[:0], batch.positions[:0], batch.state, batch.features
-    ).shape == (0,)
+    assert sampling_kernels.sample(wide[:0, :300], batch.index[:0], batch.positions[:0], batch.state, batch.features).shape == (
+        0,
+    )
 
 
 def test_equals_go_to_the_lowest_id_across_segments() -> None:

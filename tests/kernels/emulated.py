@@ -205,9 +205,7 @@ def interpreted(text: Any, constraints: Any, arguments: list[Tensor], dtype: Any
     each = pack // 2
     assert results == each * len(kinds)
     words = [(registers[f"${n}"] - (registers[f"${n}"] >> 31 << 32)).to(torch.int32) for n in range(results)]
-    numbers = [
-        held(torch.stack(words[each * n : each * (n + 1)], -1).view(kind).flatten(-2)) for n, kind in enumerate(kinds)
-    ]
+    numbers = [held(torch.stack(words[each * n : each * (n + 1)], -1).view(kind).flatten(-2)) for n, kind in enumerate(kinds)]
     return tuple(numbers) if isinstance(dtype, tuple) else numbers[0]
 
 
@@ -236,8 +234,12 @@ def step(line: str, registers: dict[str, Tensor]) -> None:
         assert not (taken & 0x8888).any()
         found = sum(((eight >> ((taken >> 4 * n & 7) * 8)) & 0xFF) << 8 * n for n in range(4))
     else:
-        found = {"shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and,
-                 "or": torch.bitwise_or}[kind](a, others[0])
+        found = {
+            "shl": torch.bitwise_left_shift,
+            "shr": torch.bitwise_right_shift,
+            "and": torch.bitwise_and,
+            "or": torch.bitwise_or,
+        }[kind](a, others[0])
     registers[to] = found & 0xFFFFFFFF
 
 

@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels without a GPU and reads the machine code.
 
-    python -m tests.kernels.hopper_machine_code            the table of docs/reference/hopper-kernels.md
-    python -m tests.kernels.hopper_machine_code NAME ...   these configurations, a JSON line each
+python -m tests.kernels.hopper_machine_code            the table of docs/reference/hopper-kernels.md
+python -m tests.kernels.hopper_machine_code NAME ...   these configurations, a JSON line each
 """
 
 # ruff: noqa: T201 - what it prints is what it is for
@@ -218,10 +218,7 @@ FORWARD = {
         f"d96-{name}": Configuration(96, tile._replace(Q_IN_REGISTERS=64), **CASES[name])
         for name, tile in (("full", LONG), ("causal", MASKED), ("packed-causal", MASKED))
     },
-    **{
-        f"d192-v128-{name}": Configuration(192, WIDE, **CASES[name], values=128)
-        for name in ("full", "causal", "packed-causal")
-    },
+    **{f"d192-v128-{name}": Configuration(192, WIDE, **CASES[name], values=128) for name in ("full", "causal", "packed-causal")},
 }
 FORWARD |= {
     f"d{dim}-{name}-{bias}-bias": Configuration(dim, biased_tile(Configuration(dim, None).spec, BIASES[bias]), **what, bias=bias)
@@ -304,7 +301,12 @@ BACKWARD = {
             dim, None, **CASES[name], kernel="flash_bwd", add=True, block=(128, 128)
         )
         for dim, name in (
-            (64, "full"), (64, "packed-causal"), (96, "causal"), (128, "full"), (128, "causal"), (128, "everything"),
+            (64, "full"),
+            (64, "packed-causal"),
+            (96, "causal"),
+            (128, "full"),
+            (128, "causal"),
+            (128, "everything"),
         )
     },
     **{
@@ -446,9 +448,7 @@ def table() -> str:
     rows = ["| kernel | registers | stack | shared | instructions per block | HGMMA |", "|---|--:|--:|--:|--:|--:|"]
     for name, configuration in CONFIGURATIONS.items():
         found = compiled(configuration)
-        rows.append(
-            f"| `{name}` | {found.registers} | {found.stack} | {found.shared:,} | {found.loop} | {found.products} |"
-        )
+        rows.append(f"| `{name}` | {found.registers} | {found.stack} | {found.shared:,} | {found.loop} | {found.products} |")
     return "\n".join(rows)
 
 

@@ -86,9 +86,7 @@ def _traits(case: tuple) -> tuple:
     swept([(*chip, *norm) for norm in NORMS for chip in CHIPS], _traits),
     ids=str,
 )
-def test_norms_compile(
-    sm: int, dtype: torch.dtype, kind: str, size: int, heads: int, residual: bool, post: bool
-) -> None:
+def test_norms_compile(sm: int, dtype: torch.dtype, kind: str, size: int, heads: int, residual: bool, post: bool) -> None:
     constants = constants_of(kind, size, heads, residual, post)
     built = compiled("_normalise", sm, dtype, constants, even=size % 16 == 0)
     assert built.metadata.shared <= 1024

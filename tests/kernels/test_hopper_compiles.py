@@ -69,9 +69,9 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
     kernel = compiled(CONFIGURATIONS[name])
     cells = [cell.strip().replace(",", "") for cell in row.strip("|").split("|")[1:]]
-    assert cells == [
-        str(n) for n in (kernel.registers, kernel.stack, kernel.shared, kernel.loop, kernel.products)
-    ], "what the kernel compiles to has changed: `make tables` rewrites the page"
+    assert cells == [str(n) for n in (kernel.registers, kernel.stack, kernel.shared, kernel.loop, kernel.products)], (
+        "what the kernel compiles to has changed: `make tables` rewrites the page"
+    )
 
 
 @pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")

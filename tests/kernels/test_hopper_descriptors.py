@@ -47,9 +47,7 @@ def copied(x: Tensor, described, at: list[int]) -> Tensor:
     ("pages", "size", "heads", "dim"), [(3, 16, 4, 128), (1, 16, 1, 128), (2, 64, 3, 64), (3, 32, 2, 96), (1, 16, 2, 256)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_a_box_holds_what_the_page_does(
-    how: str, pages: int, size: int, heads: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_a_box_holds_what_the_page_does(how: str, pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     x = lying(how, pages, size, heads, dim, dtype)
     assert are_readable(x)
     box = box_of_pages(dim, 16, dtype)

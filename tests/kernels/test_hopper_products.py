@@ -38,9 +38,7 @@ def test_refusals_say_what_came_and_what_is_there() -> None:
     assert not list(launch.refusals(asked("int8", 513)))
     assert list(launch.refusals(asked("int8", 2049, N=520))) == [many]
     assert list(launch.refusals(asked("int8", 2049, dtype=torch.float32))) == [many]
-    assert not list(
-        launch.refusals(asked("fp8", 2049)._replace(product=asked("fp8", 1).product._replace(deterministic=True)))
-    )
+    assert not list(launch.refusals(asked("fp8", 2049)._replace(product=asked("fp8", 1).product._replace(deterministic=True))))
     assert next(launch.refusals(asked("fp8", 1, K=131))).startswith("K is 131; has multiples of 16")
     assert list(launch.refusals(asked("int8", 1, N=8))) == ["N is 8; has 16 and more"]
     assert "both in bfloat16" in next(launch.refusals(asked("int4", 1, dtype=torch.float16)))

@@ -45,8 +45,7 @@ def read(kernel: Any, constants: dict[str, Any], kinds: dict[str, str]) -> tuple
     constants = {name: value for name, value in constants.items() if name not in launch.LAUNCH}
     names = kernel.arg_names
     signature = {
-        name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32")
-        for name in names
+        name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names
     }
     aligned = [n for n, name in enumerate(names) if name.endswith("_ptr") or name == "N"]
     source = GluonASTSource(
@@ -188,9 +187,7 @@ def assert_widens(
     # a few more words where two sums of 128 columns are added and gated
     assert_fits(found, 96 if gate else 64)
     kind = "bf16.bf16" if dtype == torch.bfloat16 else "f16.f16"
-    assert (
-        len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile.COLUMNS}k16\.f32\.{kind}", ptx)) == 8 * tile.blocks
-    )
+    assert len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile.COLUMNS}k16\.f32\.{kind}", ptx)) == 8 * tile.blocks
     # a thread reads 16 bytes of codes at once
     assert re.search(r"ld\.shared\.v4\.b32", ptx)
     # no exchange among lanes between codes and products

@@ -158,8 +158,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(encoded: list[str], bound
     for z in (x, y, x, y):
         start(z)
     assert compiled.again == [
-        (GRID, "fixed", f"words of {z.data_ptr()}", 1, 2, z.data_ptr(), n.data_ptr(), 0.5, True, 16)
-        for z in (x, y, x, y)
+        (GRID, "fixed", f"words of {z.data_ptr()}", 1, 2, z.data_ptr(), n.data_ptr(), 0.5, True, 16) for z in (x, y, x, y)
     ]
     assert encoded == [str(x.data_ptr()), str(y.data_ptr())]
     assert len(jitted.compiled) == 1

@@ -48,11 +48,14 @@ def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: t
         (90, 128, 8, 4, CAUSAL, torch.bfloat16),
         (80, 128, 1, 1, CAUSAL, torch.float16),
         (89, 256, 1, 1, FULL, torch.bfloat16),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
-            (90, 128, 4, 1, CAUSAL, torch.bfloat16),
-            (90, 64, 4, 1, CAUSAL, torch.bfloat16),
-            (90, 256, 2, 1, CAUSAL & Window(4096), torch.bfloat16),
-        )),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                (90, 128, 4, 1, CAUSAL, torch.bfloat16),
+                (90, 64, 4, 1, CAUSAL, torch.bfloat16),
+                (90, 256, 2, 1, CAUSAL & Window(4096), torch.bfloat16),
+            )
+        ),
         (100, 80, 71, 1, CAUSAL, torch.bfloat16),
         (90, 128, 1, 1, CAUSAL, torch.float32),
     ],

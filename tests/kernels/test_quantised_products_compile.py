@@ -28,9 +28,7 @@ def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):
     constants = dict(constants)
     names = kernel.arg_names
     options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
-    signature = {
-        name: "constexpr" if name in constants else words.get(name, WORDS.get(name, "*bf16")) for name in names
-    }
+    signature = {name: "constexpr" if name in constants else words.get(name, WORDS.get(name, "*bf16")) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = [n for n, name in enumerate(names) if name.endswith("_ptr") or name == "x_stride"]
     source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in aligned})

@@ -20,9 +20,17 @@ POINTERS = {
     **dict.fromkeys(("lse_ptr", "delta_ptr", "rests_ptr", "kept_ptr"), "fp32"),
     **dict.fromkeys(
         (
-            "table_ptr", "counts_ptr", "entries_ptr", "pages_ptr", "cu_q_ptr", "cu_k_ptr", "queries_ptr", "numbers_ptr",
+            "table_ptr",
+            "counts_ptr",
+            "entries_ptr",
+            "pages_ptr",
+            "cu_q_ptr",
+            "cu_k_ptr",
+            "queries_ptr",
+            "numbers_ptr",
             "chosen_ptr",
-        ), "i32",
+        ),
+        "i32",
     ),
     **dict.fromkeys(("starts_ptr", "order_ptr"), "i64"),
 }

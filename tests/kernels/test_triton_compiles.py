@@ -181,9 +181,7 @@ def _hot_spills(code: str) -> int:
 
 def _spec(dtype: str, dim: int, dim_v: int, kind: str, sm: int) -> Spec:
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    return Spec(
-        dtype=torch_dtype, dim=dim, dim_v=dim_v, scale=dim**-0.5, needs_grad=True, device=f"sm{sm}", **KINDS[kind]
-    )
+    return Spec(dtype=torch_dtype, dim=dim, dim_v=dim_v, scale=dim**-0.5, needs_grad=True, device=f"sm{sm}", **KINDS[kind])
 
 
 # `make test` compiles these, which have each dtype, kind of problem and chip

@@ -40,9 +40,7 @@ def ordered(weight: QuantisedWeight) -> QuantisedWeight:
     return QuantisedWeight(*weight.parts[:3], order, weight.format, weight.group, weight.shape, weight.outer)
 
 
-def defined(
-    x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, *, exact: bool = False
-) -> Tensor:
+def defined(x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
     """The definition: in the dtype of x, or in fp64 of the same codes and the same 16-bit weights."""
     if not isinstance(x, QuantisedRows) and weight.format in QUANTISES_X:
         x = quantise_rows(x, weight.format, scale=weight.input_scale)

@@ -121,9 +121,7 @@ def test_a_layout_is_read_as_its_library_reads_it(name: str) -> None:
     assert torch.equal(found.dequantise(torch.bfloat16), due)
 
 
-@pytest.mark.parametrize(
-    ("library", "parts"), [("compressed_tensors", ("stored", "codes", "apart")), ("torchao", ("rows",))]
-)
+@pytest.mark.parametrize(("library", "parts"), [("compressed_tensors", ("stored", "codes", "apart")), ("torchao", ("rows",))])
 def test_vectors_are_what_the_library_makes(library: str, parts: tuple[str, ...]) -> None:
     pytest.importorskip(library, reason=f"pip install {library}; the vectors above are its")
     from scripts import write_weight_vectors as script

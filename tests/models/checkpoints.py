@@ -153,10 +153,7 @@ def prompts(lengths: Sequence[int] = (37, 1, 70, 13)) -> list[Tensor]:
 def logits_of_theirs(model: transformers.PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """(total, vocab) in fp32: one sequence at a time."""
     with torch.inference_mode():
-        rows = [
-            model(x[None], attention_mask=torch.ones_like(x[None]), use_cache=False).logits[0].float()
-            for x in sequences
-        ]
+        rows = [model(x[None], attention_mask=torch.ones_like(x[None]), use_cache=False).logits[0].float() for x in sequences]
     return torch.cat(rows)
 
 

@@ -42,9 +42,7 @@ def words(codes: Tensor, bits: int = 4) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
 
 
-def integers(
-    N: int, K: int, bits: int, generator: torch.Generator, *, zeros: bool, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
+def integers(N: int, K: int, bits: int, generator: torch.Generator, *, zeros: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Unsigned codes (N, K), zero points and scales (N, K / GROUP)."""
     top, shape = 1 << bits, (N, K // GROUP)
     codes = torch.randint(top, (N, K), generator=generator)

@@ -96,9 +96,7 @@ def test_windows() -> None:
     assert described("llama", sliding_window=5).windows == (None,) * 3
 
 
-@pytest.mark.parametrize(
-    ("key", "said"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")]
-)
+@pytest.mark.parametrize(("key", "said"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
 def test_dtype(key: str, said: str) -> None:
     assert described("llama", **{key: said}).dtype == torch.bfloat16
 

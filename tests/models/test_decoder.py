@@ -73,10 +73,7 @@ def test_no_weight_asks_for_gradients_and_a_tied_head_is_the_embedding() -> None
     assert not any(weight.requires_grad for weight in tied.parameters())
     assert tied.head is tied.embedding
     assert untied.head is not untied.embedding
-    assert (
-        sum(weight.numel() for weight in untied.parameters()) - sum(weight.numel() for weight in tied.parameters())
-        == 97 * 40
-    )
+    assert sum(weight.numel() for weight in untied.parameters()) - sum(weight.numel() for weight in tied.parameters()) == 97 * 40
 
 
 class Operations(TorchDispatchMode):
@@ -104,9 +101,7 @@ def test_operations_do_not_depend_on_data_and_none_waits_for_it(name: str) -> No
     assert all(first == second for first, second in pairwise(runs))
     names = {name for name, _ in runs[0]}
     assert "aten.index_select.default" in names
-    assert not any(
-        word in name for name in names for word in ("item", "local_scalar", "nonzero", "aten.index.Tensor", "_to_cpu")
-    )
+    assert not any(word in name for name in names for word in ("item", "local_scalar", "nonzero", "aten.index.Tensor", "_to_cpu"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

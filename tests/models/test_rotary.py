@@ -35,9 +35,7 @@ SHORT, LONG = (
     ids=lambda rope: str(rope)[:120],
 )
 def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dtype) -> None:
-    config = transformers.LlamaConfig(
-        **SMALL | {"head_dim": 64, "max_position_embeddings": 512}, rope_parameters=dict(rope)
-    )
+    config = transformers.LlamaConfig(**SMALL | {"head_dim": 64, "max_position_embeddings": 512}, rope_parameters=dict(rope))
     positions = torch.tensor([0, 1, 2, 31, 32, 33, 100, 511])
     cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=dtype), positions[None])
     ours = config_of(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "here")

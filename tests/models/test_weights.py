@@ -142,9 +142,7 @@ def test_unexpected_tensors(checkpoints: Path, tmp_path: Path) -> None:
         tensors["model.layers.3.input_layernorm.weight"] = torch.ones(40)
 
     names = "model.layers.0.self_attn.q_norm.weight, model.layers.3.input_layernorm.weight"
-    refused(
-        changed(copied(checkpoints, "llama", tmp_path), change), f"has {names}, which its config.json has no place for"
-    )
+    refused(changed(copied(checkpoints, "llama", tmp_path), change), f"has {names}, which its config.json has no place for")
 
 
 def test_wrong_shapes(checkpoints: Path, tmp_path: Path) -> None:
@@ -152,9 +150,7 @@ def test_wrong_shapes(checkpoints: Path, tmp_path: Path) -> None:
         name = "model.layers.0.mlp.down_proj.weight"
         tensors[name] = tensors[name].T.contiguous()
 
-    sentence = (
-        r"shapes are not those of its config.json: model.layers.0.mlp.down_proj.weight \(48, 40\), due \(40, 48\)"
-    )
+    sentence = r"shapes are not those of its config.json: model.layers.0.mlp.down_proj.weight \(48, 40\), due \(40, 48\)"
     refused(changed(copied(checkpoints, "llama", tmp_path), change), sentence)
 
 
@@ -251,6 +247,4 @@ def test_nothing_is_loaded_of_a_checkpoint_that_is_refused(checkpoints: Path, tm
 
 def test_without_safetensors(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    refused(
-        checkpoints / "llama", r"needs the package safetensors, which is not installed; pip install safetensors"
-    )
+    refused(checkpoints / "llama", r"needs the package safetensors, which is not installed; pip install safetensors")

@@ -22,9 +22,7 @@ from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = {
-    name: mutation
-    for part in (attention, approximate, products, training, serving)
-    for name, mutation in part.MUTATIONS.items()
+    name: mutation for part in (attention, approximate, products, training, serving) for name, mutation in part.MUTATIONS.items()
 }
 
 

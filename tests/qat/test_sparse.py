@@ -493,6 +493,8 @@ def test_what_is_served_has_the_mask_of_the_weight_as_it_is(format: str | None, 
         fresh.load_state_dict(model.state_dict())
         assert torch.equal(model(x), fresh.eval()(x))
     made = rt.qat.convert(model)[0]
-    assert torch.equal(made.sparse.dense(), kept) if format is None else torch.equal(
-        made.quantised.codes, rt.quantise_weight(kept, "int4", group=32).codes
+    assert (
+        torch.equal(made.sparse.dense(), kept)
+        if format is None
+        else torch.equal(made.quantised.codes, rt.quantise_weight(kept, "int4", group=32).codes)
     )

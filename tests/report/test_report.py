@@ -343,9 +343,7 @@ def test_curves_that_part_are_not_called_the_same():
 
 
 def test_what_failed_or_is_missing_is_said_in_words():
-    found = report(
-        failures={"comparison": "RuntimeError: <no luck>"}, missing={"training": "transformers is not installed"}
-    )
+    found = report(failures={"comparison": "RuntimeError: <no luck>"}, missing={"training": "transformers is not installed"})
     text = page.render(found)
     assert Page(text).open == []
     assert "The comparison failed" in text

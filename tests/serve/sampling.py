@@ -36,9 +36,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def penalised(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
-) -> list[float]:
+def penalised(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> list[float]:
     """Logits after penalties, bias and mask."""
     count, x = Counter(generated), list(logits)
     for token in range(len(x)):
@@ -98,9 +96,7 @@ def joined(params: Sequence[SamplingParams]) -> SamplingFeatures:
 class Batch:
     """Requests in slots of a state, in any order, with what they said so far."""
 
-    def __init__(
-        self, params: Sequence[SamplingParams], vocab: int, device: str = "cpu", slots: list[int] | None = None
-    ) -> None:
+    def __init__(self, params: Sequence[SamplingParams], vocab: int, device: str = "cpu", slots: list[int] | None = None) -> None:
         n = len(params)
         draw = torch.Generator().manual_seed(vocab)
         self.params, self.features = list(params), joined(params)

@@ -50,8 +50,7 @@ def test_the_file_is_what_the_function_fits_and_an_engine_reads(run, folder: Pat
     code, out, err = run("calibrate", str(folder), *words)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == (
-        "loki.pt has LokiLayers(3 layers, 2 heads of 10, dims=0.4, keep=0.5); "
-        f'use it with LLM("{folder}", approximate="loki.pt")'
+        f'loki.pt has LokiLayers(3 layers, 2 heads of 10, dims=0.4, keep=0.5); use it with LLM("{folder}", approximate="loki.pt")'
     )
     found = LokiLayers.load("loki.pt")
     tokens = Tokenizer.from_folder(folder).encode(TEXT)

@@ -41,9 +41,7 @@ def stream(tokenizer: Tokenizer, draw: random.Random) -> list[int]:
                 emoji = tokenizer.encode(draw.choice(["😀", "👩‍👩‍👧é", "日本語", "a😀b€"]), special=False)
                 ids += emoji[: draw.randrange(1, len(emoji) + 1)]
             case 4:
-                ids += tokenizer.encode(
-                    draw.choice(["aab", "a ' b", "aaaa", " . ", "n't 's", "the stop"]), special=False
-                )
+                ids += tokenizer.encode(draw.choice(["aab", "a ' b", "aaaa", " . ", "n't 's", "the stop"]), special=False)
             case _:
                 text = tokenizer.encode(draw.choice(CORPUS + TEXTS), special=draw.random() < 0.2)
                 start = draw.randrange(len(text) + 1)

@@ -39,9 +39,7 @@ WHAT = ["text", "snapshot", "take", "tokens_released", "tokens_kept"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@hypothesis.given(
-    seed=st.integers(0, 2**32), skip=st.booleans(), follows=st.booleans(), at_once=st.sampled_from([4, 9, 256])
-)
+@hypothesis.given(seed=st.integers(0, 2**32), skip=st.booleans(), follows=st.booleans(), at_once=st.sampled_from([4, 9, 256]))
 def test_whatever_is_read_and_whenever(kind: str, seed: int, skip: bool, follows: bool, at_once: int) -> None:
     tokenizer, draw = made(kind), random.Random(seed)
     ids = [id for _ in range(draw.randrange(1, 6)) for id in stream(tokenizer, draw)]

@@ -84,9 +84,7 @@ def test_tokens_without_a_probability_are_never_taken(tiny, monkeypatch) -> None
             assert sum(torch.tensor([one.logprob for one in told.values()]).exp()) == pytest.approx(1, abs=1e-4)
     monkeypatch.setattr(decoder, "logits", lambda hidden, **how: logits(hidden).fill_(torch.nan))
     (output,) = llm.generate([3, 1, 5], BEAMS)
-    assert output.error == (
-        "the beam search has found no answer: the logits of every token that it may take are NaN or -inf"
-    )
+    assert output.error == ("the beam search has found no answer: the logits of every token that it may take are NaN or -inf")
     assert output.outputs == []
     assert_clean(llm)
 

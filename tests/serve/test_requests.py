@@ -119,7 +119,7 @@ def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
         ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be a whole number of at least 1"),
         ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be a whole number of at least 1"),
         ({"device": "xpu"}, InvalidInput, "device is 'xpu'; must be cpu, cuda or cuda:N"),
-        ({"device": torch.device("xpu")}, Unsupported, "device is 'xpu'; has \"cuda\" and \"cpu\""),
+        ({"device": torch.device("xpu")}, Unsupported, 'device is \'xpu\'; has "cuda" and "cpu"'),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )

@@ -110,9 +110,7 @@ def test_the_bits_are_philox_of_token_and_position_keyed_by_the_seed() -> None:
     seed, position = 0x1234_5678_9ABC_DEF0, 0x7_0000_0003
     u = uniform(torch.tensor([seed]), torch.tensor([position]), 11)[0]
     for token in range(11):
-        bits = philox([token // 4, position & 0xFFFFFFFF, position >> 32, 0], [seed & 0xFFFFFFFF, seed >> 32])[
-            token % 4
-        ]
+        bits = philox([token // 4, position & 0xFFFFFFFF, position >> 32, 0], [seed & 0xFFFFFFFF, seed >> 32])[token % 4]
         assert u[token] == torch.tensor(bits / 2**32)
 
 
@@ -218,9 +216,7 @@ def test_a_resumed_request_goes_on_as_if_it_had_not_been_preempted() -> None:
             said = whole[:stop]
             state.set([1], [params], [77], [prompt], [said])
             for n in range(stop, steps):
-                said = (
-                    said + sample(logits[n], torch.tensor([1]), torch.tensor([3 + n]), state, features_of(params)).tolist()
-                )
+                said = said + sample(logits[n], torch.tensor([1]), torch.tensor([3 + n]), state, features_of(params)).tolist()
             assert said == whole
 
 

@@ -82,9 +82,7 @@ def test_an_older_folder(tmp_path: Path) -> None:
     save("byte_fallback", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true}')
     (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps(
-            {"eos_token": {"content": "<|end|>", "lstrip": False, "normalized": False}, "bos_token": "<|begin|>"}
-        )
+        json.dumps({"eos_token": {"content": "<|end|>", "lstrip": False, "normalized": False}, "bos_token": "<|begin|>"})
     )
     ours, theirs = agree(tmp_path)
     assert ours.eos_ids == (theirs.eos_token_id,)
@@ -123,9 +121,7 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     model = json.loads(core("byte_level").to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in model["merges"]))
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "GPT2Tokenizer", "chat_template": "{{ messages }}"}'
-    )
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "chat_template": "{{ messages }}"}')
     ours, theirs = agree(tmp_path)
     assert theirs.is_fast
     assert ours.eos_ids == (theirs.eos_token_id,)

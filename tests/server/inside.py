@@ -12,9 +12,7 @@ from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings
 
 
-def ask(
-    method: str, path: str, *, service: Any = None, base: str = "http://127.0.0.1:8000", **given: Any
-) -> httpx.Response:
+def ask(method: str, path: str, *, service: Any = None, base: str = "http://127.0.0.1:8000", **given: Any) -> httpx.Response:
     """Returns the answer of a server with these settings, whose engine has not been started."""
     settings = {name: given.pop(name) for name in list(given) if name in ServerSettings.__dataclass_fields__}
 

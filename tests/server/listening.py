@@ -23,9 +23,7 @@ async def listening(service: Service | None = None):
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     port = listener.getsockname()[1]
     app = make_app(service or Service(ServerSettings(model="m")))
-    config = uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60
-    )
+    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60)
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -96,9 +96,7 @@ class Server:
         """Waits until nothing runs or waits and all blocks are back; fails if that takes too long."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            busy = [
-                self.metric(name) for name in ("num_requests_running", "num_requests_waiting", "queued_prompt_tokens")
-            ]
+            busy = [self.metric(name) for name in ("num_requests_running", "num_requests_waiting", "queued_prompt_tokens")]
             if not any(busy) and self.metric("kv_blocks", state="used") == 0:
                 return
             time.sleep(0.05)

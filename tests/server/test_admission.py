@@ -21,10 +21,7 @@ def test_answers_are_bounded() -> None:
     (ticket,) = admission.admit("a", [(3, 10)])
     refused = refusal(admission, answers=2)
     assert refused.status == 429
-    assert (
-        "the queue holds 3 answers and the request has 2; 4 may wait (--max-waiting); try again in 1 s"
-        in refused.message
-    )
+    assert "the queue holds 3 answers and the request has 2; 4 may wait (--max-waiting); try again in 1 s" in refused.message
     assert refused.headers == {"Retry-After": "1"}
     admission.admit("a", [(1, 1)])
     assert "4 answers wait, as many as may (--max-waiting)" in refusal(admission).message

@@ -157,7 +157,12 @@ def test_a_preflight_is_answered_where_its_origin_is_allowed() -> None:
 
 
 def test_origins_as_words_and_as_json() -> None:
-    assert origins_of(['["https://A.example", "*"]', "http://b:80/, https://c"]) == ("https://a.example", "*", "http://b:80", "https://c")
+    assert origins_of(['["https://A.example", "*"]', "http://b:80/, https://c"]) == (
+        "https://a.example",
+        "*",
+        "http://b:80",
+        "https://c",
+    )
     for bad in ("[1]", "[", "[null]"):
         with pytest.raises(InvalidInput, match=r"--allowed-origins is .*; must be a list of texts in JSON"):
             origins_of([bad])

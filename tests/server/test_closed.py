@@ -18,9 +18,7 @@ FILES = sorted(FOLDER.rglob("*.py"))
 @pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_nothing_can_run_what_it_reads(file) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    named = {
-        alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-    }
+    named = {alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     named |= {(node.module or "").partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert named.isdisjoint(
         {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jinja2", "requests", "urllib", "zmq", "torch"}
@@ -30,9 +28,7 @@ def test_nothing_can_run_what_it_reads(file) -> None:
 
 
 def test_a_server_is_imported_when_one_is_started() -> None:
-    program = (
-        "import sys, rooftile.cli.app, rooftile.serve; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    )
+    program = "import sys, rooftile.cli.app, rooftile.serve; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     names = set(done.stdout.split())
     assert "rooftile" in names

@@ -330,9 +330,7 @@ def test_a_server_that_listens_no_more_ends(folder, caplog) -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_clients_words_begin_no_line(as_json) -> None:
-    record = logging.makeLogRecord(
-        {"msg": "request\nfake", "said": Account(path='/a\n"x', key="ann", prompt_tokens=3).line()}
-    )
+    record = logging.makeLogRecord({"msg": "request\nfake", "said": Account(path='/a\n"x', key="ann", prompt_tokens=3).line()})
     line = _Lines(as_json=as_json).format(record)
     assert "\n" not in line
     if as_json:

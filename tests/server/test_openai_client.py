@@ -176,9 +176,7 @@ def test_best_of_returns_the_most_likely(client, llm) -> None:
 def test_the_prefix_cache_is_counted(client) -> None:
     prompt = list(range(40, 104))
     for due in (0, 48):
-        found = client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
-        )
+        found = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"})
         assert found.usage.prompt_tokens_details.cached_tokens == due
     other = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "another"})
     assert other.usage.prompt_tokens_details.cached_tokens == 0
@@ -212,17 +210,13 @@ def test_64_at_once(server, llm) -> None:
 
     async def all_of_them() -> list[str]:
         limits = httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=60, trust_env=False)
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=limits
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=limits) as client:
 
             async def one(n: int) -> str:
                 if n % 2:
                     return (await client.completions.create(model="tiny", prompt=prompts[n], **GREEDY)).choices[0].text
                 text = ""
-                async for chunk in await client.completions.create(
-                    model="tiny", prompt=prompts[n], stream=True, **GREEDY
-                ):
+                async for chunk in await client.completions.create(model="tiny", prompt=prompts[n], stream=True, **GREEDY):
                     text += chunk.choices[0].text
                 return text
 

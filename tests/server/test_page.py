@@ -35,9 +35,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_markup() -> None:
     # the name of a namespace, which nobody fetches
     assert links == {"http://www.w3.org/2000/svg"}
     script = (PAGE / "page.js").read_text(encoding="utf-8")
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", script
-    )
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", script)
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|style=|<style|<script>", page), "the policy forbids what stands in the page itself"
     for label in re.findall(r'<label[^>]*for="(\w+)"', page):
@@ -80,9 +78,7 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
         browser.run(f"{field}('max_tokens').value = -1; {field}('form').noValidate = true")
         browser.run(f"{field}('form').requestSubmit()")
         browser.wait(f"{field}('error').textContent.includes('max_tokens is -1')")
-        asked = [
-            each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
-        ]
+        asked = [each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"]
         assert {urlparse(url).netloc for url in asked} == {urlparse(server.url).netloc}
         told = browser.told("Runtime.exceptionThrown", "Log.entryAdded")
         # the browser itself notes the answer 400

@@ -199,8 +199,11 @@ def test_the_text_of_a_continuation_over_http(sentencepiece) -> None:
             asked = {"prompt": "the stop", "max_tokens": 2, "temperature": 0, "allowed_token_ids": [id], "echo": echo} | more
             if "beam_width" in more:
                 asked = asked | {"allowed_token_ids": None}
-            due = "the stop" * echo + (llm.generate("the stop", SamplingParams(beam_width=1, max_tokens=2))[0].outputs[0].text
-                                       if "beam_width" in more else " the the")
+            due = "the stop" * echo + (
+                llm.generate("the stop", SamplingParams(beam_width=1, max_tokens=2))[0].outputs[0].text
+                if "beam_width" in more
+                else " the the"
+            )
             assert {choice["text"] for choice in server.complete(**asked)["choices"]} == {due}, more
             texts: dict[int, str] = {}
             for event in server.events(**asked):

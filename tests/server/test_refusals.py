@@ -125,11 +125,7 @@ def test_unknown_fields_inside_of_others_are_refused(server) -> None:
         (CHATS, {"chat_template_kwargs": {"x": "{% for i in range(9**9) %}{% endfor %}"}}),
         (
             CHATS,
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},
         ),
         (COMPLETIONS, {"suffix": "b"}),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}),
@@ -169,9 +165,7 @@ def test_a_list_of_text_parts_is_a_text(server) -> None:
     """The parts are joined by newlines, as vLLM joins them."""
     parts = [{"type": "text", "text": "The", "cache_control": {"type": "ephemeral"}}, {"type": "input_text", "text": "roof"}, "!"]
     found = [
-        server.post(
-            CHATS, {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 4}
-        ).json()
+        server.post(CHATS, {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 4}).json()
         for content in (parts, "The\nroof\n!")
     ]
     assert found[0]["choices"] == found[1]["choices"]

@@ -35,9 +35,7 @@ async def trickle(port: int, first: bytes, more: bytes) -> bytes:
     return found
 
 
-@pytest.mark.parametrize(
-    ("first", "more"), [(b"", b""), (b"GET /health HTTP/1.1\r\nX", b"x"), (b"", b"\r\n"), (b"GET /", b"a")]
-)
+@pytest.mark.parametrize(("first", "more"), [(b"", b""), (b"GET /health HTTP/1.1\r\nX", b"x"), (b"", b"\r\n"), (b"GET /", b"a")])
 def test_a_slow_head_ends_in_time(monkeypatch, first, more) -> None:
     monkeypatch.setattr(limits, "READ_S", 0.4)
 
@@ -72,9 +70,7 @@ def test_between_two_requests_a_connection_may_rest(monkeypatch) -> None:
                 writer.write(line)
                 head = await reader.readuntil(b"\r\n\r\n")
                 assert status(head) == 200
-                size = int(
-                    next(each for each in head.split(b"\r\n") if each.lower().startswith(b"content-length")).split()[1]
-                )
+                size = int(next(each for each in head.split(b"\r\n") if each.lower().startswith(b"content-length")).split()[1])
                 await reader.readexactly(size)
                 await asyncio.sleep(0.6)
             writer.close()

@@ -115,18 +115,14 @@ def test_over_http_as_the_client_writes_it(server, llm) -> None:
         found = client.chat.completions.create(**asked).choices[0]
         (due,) = llm.chat(messages, SamplingParams(structured={"json": SCHEMA}, seed=4, max_tokens=300))
         assert found.message.content == due.outputs[0].text
-        streamed = "".join(
-            chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
-        )
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True))
     assert streamed == found.message.content
     if found.finish_reason == "stop":
         assert follows(json.loads(found.message.content), SCHEMA)
     choice = server.complete(structured_outputs={"choice": ["red", "blue"]}, seed=1)["choices"][0]
     assert choice["text"] in ("red", "blue")
     assert choice["finish_reason"] == "stop"
-    anything = server.post(
-        CHAT, messages=messages, response_format={"type": "json_object"}, seed=2, max_tokens=60
-    ).json()
+    anything = server.post(CHAT, messages=messages, response_format={"type": "json_object"}, seed=2, max_tokens=60).json()
     assert anything["choices"][0]["message"]["content"].startswith("{")
     plain = server.post(CHAT, messages=messages, response_format={"type": "text"}, seed=2, max_tokens=5)
     assert plain.status_code == 200
@@ -197,9 +193,7 @@ def test_a_wrong_format_is_refused(server, wrong) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
-@pytest.mark.parametrize(
-    "fields", [{"min_tokens": 2}, {"ignore_eos": True}, {"bad_words": ["a"]}, {"allowed_token_ids": [5]}]
-)
+@pytest.mark.parametrize("fields", [{"min_tokens": 2}, {"ignore_eos": True}, {"bad_words": ["a"]}, {"allowed_token_ids": [5]}])
 def test_what_contradicts_a_grammar_is_refused(fields) -> None:
     with pytest.raises(InvalidInput, match="is given with structured"):
         SamplingParams(structured={"json": {}}, **fields)

@@ -61,9 +61,7 @@ def measured(package: Path = PACKAGE) -> Budget:
         "lines": dict(sorted(lines.items())),
         "lab": {"lines": sum(length(path) for path in sources(package.parent / "rooftile_lab"))},
         "entries": {"root": entries.pop(package)},
-        "folders": {
-            str(folder.relative_to(package)): count for folder, count in sorted(entries.items()) if count > CROWDED
-        },
+        "folders": {str(folder.relative_to(package)): count for folder, count in sorted(entries.items()) if count > CROWDED},
         "options": {option: options[option] for option in OPTIONS},
         "kernels": {"arguments": most},
     }
@@ -87,9 +85,7 @@ def moves() -> dict[str, int]:
     """Returns the moves between rooms of five calls, counted in a process of its own, whose first call is a first call."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "tests.unit.moves"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
     found: dict[str, int] = json.loads(done.stdout)
     return found
 

@@ -22,9 +22,7 @@ MASKS = (
 LENGTHS = ((70, 70), (40, 90), (90, 40))
 
 
-def assert_nan_only_where_seen(
-    backend: str, mask: Mask, T: int, S: int, poisoned: str, softcap: float | None = None
-) -> None:
+def assert_nan_only_where_seen(backend: str, mask: Mask, T: int, S: int, poisoned: str, softcap: float | None = None) -> None:
     """Poisons an element of q, k, v or do in the middle; head 0 of two key heads, in groups of two."""
     q, do = torch.randn(2, T, 4, 8), torch.randn(2, T, 4, 8)
     k, v = torch.randn(2, S, 2, 8), torch.randn(2, S, 2, 8)
@@ -47,9 +45,7 @@ def assert_nan_only_where_seen(
         torch.testing.assert_close(x[~lost], clean[name][~lost], rtol=1e-4, atol=1e-5, msg=f"{name}: others changed")
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Mask, backend: str, softcap: float | None
-) -> dict[str, Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Mask, backend: str, softcap: float | None) -> dict[str, Tensor]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     o = rt.attention(*leaves, mask, backend=backend, softcap=softcap)
     grads = torch.autograd.grad(o, leaves, do)

@@ -21,9 +21,7 @@ def problem(
     T: int = 10, S: int = 10, B: int = 1, H: int = 2, Hk: int = 2, D: int = 3, Dv: int = 3, mask: Mask = FULL,
     dtype: torch.dtype = torch.bfloat16, lengths: tuple[tuple[int, int], ...] = (),
 ) -> Problem:  # fmt: skip
-    spec = Spec(
-        dtype=dtype, dim=D, dim_v=Dv, group=H // Hk, mask=mask, scale=1.0, layout="packed" if lengths else "dense"
-    )
+    spec = Spec(dtype=dtype, dim=D, dim_v=Dv, group=H // Hk, mask=mask, scale=1.0, layout="packed" if lengths else "dense")
     return Problem(spec=spec, sizes=Sizes(B=len(lengths) or B, T=T, S=S, H=H, Hk=Hk, lengths=lengths))
 
 
@@ -200,10 +198,7 @@ def walk_pairs(it: Problem, phase: str, memory: Memory) -> None:
                     memory.load(wide, "delta", b, h, t)
                     memory.store(wide, "delta", b, h, t)
         for h, t in ((h, t) for h in range(it.sizes.H) for t in range(T)):
-            [
-                memory.store(e, "dq" if backward else "o", b, h, t, c)
-                for c in range(spec.dim if backward else spec.dim_v)
-            ]
+            [memory.store(e, "dq" if backward else "o", b, h, t, c) for c in range(spec.dim if backward else spec.dim_v)]
             if not backward:
                 memory.store(wide, "lse", b, h, t)
         for hk, j in ((hk, j) for hk in range(it.sizes.Hk) for j in range(S) if backward):

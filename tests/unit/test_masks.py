@@ -46,9 +46,7 @@ def build(parts: list[tuple]) -> Mask:
 
 def brute(parts: list[tuple], T: int, S: int) -> list[list[bool]]:
     """Evaluates the definition pair by pair: query t has position t + S - T."""
-    return [
-        [all(CONDITIONS[name](t + S - T, j, *numbers) for name, *numbers in parts) for j in range(S)] for t in range(T)
-    ]
+    return [[all(CONDITIONS[name](t + S - T, j, *numbers) for name, *numbers in parts) for j in range(S)] for t in range(T)]
 
 
 @given(conditions, length, length)

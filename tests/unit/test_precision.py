@@ -229,6 +229,7 @@ def test_scores_may_grow_from_block_to_block(step: float) -> None:
 
 def test_a_compiled_call_is_the_same() -> None:
     q, k, v = inputs(40, 40, 2, 2, 16)
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rt.attention(q, k, v, rt.CAUSAL, precision="fp8")
 

@@ -34,9 +34,7 @@ def test_lengths_that_torch_gets_wrong(mask: Mask, lengths: tuple[int, int]) -> 
     torch.testing.assert_close(o.double(), due, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), due_lse, rtol=0, atol=1e-5)
     do = torch.randn_like(o)
-    for found, expected in zip(
-        torch.autograd.grad(o, leaves, do), torch.autograd.grad(due, leaves, do.double()), strict=True
-    ):
+    for found, expected in zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(due, leaves, do.double()), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 

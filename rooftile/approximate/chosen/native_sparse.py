@@ -119,9 +119,7 @@ def native_sparse(
             return definition.native_sparse(
                 q, compressed, selected, near, gates, chosen, window=window, scale=scale, **sizes
             ).contiguous()
-        return with_near(
-            q, compressed, selected, near, gates, chosen=chosen, options=options, window=window, **sizes, **counts
-        )
+        return with_near(q, compressed, selected, near, gates, chosen=chosen, options=options, window=window, **sizes, **counts)
 
 
 def with_near(

@@ -1,11 +1,11 @@
 """Attention between gathered rows: exact softmax within groups of rows that lie anywhere, by lists of their places.
 
-    lists      the lists, from hashes (Reformer) or members of clusters (Routing Transformer)
-    kernels    Triton: the forward, dq, dk with dv, and the sums over rounds and groups
-    plain      the same by plain operations
-    attention  the operator
-    choice     hashes and members in their kernels
-    angles     hashes, wherever they are made
+lists      the lists, from hashes (Reformer) or members of clusters (Routing Transformer)
+kernels    Triton: the forward, dq, dk with dv, and the sums over rounds and groups
+plain      the same by plain operations
+attention  the operator
+choice     hashes and members in their kernels
+angles     hashes, wherever they are made
 """
 
 from rooftile.approximate.gathered.attention import attend, refusal

@@ -47,9 +47,7 @@ def decode(q: Tensor, cache: PagedKV, leading: Tensor, *, keep: float, asked: As
     return attend(q, cache, pages, lengths, asked)
 
 
-def page_scores(
-    q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, scale: float, softcap: float | None
-) -> Tensor:
+def page_scores(q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, scale: float, softcap: float | None) -> Tensor:
     """Returns the scores of pages (B, Hk, N), fp32; 0 for a page past the end of its sequence."""
     found: Tensor = call(_PAGE_SCORES, _page_scores, q, leading, table, lengths, scale, softcap)
     return found
@@ -164,7 +162,5 @@ _CHOOSE_PAGES = define(
 _PAGE_SCORES = define(
     "page_scores(Tensor q, Tensor leading, Tensor table, Tensor lengths, float scale, float? softcap) -> Tensor",
     _page_scores,
-    lambda q, leading, table, *others: q.new_empty(
-        q.shape[0], leading.shape[2], table.shape[1], dtype=torch.float32
-    ),
+    lambda q, leading, table, *others: q.new_empty(q.shape[0], leading.shape[2], table.shape[1], dtype=torch.float32),
 )

@@ -95,9 +95,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return parts[0] if len(parts) == 1 else merge(parts)
 
 
-def _gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq (B, T, H, D), dk and dv (B, S, Hk, D), any strides."""
     run = stock.kernel(stock.CPU_BACKWARD, "CPU")
     dqs, dks, dvs = [], [], []
@@ -157,10 +155,7 @@ def _gradients_beside_nan(
     lost_p, lost_do = lost_p[..., None], lost_do.transpose(1, 2)  # (B, H, T, 1 | D)
     lost_x = lost_p | (lost_do | lost_o.transpose(1, 2)).any(-1, keepdim=True)
     S, Hk = k.shape[1:3]
-    dk, dv = (
-        seeing_keys(lost, CAUSAL, S).unflatten(1, (Hk, -1)).any(2).transpose(1, 2)
-        for lost in (lost_x, lost_p | lost_do)
-    )
+    dk, dv = (seeing_keys(lost, CAUSAL, S).unflatten(1, (Hk, -1)).any(2).transpose(1, 2) for lost in (lost_x, lost_p | lost_do))
     masks = (lost_x.transpose(1, 2), dk, dv)
     dq, dk, dv = (grad.masked_fill(lost, math.nan) for grad, lost in zip(grads, masks, strict=True))
     return dq, dk, dv

@@ -14,12 +14,8 @@ from rooftile.spec import Grads, Spec
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     if not q.numel() or not k.numel():
         rows = (q.shape[0], q.shape[2], q.shape[1])
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(
-            rows, -math.inf, dtype=torch.float32
-        )
-    o, lse, *_ = stock.kernel(stock.CUDA_FORWARD, "CUDA")(
-        *(_by_heads(x) for x in (q, k, v)), 0.0, False, False, scale=spec.scale
-    )
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(rows, -math.inf, dtype=torch.float32)
+    o, lse, *_ = stock.kernel(stock.CUDA_FORWARD, "CUDA")(*(_by_heads(x) for x in (q, k, v)), 0.0, False, False, scale=spec.scale)
     return o.transpose(1, 2).contiguous(), lse.contiguous()
 
 

@@ -177,7 +177,9 @@ def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: 
     return flash_bwd_repair.plan(q, k, v, do, options, spec)
 
 
-def bias_gradient(q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, rests: Tensor, options: Options, spec: Spec) -> Tensor:
+def bias_gradient(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, rests: Tensor, options: Options, spec: Spec
+) -> Tensor:
     """The gradient of the bias, in its shape and dtype, from the row statistics of a backward (see `device.row_stats`)."""
     from rooftile.backends.triton import flash_bwd_bias
 

@@ -63,9 +63,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
     spec = call.spec
 
-    def run(
-        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
-    ) -> Grads:
+    def run(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options) -> Grads:
         delta, words, rests = stats_of(o, do, lse, dlse)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         fill(q, k, v, do, words, rests, dq, dk, dv, options)

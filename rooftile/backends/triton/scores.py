@@ -52,7 +52,9 @@ def add_bias(
 def dropout_mask(seed, threshold, b, h, t, j):
     """Returns which weights dropout keeps, by Philox4x32-10 on the counter (column, row, head, batch), keyed by the seed."""
     zero = (t * 0 + j * 0).to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, zero + j.to(tl.uint32), zero + t.to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32))
+    bits, _, _, _ = tl.philox(
+        seed, zero + j.to(tl.uint32), zero + t.to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32)
+    )
     return bits >= threshold.to(tl.uint32, bitcast=True)
 
 

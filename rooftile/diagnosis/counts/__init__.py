@@ -1,8 +1,8 @@
 """Counts what one call of an operator computes and moves.
 
-    traffic     bytes, by storage
-    arithmetic  FLOPs and special functions
-    custom      what users say of their own operators
+traffic     bytes, by storage
+arithmetic  FLOPs and special functions
+custom      what users say of their own operators
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from rooftile.diagnosis.counts.traffic import base_name, bound, names, nbytes
 __all__ = ["Counted", "count", "counts"]
 
 # they make or rename tensors, and run nothing
-FREE = frozenset(names(
+FREE = frozenset(
+    names(
         """detach detach_ alias _unsafe_view _reshape_alias empty empty_like empty_strided new_empty new_empty_strided resize_
         record_stream set_"""
-    ))
+    )
+)
 
 
 class Counted(NamedTuple):

@@ -51,19 +51,19 @@ MOVING = frozenset(
 POINTWISE: dict[str, Per] = {
     **dict.fromkeys(
         names(
-        """add sub mul neg abs sign maximum minimum clamp clamp_min clamp_max relu rsub eq ne lt le gt ge logical_and logical_or
-        logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite square floor ceil round
-        trunc threshold_backward cumsum fmod remainder floor_divide heaviside lerp_scalar hardtanh isin bitwise_left_shift
+            """add sub mul neg abs sign maximum minimum clamp clamp_min clamp_max relu rsub eq ne lt le gt ge logical_and
+        logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite square floor ceil
+        round trunc threshold_backward cumsum fmod remainder floor_divide heaviside lerp_scalar hardtanh isin bitwise_left_shift
         bitwise_right_shift __and__ __or__ __lshift__ __rshift__ isneginf isposinf positive signbit dropout"""
-    ),
+        ),
         Per(1),
     ),
     **dict.fromkeys(["addcmul", "lerp", "leaky_relu", "hardsigmoid", "hardswish", "native_dropout_backward", "prelu"], Per(2)),
     **dict.fromkeys(
         names(
-        """div exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh asin acos atan atan2 sinh cosh erf erfc
-        erfinv pow lgamma digamma polar igamma igammac i0 special_i0e special_i1 special_i1e special_zeta"""
-    ),
+            """div exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh asin acos atan atan2 sinh cosh erf
+        erfc erfinv pow lgamma digamma polar igamma igammac i0 special_i0e special_i1 special_i1e special_zeta"""
+        ),
         Per(0, 1),
     ),
     "native_dropout": Per(2),

@@ -60,7 +60,7 @@ def touched(
 
 
 def base_name(func: OpOverload) -> str:
-    """"add" of aten::add.Tensor, "add_" of aten::add_.Tensor."""
+    """ "add" of aten::add.Tensor, "add_" of aten::add_.Tensor."""
     return func._schema.name.split("::")[1]
 
 

@@ -1,9 +1,9 @@
 """Measures one recorded call of an operator: its time alone, and the three experiments.
 
-    T0   the call alone, on the inputs that it had
-    E4   more arithmetic on the same bytes                              `intensity`
-    E5   the same arithmetic without the traffic to main memory         `cached`
-    E6   half, a quarter, ... of the data                               `size`
+T0   the call alone, on the inputs that it had
+E4   more arithmetic on the same bytes                              `intensity`
+E5   the same arithmetic without the traffic to main memory         `cached`
+E6   half, a quarter, ... of the data                               `size`
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ class _Measurement:
     def _is_cold(self, in_context_us: float | None) -> bool:
         if in_context_us is None:
             return True
-        cold, warm = (
-            median(self._timer.once(self._call, cold=is_cold) for _ in range(3)) for is_cold in (True, False)
-        )
+        cold, warm = (median(self._timer.once(self._call, cold=is_cold) for _ in range(3)) for is_cold in (True, False))
         return abs(cold - in_context_us) <= abs(warm - in_context_us)
 
     def _sizes(self, budget_s: float, cold: bool) -> tuple[list[float], float | None]:

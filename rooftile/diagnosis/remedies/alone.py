@@ -213,9 +213,7 @@ def _in_both(
     kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
     if name in PRODUCTS and overload == "default" and all(kind[2] == "torch.float32" for kind in kinds):
         function = getattr(getattr(torch.ops.aten, name), overload)
-        wide, narrow = (
-            [_random(shape, stride, device, width) for shape, stride, _ in kinds] for width in (torch.float32, dtype)
-        )
+        wide, narrow = ([_random(shape, stride, device, width) for shape, stride, _ in kinds] for width in (torch.float32, dtype))
         return [lambda: function(*wide), lambda: function(*narrow)]
     if sample is None or operation.dtype != "fp32" or not only_a_run_tells(operation.op):
         return None

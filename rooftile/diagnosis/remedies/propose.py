@@ -191,7 +191,7 @@ def _attentions(seen: Seen) -> list[Remedy | None]:
         calls = sum(one.calls for one, _, _ in same)
         where = next((seen.findings[row].operation.where for row in rows if seen.findings[row].operation.where), "")
         _, times, words = same[0]
-        how = f"{words}{f' at {where}' if where else ''}, or attn_implementation=\"rooftile\" in Transformers"
+        how = f'{words}{f" at {where}" if where else ""}, or attn_implementation="rooftile" in Transformers'
         found.append(prices.another_attention([(row, seen.findings[row]) for row in rows], times, how=how, calls=calls))
     return found
 

@@ -97,5 +97,3 @@ def attentions(lab: Lab) -> Exhibit:
         ),
         lesson=lesson,
     )
-
-

@@ -152,9 +152,7 @@ def _confidence(bound: str, modelled: Model, evidence: Evidence) -> str:
         if roof_share > 1 - FIXED:
             return "contradicted"
         # E6 is one experiment; the other has to find at least one of the two roofs idle
-        idle = (evidence.slope is not None and evidence.slope <= FLAT) or (
-            evidence.gain is not None and evidence.gain <= STAYS
-        )
+        idle = (evidence.slope is not None and evidence.slope <= FLAT) or (evidence.gain is not None and evidence.gain <= STAYS)
         return "confirmed" if idle else "measured"
     decided = {"memory", "compute"}
     if bound in decided and modelled.bound in decided - {bound}:

@@ -1,6 +1,6 @@
 """The model of one operator call: its least time on each unit of the machine, from its counts and measured ceilings.
 
-    time = max(bytes / bandwidth, FLOPs / rate, special functions / rate) + fixed
+time = max(bytes / bandwidth, FLOPs / rate, special functions / rate) + fixed
 """
 
 from __future__ import annotations

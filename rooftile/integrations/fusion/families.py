@@ -108,4 +108,3 @@ def _activation(function: object) -> str | None:
 
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-

@@ -44,9 +44,7 @@ def refuse(reason: str) -> None:
     REFUSED[reason] += 1
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, options: Options
-) -> tuple[Tensor, Tensor] | None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, options: Options) -> tuple[Tensor, Tensor] | None:
     """Returns o and lse of (B, T, H, D) or (total, H, D) tensors; None where the stock kernel runs."""
     plan = _plan(q, k, v, mask, scale, False, options)
     if isinstance(plan, str):

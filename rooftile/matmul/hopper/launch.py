@@ -367,9 +367,7 @@ def _programs(tile: Tile, x: Tensor, product: Product) -> int:
     return programs_of(_sizes(tile, rows, product), processors_of(x.device), rows, is_codes=product.activations is not None)
 
 
-def shared_sums(
-    tile: Tile, programs: int, sizes: Sizes, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def shared_sums(tile: Tile, programs: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""
     if sizes.tiles % programs == 0:
         none = counters.zeros(1, device)

@@ -98,9 +98,7 @@ def _grid(M: int, N: int, tile: Tile) -> tuple[int, int, int]:
     return triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N), tile.SPLITS, 1
 
 
-def added(
-    parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def added(parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Returns the sum of all splits' parts (SPLITS, M, N), fp32 or int32, with scales and bias, rounded once."""
     splits, M, N = parts.shape
     o = torch.empty((M, N), dtype=out_dtype, device=parts.device)

@@ -52,9 +52,7 @@ class Quantiser:
         for pattern, _ in self.patterns:
             if not any(matches(pattern, module) for module in modules):
                 some = next(iter(modules), "none")
-                raise InvalidInput(
-                    f"weights has the pattern {pattern!r}, which matches no module; modules are such as {some}"
-                )
+                raise InvalidInput(f"weights has the pattern {pattern!r}, which matches no module; modules are such as {some}")
 
     def formats(self) -> Collection[str]:
         """Returns the formats in its words."""
@@ -85,9 +83,7 @@ def check_words(weights: object) -> None:
     """
     words = [*weights.values()] if isinstance(weights, Mapping) else [weights]
     if isinstance(weights, Mapping) and (not weights or not all(isinstance(key, str) for key in weights)):
-        raise InvalidInput(
-            f'weights is {str(weights)[:60]}; must be {{pattern: format}}, such as {{"*.mlp.*": "int4"}}'
-        )
+        raise InvalidInput(f'weights is {str(weights)[:60]}; must be {{pattern: format}}, such as {{"*.mlp.*": "int4"}}')
     for word in words:
         if word == "auto":
             continue

@@ -49,9 +49,7 @@ def check_expression(text: str, name: str, key: str, folder: str) -> None:
 def check_shape(module: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """Raises InvalidInput for a tensor of another shape than is due."""
     if tuple(x.shape) != shape:
-        raise InvalidInput(
-            f"{module}.{name} is {tuple(x.shape)}, due {shape}; the checkpoint does not fit its config.json"
-        )
+        raise InvalidInput(f"{module}.{name} is {tuple(x.shape)}, due {shape}; the checkpoint does not fit its config.json")
 
 
 def check_dtype(module: str, name: str, x: Tensor, dtype: torch.dtype) -> None:
@@ -70,9 +68,7 @@ def checked_scales(module: str, name: str, scales: Tensor, shape: tuple[int, ...
     wrong = ~(scales.float().isfinite() & (scales.float() > 0))
     if wrong.any():
         value = scales[wrong][0].item()
-        raise InvalidInput(
-            f"{module}.{name} holds {value}; scales must be finite and above zero: download the file again"
-        )
+        raise InvalidInput(f"{module}.{name} holds {value}; scales must be finite and above zero: download the file again")
     return scales
 
 

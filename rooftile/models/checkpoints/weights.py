@@ -71,9 +71,7 @@ def files_of(folder: Path) -> list[Path]:
             f"{_converted(folder, pickles)}"
         )
     refuse_gguf(folder)
-    raise InvalidInput(
-        f"{folder} has neither model.safetensors nor {_INDEX}; give the folder of a Hugging Face checkpoint"
-    )
+    raise InvalidInput(f"{folder} has neither model.safetensors nor {_INDEX}; give the folder of a Hugging Face checkpoint")
 
 
 def _converted(folder: Path, pickles: list[str]) -> str:

@@ -65,6 +65,4 @@ def check_model(layers: Sequence[Layer], model: nn.Module) -> None:
 def _layers_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Names the class of each module, and the shape of a linear layer's weight."""
     named = model.named_modules(remove_duplicate=False)
-    return {
-        name: (type(layer).__name__, tuple(weight_of(layer).shape) if is_linear(layer) else ()) for name, layer in named
-    }
+    return {name: (type(layer).__name__, tuple(weight_of(layer).shape) if is_linear(layer) else ()) for name, layer in named}

@@ -148,7 +148,9 @@ class ModuleTarget:
             dtype=first.dtype,
             weights=lambda: [weight_of(layer) for layer in members],
             biases=[cast("Tensor | None", layer.bias) for layer in members],
-            sample=first.sample, trains=self._backward, needs_dx=first.needs_dx,
+            sample=first.sample,
+            trains=self._backward,
+            needs_dx=first.needs_dx,
             fixed=next((why for one in names if (why := self._why_fixed(one, layers[one], skip))), ""),
         )
 

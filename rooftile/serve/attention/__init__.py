@@ -1,10 +1,10 @@
 """The attention of a decoder's layers to an engine's cache.
 
-    layout          what a block holds: the cache's layers, and what approximate methods keep beside them
-    step            where the tokens of a step lie in the cache
-    exact           exact attention
-    loki            Loki in the steps that decode
-    native_sparse   Native Sparse Attention
+layout          what a block holds: the cache's layers, and what approximate methods keep beside them
+step            where the tokens of a step lie in the cache
+exact           exact attention
+loki            Loki in the steps that decode
+native_sparse   Native Sparse Attention
 """
 
 from __future__ import annotations

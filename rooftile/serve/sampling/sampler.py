@@ -38,9 +38,7 @@ LARGEST = torch.finfo(torch.float32).max
 MOST_NUMBERS = 1 << 26
 
 
-def sample(
-    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
-) -> Tensor:
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
     """Chooses a token for each row, and writes it to the state as its slot's last; with penalties it also counts the token.
 
     Args:
@@ -65,9 +63,7 @@ def sample(
     return found
 
 
-def _choose(
-    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
-) -> Tensor:
+def _choose(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
     if runs_on(logits):
         from rooftile.serve.sampling.kernels import sample as launch
 

@@ -175,9 +175,7 @@ class SamplingState:
             bits = self._send(torch.from_numpy(np.stack(masks)))  # (rows, words)
             self.masks.index_copy_(0, self._send(torch.tensor(slots)), bits)
 
-    def _count_tokens(
-        self, prompts: list[tuple[int, Sequence[int]]], generated: list[tuple[int, Sequence[int]]]
-    ) -> None:
+    def _count_tokens(self, prompts: list[tuple[int, Sequence[int]]], generated: list[tuple[int, Sequence[int]]]) -> None:
         """Marks the tokens of prompts and counts generated tokens, in slots whose rows are empty."""
         if self.counts is None or self.prompted is None or not prompts:
             return
@@ -205,9 +203,7 @@ class SamplingState:
         tokens = torch.tensor([token for _, each in rows for token in each], dtype=torch.int64)
         # an index out of bounds would end the process on a GPU
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab:
-            raise InvalidInput(
-                f"token ids go from {tokens.min()} to {tokens.max()}; the model has 0 to {self.vocab - 1}"
-            )
+            raise InvalidInput(f"token ids go from {tokens.min()} to {tokens.max()}; the model has 0 to {self.vocab - 1}")
         lengths = torch.tensor([len(each) for _, each in rows])
         slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int64).repeat_interleave(lengths)
         return self._send(torch.stack((slots, tokens)))

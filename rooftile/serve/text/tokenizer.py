@@ -149,9 +149,7 @@ class Tokenizer:
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise InvalidInput(
-                f"character {error.start} of a text is half of a surrogate pair; must be whole"
-            ) from None
+            raise InvalidInput(f"character {error.start} of a text is half of a surrogate pair; must be whole") from None
         if size > most_bytes:
             raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
         # only a batch lets other threads go on while it is encoded; the fast kind keeps no offsets, which nobody reads
@@ -317,9 +315,7 @@ def _through_transformers(folder: Path, eos_ids: tuple[int, ...], place: str | N
         raise InvalidInput(f"{refusal}, and Transformers reads none from its other files: {reason}") from error
     core = getattr(theirs, "backend_tokenizer", None)
     if core is None:
-        raise InvalidInput(
-            f"{refusal}, and {type(theirs).__name__} of Transformers is not a fast tokenizer; save it as one"
-        )
+        raise InvalidInput(f"{refusal}, and {type(theirs).__name__} of Transformers is not a fast tokenizer; save it as one")
     template = theirs.chat_template if own is None else own
     return Tokenizer(
         core,

@@ -17,9 +17,7 @@ def read_core(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Core
     except ImportError:
-        raise InvalidInput(
-            "text needs the package tokenizers, which is not installed; pip install tokenizers"
-        ) from None
+        raise InvalidInput("text needs the package tokenizers, which is not installed; pip install tokenizers") from None
     check_readable(file)
     try:
         return Core.from_file(str(file))

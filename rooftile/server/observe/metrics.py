@@ -53,9 +53,7 @@ class Metrics:
         self.ended = Counter(
             f"{prefix}:request_success", "answers that ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
-        self.rejected = Counter(
-            f"{prefix}:rejected", "requests that were refused", [*_LABELS, "reason"], registry=self._registry
-        )
+        self.rejected = Counter(f"{prefix}:rejected", "requests that were refused", [*_LABELS, "reason"], registry=self._registry)
         self.first = self._histogram("time_to_first_token_seconds", "from a request to its first token", _LONG)
         self.gaps = self._histogram("inter_token_latency_seconds", "between neighbouring tokens of an answer", _SHORT)
         self.whole = self._histogram("e2e_request_latency_seconds", "from a request to its last token", _LONG)

@@ -134,4 +134,3 @@ def by_distance(rights: Tensor, distances: Tensor, ends: Sequence[int]) -> dict[
     counts = torch.bincount(place, minlength=len(ends)).tolist()
     sums = torch.bincount(place, weights=rights.float(), minlength=len(ends)).tolist()
     return {end: right / count for end, right, count in zip(ends, sums, counts, strict=False) if count}
-

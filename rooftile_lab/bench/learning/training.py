@@ -58,9 +58,7 @@ def train(
 ) -> Trained:  # fmt: skip
     """Trains a model in place. `rate` is the highest learning rate; `after` is called with the number of steps taken so far."""
     model.train()
-    optimiser = torch.optim.AdamW(
-        model.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
-    )
+    optimiser = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")
     losses: list[Tensor] = []
     part = max(steps // READINGS, 1)
     marks = [_now(device)]

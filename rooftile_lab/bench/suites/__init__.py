@@ -84,9 +84,7 @@ class Suite:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(
-            "overhead", "Host time per call; short causal problems as called, on the device, and their kernels alone."
-        ),
+        Suite("overhead", "Host time per call; short causal problems as called, on the device, and their kernels alone."),
         Suite("deterministic", "The price of deterministic=True in the backward."),
         Suite("precision", "Attention in FP8 and INT8 beside the fastest in 16 bits, with quantising and without."),
         Suite("bias", "The price of a bias and of its gradient, beside PyTorch's memory-efficient kernel."),

@@ -85,9 +85,7 @@ def parsed(name: str, kind: str) -> tuple[Way, Sizes]:
     return WAYS[way], sizes_of(WAYS[way], kind, N, int(batch or 1))
 
 
-def _phase(
-    session: Session, clock: Clock, name: str, way: Way, sizes: Sizes, phase: str, check: Check
-) -> Iterator[Row]:
+def _phase(session: Session, clock: Clock, name: str, way: Way, sizes: Sizes, phase: str, check: Check) -> Iterator[Row]:
     """The rows of a case in one phase, those that are not timed last."""
     it = contestants(session, clock, way, sizes, phase, check)
     named: dict[str, Any] = {"suite": "approximate", "case": name, "phase": phase}

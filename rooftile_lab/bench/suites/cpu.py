@@ -1,7 +1,7 @@
 """Exact attention on a CPU beside PyTorch's own kernel, and the memory of a long sequence.
 
-    cpu-DTYPE-dD-MASK-LENGTH-h4     forward and backward of the automatic choice, of `tiled`, and of PyTorch's flash kernel
-    memory-32768-hH                 peak memory beyond the inputs, and time, of a forward and a backward, in a process of its own
+cpu-DTYPE-dD-MASK-LENGTH-h4     forward and backward of the automatic choice, of `tiled`, and of PyTorch's flash kernel
+memory-32768-hH                 peak memory beyond the inputs, and time, of a forward and a backward, in a process of its own
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ def contest_of(device: torch.device, what: str, rows: int, size: int) -> Contest
     norm = norm_of(config, size, device)
     post = norm_of(config, size, device) if what == "norm-add-norm" else None
     moved = traffic.norm(rows, size, element, added=True, weights=weights)
-    return Contest(
-        moved, partial(add_norm, x, residual.clone(), norm, post), partial(added_as_defined, x, residual, norm, post)
-    )
+    return Contest(moved, partial(add_norm, x, residual.clone(), norm, post), partial(added_as_defined, x, residual, norm, post))
 
 
 def norm_of(config: ModelConfig, size: int, device: torch.device) -> Norm:

@@ -199,9 +199,7 @@ class _Run:
             _, found = repeat(llm, w8, 1, costs=costs_of(llm, self.session))
             rate = found[0].output_tok_s
             more: dict[str, float] = {} if reserved is None else {"output_tok_s_over_reserved": figures(rate / reserved)}
-            yield self._rate(
-                f"W8-first-{len(w8.requests)}", w8, None, found, backend=f"rooftile, {allocator}", measures=more
-            )
+            yield self._rate(f"W8-first-{len(w8.requests)}", w8, None, found, backend=f"rooftile, {allocator}", measures=more)
             reserved = rate
             del llm
             tidy(self.session.device)

@@ -186,9 +186,9 @@ def _humming_int4(case: Case) -> tuple[Work, list[Tensor]]:
     made, due = [], []
     for x, w in zip(case.inputs, case.weights, strict=True):
         N, K = w.shape
-        layer = layer_of(
-            shape_n=N, shape_k=K, weight_config={"dtype": "uint4", "group_size": w.group}, torch_dtype=x.dtype
-        ).to(x.device)
+        layer = layer_of(shape_n=N, shape_k=K, weight_config={"dtype": "uint4", "group_size": w.group}, torch_dtype=x.dtype).to(
+            x.device
+        )
         # words of eight codes with 8 added, the first in the lowest bits
         layer.load_from_tensors({"weight": w.codes.view(torch.int32), "weight_scale": w.scales})
         layer.transform()
@@ -211,8 +211,7 @@ def _due_of_rows(made: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> list[Tens
 def _int_mm(case: Case) -> tuple[Work, list[Tensor]]:
     """INT8 without scales: codes are made before, and not timed."""
     pairs = [
-        ((x * (127 / x.abs().amax())).round().to(torch.int8), w.codes.T)
-        for x, w in zip(case.inputs, case.weights, strict=True)
+        ((x * (127 / x.abs().amax())).round().to(torch.int8), w.codes.T) for x, w in zip(case.inputs, case.weights, strict=True)
     ]
     return lambda: [torch._int_mm(x, w) for x, w in pairs], [x.float() @ w.float() for x, w in pairs]
 

@@ -165,14 +165,10 @@ def in_fp8(paged: PagedKV) -> PagedKV:
 def flash_attention_3(q: Tensor, paged: PagedKV) -> Work:
     """FlashAttention-3's decode."""
     flash_attn_with_kvcache = import_module("flash_attn_interface").flash_attn_with_kvcache
-    return lambda: flash_attn_with_kvcache(
-        q, paged.k, paged.v, cache_seqlens=paged.lengths, page_table=paged.table, causal=True
-    )
+    return lambda: flash_attn_with_kvcache(q, paged.k, paged.v, cache_seqlens=paged.lengths, page_table=paged.table, causal=True)
 
 
 def peer(q: Tensor, paged: PagedKV) -> Work:
     """FlashAttention-4's decode."""
     flash_attn_varlen_func = import_module("flash_attn.cute.interface").flash_attn_varlen_func
-    return lambda: flash_attn_varlen_func(
-        q, paged.k, paged.v, seqused_k=paged.lengths, page_table=paged.table, causal=True
-    )
+    return lambda: flash_attn_varlen_func(q, paged.k, paged.v, seqused_k=paged.lengths, page_table=paged.table, causal=True)

@@ -31,9 +31,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, figures, times_of, with_measures
 from rooftile_lab.bench.run import Progress, words_of
 
-GPU = tuple(
-    f"d{dim}-{mask}-{length}" for dim in (64, 128, 256) for mask in ("full", "causal") for length in ("1k", "4k", "16k")
-)
+GPU = tuple(f"d{dim}-{mask}-{length}" for dim in (64, 128, 256) for mask in ("full", "causal") for length in ("1k", "4k", "16k"))
 CPU = ("cpu-causal-256",)
 QUICK = ("d128-full-4k", "d128-causal-16k")
 PEERS = ("torch-cudnn", "fa4", "fa3")

@@ -6,7 +6,6 @@ A row for each operator: what was predicted and counted at the largest size, and
 which a kernel's fixed traffic cancels. Needs a GPU, ncu on the PATH and the right to read counters.
 """
 
-
 from __future__ import annotations
 
 import argparse

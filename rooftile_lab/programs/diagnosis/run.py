@@ -6,7 +6,6 @@ Measures of a row: the share of the operators' time with a verdict from experime
 seconds that a diagnosis took beyond 50 steps, and for each remedy the saving that was predicted and the one that was measured.
 """
 
-
 from __future__ import annotations
 
 import argparse

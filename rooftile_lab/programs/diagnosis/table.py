@@ -1,6 +1,6 @@
 """Writes the table of docs/how-to/diagnose.md between its markers, `<!-- diagnosis -->`, from the rows of the results.
 
-    PYTHONPATH=. python -m rooftile_lab.programs.diagnosis.table            # --check: only whether it is up to date
+PYTHONPATH=. python -m rooftile_lab.programs.diagnosis.table            # --check: only whether it is up to date
 """
 
 from __future__ import annotations

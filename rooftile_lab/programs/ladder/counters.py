@@ -6,7 +6,6 @@ Each rung is run once, warm. A share of a peak is the mean over the rung's kerne
 the warps that could not issue for that reason, on average over the cycles in which one issued; the four largest are kept.
 """
 
-
 from __future__ import annotations
 
 import sys

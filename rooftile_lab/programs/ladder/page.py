@@ -1,6 +1,6 @@
 """Writes docs/concepts/ladder.md and its figure from the committed results.
 
-    python -m rooftile_lab.programs.ladder.page
+python -m rooftile_lab.programs.ladder.page
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ bf16, D = 128, 16 heads, 4 sequences of 4,096, full and causal. Its kernels are 
 package, so this is no `rooftile bench` suite.
 """
 
-
 from __future__ import annotations
 
 import sys

@@ -8,7 +8,6 @@ branch with 1, 2 and 4 queries to a tile; exact attention, FlashAttention-4 and 
 `rooftile bench approximate` compares the methods; this says where the time goes.
 """
 
-
 from __future__ import annotations
 
 import argparse

@@ -1,7 +1,7 @@
 """The kernels of the selected branch with other tiles and launches than a call takes, and choices to run them on.
 
-    random    every query chooses by itself
-    alike     the choices of 16 neighbours differ only in what is always chosen
+random    every query chooses by itself
+alike     the choices of 16 neighbours differ only in what is always chosen
 """
 
 from __future__ import annotations
@@ -131,7 +131,14 @@ def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[
         "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, launch),
         "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, launch),
         "dkdv": lambda: kernels.dkdv(
-            *known, lists, x.cu, x.cu, x.scale, x.block, Launch(max(variant.warps, 4), variant.stages), variant.each,
+            *known,
+            lists,
+            x.cu,
+            x.cu,
+            x.scale,
+            x.block,
+            Launch(max(variant.warps, 4), variant.stages),
+            variant.each,
             variant.queries,
         ),
     }

@@ -48,9 +48,7 @@ def _dq_walk(
         x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
         p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None] - rest[:, None]), 0.0)
         if SHAPE.ROUNDS > 1:
-            p *= weights(
-                at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE
-            )
+            p *= weights(at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE)
         dp = tl.dot(do, tl.trans(v), input_precision=SHAPE.PRECISION)
         ds = p * (dp - delta[:, None]) * scale
         if SHAPE.REPAIR:
@@ -152,9 +150,7 @@ def _dkdv_walk(
         x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
         p = tl.where(sees, tl.exp2(x * (scale * LOG2E) - lse[:, None] - rest[:, None]), 0.0)
         if SHAPE.ROUNDS > 1:
-            p *= weights(
-                at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE
-            )
+            p *= weights(at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE)
         kept = p
         values = do
         if SHAPE.REPAIR:

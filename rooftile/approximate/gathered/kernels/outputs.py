@@ -54,9 +54,7 @@ def _forward_walk(
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x - reference[:, None])
         if SHAPE.ROUNDS > 1:
-            p *= weights(
-                at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE
-            )
+            p *= weights(at[:, None], there[:, None], j_at[None, :], j_there[None, :], marks_ptr, lows_ptr, stride, groups, SHAPE)
         alpha = tl.exp2(m - reference)
         l = l * alpha + tl.sum(p, 1)
         if SHAPE.REPAIR:

@@ -221,6 +221,24 @@ def choice_of(
     block_d = max(16, triton.next_power_of_2(dim))
     depth = min(block_d, DEPTH) if q.dtype == torch.float32 else block_d
     return Choice(
-        group, heads, queries, max(queries, 16 // heads), dim, block_d, depth, keys, ratio, padded, new, most, length, stride,
-        block, count, first, local, has_lse, precision,
+        group,
+        heads,
+        queries,
+        max(queries, 16 // heads),
+        dim,
+        block_d,
+        depth,
+        keys,
+        ratio,
+        padded,
+        new,
+        most,
+        length,
+        stride,
+        block,
+        count,
+        first,
+        local,
+        has_lse,
+        precision,
     )

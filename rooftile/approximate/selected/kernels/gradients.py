@@ -117,12 +117,46 @@ def _backward_q(
     marked = tl.where(far, float("nan"), lse)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
     dq = _dq_walk(
-        dq, q, do, marked, rest, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, False
+        dq,
+        q,
+        do,
+        marked,
+        rest,
+        delta,
+        position,
+        r,
+        k_ptr,
+        v_ptr,
+        k_strides[0],
+        v_strides[0],
+        entries,
+        count,
+        S,
+        scale,
+        SHAPE,
+        False,
     )
     if tl.max(tl.where(dq == dq, 0, 1)) > 0:
         dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
         dq = _dq_walk(
-            dq, q, do, lse, rest, delta, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, True
+            dq,
+            q,
+            do,
+            lse,
+            rest,
+            delta,
+            position,
+            r,
+            k_ptr,
+            v_ptr,
+            k_strides[0],
+            v_strides[0],
+            entries,
+            count,
+            S,
+            scale,
+            SHAPE,
+            True,
         )
     dq_tile = dq_ptr + place[:, None] * SHAPE.D + d[None, :]
     tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < SHAPE.D)[None, :])

@@ -171,6 +171,7 @@ def recompute_without_hidden_nan(
         base = work.q_start if config.PACKED else work.b.to(gl.int64) * total
         lines = ((base + t).to(gl.int64) * H + h) * config.DIM_V
         gl.store(
-            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(c, 0), o.to(dtype),
+            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(c, 0),
+            o.to(dtype),
             mask=gl.expand_dims(in_bounds, 1) & gl.expand_dims(c < config.DIM_V, 0),
         )

@@ -48,9 +48,7 @@ def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexp
     COUNT: gl.constexpr = config.KEYS // config.TMA_TOKENS
     EIGHTS: gl.constexpr = desc.block_type.shape[0]
     COLUMNS: gl.constexpr = desc.block_type.shape[1] * desc.block_type.shape[3]
-    boxes = reinterpreted(
-        ring.buffers, desc.dtype, [ring.stages * (D // COLUMNS) * COUNT] + desc.block_type.shape, desc.layout
-    )
+    boxes = reinterpreted(ring.buffers, desc.dtype, [ring.stages * (D // COLUMNS) * COUNT] + desc.block_type.shape, desc.layout)
     mbarrier.expect(ring.full_barrier(fill), desc.block_type.nbytes * (D // COLUMNS) * COUNT)
     for i in gl.static_range(COUNT):
         eight = pages[i] * table.pages_apart

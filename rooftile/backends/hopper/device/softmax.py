@@ -223,9 +223,7 @@ def pack_16bit(p, dtype: gl.constexpr):
     """
     even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
     kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        ptx.narrow_text(kind), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(ptx.narrow_text(kind), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -121,9 +121,7 @@ def _values(
             grads.release(fill - 1)
             p = pack_16bit(weight, dtype)
         grads.wait_full(fill)
-        dv = warpgroup_mma(
-            unpack_16bit(p, dtype, config.p_layout), _columns(grads.buffer(fill), config), dv, is_async=True
-        )
+        dv = warpgroup_mma(unpack_16bit(p, dtype, config.p_layout), _columns(grads.buffer(fill), config), dv, is_async=True)
         dv = warpgroup_mma_wait(0, deps=(dv,))
         grads.release(fill)
         flag_nan(nan_flag_ptr, dv, config)

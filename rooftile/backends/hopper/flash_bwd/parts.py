@@ -467,9 +467,7 @@ def pack_for_twin(x):
     same registers, so they cross shared memory without a conflict between banks.
     """
     even, odd = x.reshape([64, 32, 2]).split()
-    words = gl.inline_asm_elementwise(
-        ptx.narrow_text("f16x2"), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    words = gl.inline_asm_elementwise(ptx.narrow_text("f16x2"), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
     words = words.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([2048])
     return gl.convert_layout(words, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
 

@@ -114,9 +114,7 @@ def _plan(
     del readable_options
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
 
-    def run(
-        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
-    ) -> Grads:
+    def run(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options) -> Grads:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         bias, _, sinks, _, cu_q, cu_k, *_ = options
         # no kernel reads what stands for an absent tensor
@@ -135,9 +133,7 @@ def _plan(
     return run
 
 
-def _without_keys(
-    stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options, spec: Spec
-) -> Grads:
+def _without_keys(stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options, spec: Spec) -> Grads:
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
     return Grads(dq, dk, dv, dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows))

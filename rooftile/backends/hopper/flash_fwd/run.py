@@ -61,9 +61,7 @@ _PLANS = BoundedCache()
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q); the tile may be given."""
     sizes = sizes_of(q, k, options)
     if not q.numel():

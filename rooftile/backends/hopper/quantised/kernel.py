@@ -312,9 +312,7 @@ def _store(output, o, o_desc, o_ptr, work, row, H, config: QuantisedConfig):
         t = row + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
         e = gl.arange(0, config.DV, gl.SliceLayout(0, layout))
         lines = ((work.q_start + t).to(gl.int64) * H + work.h) * config.DV
-        gl.store(
-            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=gl.expand_dims(t < work.T, 1)
-        )
+        gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=gl.expand_dims(t < work.T, 1))
     else:
         fence_async_shared()
         tma_store(o_desc, [work.b, work.h, row, 0], output)

@@ -87,6 +87,7 @@ def recompute_quantised_without_hidden_nan(spilled, scales, o_ptr, lse_ptr, work
             lse += gl.load(shift_head + place, mask=in_bounds, other=0.0) * scale
         gl.store(lse_ptr + (work.b * H + work.h).to(gl.int64) * total + work.q_start + t, lse, mask=in_bounds)
         gl.store(
-            o_ptr + gl.expand_dims(place * config.DV, 1) + gl.expand_dims(c, 0), o.to(o_ptr.dtype.element_ty),
+            o_ptr + gl.expand_dims(place * config.DV, 1) + gl.expand_dims(c, 0),
+            o.to(o_ptr.dtype.element_ty),
             mask=gl.expand_dims(in_bounds, 1),
         )

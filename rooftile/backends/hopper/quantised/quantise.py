@@ -13,7 +13,6 @@ them begin with the values: rows are bound by instructions, values by memory. So
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
 
-
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.quantised.rows import (
     BLOCK,
@@ -72,9 +71,7 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
 @gluon.jit
 def _grid(verb: gl.constexpr):
     """`launch_dependents`: the next kernel may begin, as far as it needs nothing of this one; it does `wait` before it does."""
-    gl.inline_asm_elementwise(
-        ptx.dependent_launch_text(verb), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise(ptx.dependent_launch_text(verb), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

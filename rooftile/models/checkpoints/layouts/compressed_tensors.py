@@ -79,9 +79,7 @@ class CompressedTensors:
         for scheme in self.schemes:
             for target in scheme.targets:
                 if not any(_matches(target, module) for module in modules):
-                    raise refused(
-                        self.folder, f"has the target {target!r}, which matches no module: correct it in config.json"
-                    )
+                    raise refused(self.folder, f"has the target {target!r}, which matches no module: correct it in config.json")
         for module in modules:
             found = [scheme for scheme in self.schemes if any(_matches(target, module) for target in scheme.targets)]
             if len(found) > 1 and not self._stays(module):
@@ -198,9 +196,7 @@ def _blocks(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], 
     group = 16 if scheme.format == "nvfp4" else 32
     whole(module, group, K)
     name, dtype, due = (
-        ("weight", torch.float8_e4m3fn, (N, K))
-        if scheme.format == "mxfp8"
-        else ("weight_packed", torch.uint8, (N, K // 2))
+        ("weight", torch.float8_e4m3fn, (N, K)) if scheme.format == "mxfp8" else ("weight_packed", torch.uint8, (N, K // 2))
     )
     codes, scales = checked_codes(module, name, tensors[name], due, dtype), tensors["weight_scale"]
     if scheme.format == "nvfp4":

@@ -85,9 +85,7 @@ class Gptq:
         if self.bits == 4:
             return int4_weight(packed_codes(tensors["qweight"].T, K), scales, zeros, order, group, shape)
         if not (zeros == 128).all():
-            raise InvalidInput(
-                f"{module}.qzeros has zero points for 8 bits; 8 bits are read without: quantise it with sym=True"
-            )
+            raise InvalidInput(f"{module}.qzeros has zero points for 8 bits; 8 bits are read without: quantise it with sym=True")
         return w8_weight(signed_codes(tensors["qweight"].T, K), scales, order, group)
 
     def _zeros(self, module: str, words: Tensor, N: int) -> Tensor:

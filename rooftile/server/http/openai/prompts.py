@@ -35,9 +35,7 @@ class PromptForms(NamedTuple):
         return max((count for count in (self.echoed, self.listed) if count is not None), default=None)
 
 
-def score_prompt(
-    tokenizer: Tokenizer | None, ids: Sequence[int], ranked: Sequence[Ranked], forms: PromptForms
-) -> ScoredPrompt:
+def score_prompt(tokenizer: Tokenizer | None, ids: Sequence[int], ranked: Sequence[Ranked], forms: PromptForms) -> ScoredPrompt:
     """Returns the logprobs of a prompt in the forms that are asked for; `ranked` has all tokens but the first."""
     silent = [tokenizer is None or tokenizer.is_silent(id, forms.skip_special) for id in ids]
     first = silent.index(False) if False in silent else len(ids)
