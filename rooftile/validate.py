@@ -178,7 +178,7 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
             _check_device(f"cache.{name}", x, q)
     if cache.cu_q is not None:
         check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
-    # as with offsets: looked at where that waits for nobody
+    # like offsets, checked only where the values can be read without waiting for a GPU
     if q.device.type == "cpu" and B and not torch.compiler.is_compiling():
         longest, room = int(lengths.max()), table.shape[1] * k.shape[1]
         if int(lengths.min()) < 0 or longest > room:

@@ -20,8 +20,7 @@ SMALLEST_BLOCK = 16
 TOGETHER = 8
 # queries per sequence, on average, from which the kernels for prompts are worth their start
 PROMPT = 64
-# queries per sequence, on average, whose products take so long that it costs less to copy blocks below LARGE_BLOCK first than to
-# read them in place
+# queries per sequence, on average, from which it is faster to copy blocks below LARGE_BLOCK first than to read them in place
 LONG_PROMPT = 8192
 LARGE_BLOCK = 128
 # the largest copy, in bytes: an engine keeps that much memory free, and a larger call goes to a kernel that needs no copy

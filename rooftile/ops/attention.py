@@ -139,7 +139,7 @@ class _Call:
         self._backwards = BoundedCache(64)
 
     def backward(self, do, dlse, q, k, v, o, lse, options: list[Tensor]) -> Callable[..., Grads] | None:
-        """The prepared backward of tensors like these; None where there is none, or somebody watches."""
+        """Returns the prepared backward for tensors with these strides, or None if there is none or a mode observes them."""
         if self.forward is None or torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options):
             return None
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | lse.data_ptr()

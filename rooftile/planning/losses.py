@@ -67,7 +67,7 @@ class ByData:
 
 
 class ByError:
-    """The relative error of a layer's output, for some rows of its input; of the whole, of the model's output."""
+    """Measures the relative error of a layer's output for some rows of its input; for a plan, of the model's output."""
 
     kind = "relative error, no data"
     base = None

@@ -135,7 +135,7 @@ class _Measurement:
             raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")
         left_s = end - time.perf_counter()
         flops = self._sample.operation.flops or 0
-        # small products may be slower than a large one, whose arithmetic takes no longer than all of it
+        # smaller copies of a product may run slower than the product itself, whose whole time bounds its arithmetic
         arithmetic_us = min(found.cached_us, found.time_us)
         times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, left_s, MEMORY)
         return times, times.slope

@@ -45,12 +45,12 @@ BYTES = 64
 # ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has so many
 # steps that a kernel which orders them once is faster
 ORDERS, ORDERS_IN_MANY_STEPS, MANY_STEPS = 32, 16, 16
-# a program that shares tiles takes so many steps more: where each tile has as many programs, and where not. Parts of up to
+# steps that a program loses by sharing tiles: where each tile has as many programs, and where not. Parts of up to
 # ORDERS rows of x are small. Steps of codes take half as long as those of 16-bit numbers.
 SHARING_FEW, SHARING, SHARING_CODES = (3, 12), (9, 16), (16, 28)
-# a step of a tile twice as large takes as long as so many steps: it reads less from the L2 cache
+# time of a step of a tile twice as large, in steps: it reads less from the L2 cache
 TWICE = 1.86
-# the line has at most so many steps: times a number of programs, they are a number of 32 bits
+# upper bound on the steps of all tiles, so that steps * programs fits in int32
 MOST_STEPS = 1 << 23
 # steps over K per program, at least
 LEAST_STEPS = 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 
-# numbers of K that are put in order together, and how many times that many a program has
+# columns of K that are reordered per step, and steps per program
 STEP, STEPS = 128, 16
 
 

@@ -118,7 +118,7 @@ class Product:
 
     @gluon.jit
     def partial(self, program, begins, tile_m, block):
-        """Returns a partial's place: a program has one of the tile that it begins, and one of that which began before it."""
+        """Returns a partial's address: each program keeps two, of the tile it starts and of the tile it joins midway."""
         which = (tile_m // self.spread * gl.num_programs(0) + program) * 2 + begins
         return self.partials + (which * self.BLOCKS + block).to(gl.int64) * (ROWS * self.COLUMNS)
 
@@ -166,7 +166,7 @@ def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, 
 
 @gluon.jit
 def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, more=None):
-    """The role that has tiles of the weight and of x copied in, and of what else there is of the weight (`more`).
+    """Runs the role that starts the copies of weight tiles, x tiles and the rest of the weight (`more`) into shared memory.
 
     `early`: the kernel before does not write the weight, so the ring fills with its tiles while that kernel ends.
     """

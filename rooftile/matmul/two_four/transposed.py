@@ -22,7 +22,7 @@ def _transpose(
     y_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, M, sixteens, N: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of o (M, N) from y (N, 16 sixteens), whose padding is read, so that whole words are."""
+    """Writes a tile of o (M, N) from y (N, y_stride); y_stride = 16 * sixteens. Reads y's padding, to load aligned words."""
     y_stride = sixteens * 16
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)

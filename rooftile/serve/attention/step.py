@@ -30,7 +30,7 @@ class Step(NamedTuple):
         return 0 if self.chunks is None else self.chunks.tokens
 
     def rows_of(self, blocks: Tensor) -> Tensor:
-        """Returns the rows of blocks: of any row for a block that has none, which nobody reads."""
+        """Returns the row of each block; a block without a row gets an arbitrary one, which is never read."""
         return blocks if self.rows is None else self.rows[blocks.long()]
 
     def known(self) -> StepInputs:

@@ -111,7 +111,7 @@ def start_log(*, as_json: bool, queued: bool) -> None:
     logging.raiseExceptions = False
     logging.basicConfig(level=logging.INFO, handlers=[_Queued(writer) if queued else writer], force=True)
     logging.captureWarnings(True)
-    # what clients do wrong is no line of ours: anybody could fill the log with it
+    # mistakes of clients are not logged: anybody could fill the log with them
     for name in ("uvicorn.error", "uvicorn.access", "httpx"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 

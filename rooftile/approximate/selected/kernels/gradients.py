@@ -27,7 +27,7 @@ from rooftile.backends.triton.far_rows import is_far
 from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
 
-# All queries choose the first block of a text, so its list has parts: of so many queries at least, and of about so many in all. A
+# All queries choose the first block of a text, so split its list: at least LEAST_OF_PART queries per part, about PARTS parts in all. A
 # step over four queries took 2.7 us on an H200 (h200-native-sparse.jsonl), and the longest part must end with the others.
 LEAST_OF_PART, PARTS = 1024, 2048
 # dq holds two tiles of queries beside its steps

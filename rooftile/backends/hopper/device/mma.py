@@ -20,7 +20,7 @@ def _first(DIM):
 
 @gluon.jit
 def _first_columns(b, COUNT: gl.constexpr):
-    # a slice of all is not asked for: there are layouts of which the compiler has none
+    # skip the full slice: the compiler cannot slice some layouts
     if b.shape[1] > COUNT:
         b = b.slice(0, COUNT, 1)
     return b

@@ -137,9 +137,10 @@ def padded_length(sizes: Sizes, spec: Spec) -> int:
 def plan(
     o: Tensor, do: Tensor | None, dlse: Tensor | None, sizes: Sizes, spec: Spec, *, check_nan: bool, columns: int
 ) -> Callable[..., RowStats]:
-    """Computes the statistics of o, do, lse, dlse and cu_q like these; with `columns`, zeros of so many for each row beside them.
+    """Prepares the kernel that computes row statistics for tensors with these shapes, strides and dtypes.
 
-    What it returns holds no tensor. It is called with all five: a do or dlse that is None here is read by nobody then.
+    The result holds no tensor. Call it with o, do, lse, dlse and cu_q; the kernel never reads a do or dlse that is None here.
+    With `columns`, it also returns a zeroed buffer with this many columns for each row.
     """
     packed, padded_T, device = spec.layout == "packed", padded_length(sizes, spec), o.device
     outer = (sizes.H,) if packed else (sizes.B, sizes.H)

@@ -37,9 +37,9 @@ from rooftile.hopper.gluon import (
 )
 from rooftile.numerics.recipe import MEAN_OF
 
-# as `rooftile.numerics.recipe` has it: of so many keys, and of any less, each is in their mean
+# keys in the sample for the mean, as in `rooftile.numerics.recipe`; a shorter sequence is averaged whole
 SAMPLE = gl.constexpr(MEAN_OF)
-# that a program of `mean_keys` takes: a sector of memory
+# columns per program of `mean_keys`: a sector of memory
 COLUMNS = gl.constexpr(16)
 # layout of a row in shared memory: neighbours of a warp read different banks
 LINE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))

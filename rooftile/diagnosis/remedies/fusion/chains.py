@@ -94,7 +94,7 @@ class _Open:
         return not self._written.isdisjoint(tensors)
 
     def absorbs(self, other: _Open) -> bool:
-        """Takes over the members of another chain, if none of either waits for what others have made of the other's results."""
+        """Merges another chain into this one, unless a call outside both lies between them in the data flow."""
         for one, two in ((self, other), (other, self)):
             if (one._read.keys() | one._written) & (two._after | two._changed):
                 return False
