@@ -326,7 +326,7 @@ def attention_paged(
         mask: CAUSAL, or what `attention` takes.
         deterministic: a sequence's output does not depend on its neighbours in the batch, bit for bit. None follows
             torch.use_deterministic_algorithms.
-        shared_prefix: so many tokens at the beginning of every sequence lie in the same blocks, whole ones: they are read once
+        shared_prefix: number of tokens at the beginning of every sequence that lie in the same, whole blocks: they are read once
             for all queries together, and what was found is merged with the rest (cascade attention). Queries come after them;
             mask FULL or CAUSAL, no ALiBi.
 

@@ -203,7 +203,7 @@ def native_sparse_decode(
 
 
 def _pairs(count: int, D: int, Dv: int, phase: str) -> int:
-    """FLOPs of exact attention over so many pairs, heads counted."""
+    """FLOPs of exact attention over a number of pairs, heads counted."""
     flops.check_phase(phase)
     forward = 2 * (D + Dv) * count
     return forward if phase == "fwd" else forward * 5 // 2

@@ -37,7 +37,7 @@ def cache_write(tokens: int, kv_heads: int, dim: int, itemsize: int, *, rotated:
 
 
 def copy(nbytes: int) -> Traffic:
-    """A copy of so many bytes."""
+    """A copy of a number of bytes."""
     return Traffic(nbytes, nbytes)
 
 

@@ -19,7 +19,7 @@ from rooftile.serve.config import EngineConfig
 from rooftile.serve.engine import Engine
 from rooftile.serve.sampling.params import SamplingParams
 
-# the engine decodes so many tokens more than a diagnosis has steps
+# tokens that the engine decodes beyond the steps of a diagnosis
 SPARE = 8
 
 
@@ -44,7 +44,7 @@ def diagnose_checkpoint(
         The diagnosis of the decode step, and that of the prompt.
 
     Raises:
-        InvalidInput: batch or context is not positive, or the model does not have so many positions.
+        InvalidInput: batch or context is not positive, or the model has fewer positions.
     """
     check(apply)
     for name, value in (("batch", batch), ("context", context)):

@@ -54,7 +54,7 @@ EXPLAINED = 0.95
 MOST_KINDS = 20
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
-# an operator that seems so many times as fast as its roof shows that the roof was measured too low
+# an operator that seems this many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict

@@ -13,7 +13,7 @@ from rooftile.fused.where import kernels_run_on
 BYTES_AT_ONCE, ON_CPU = 480 << 20, 32 << 20
 # memory for which a CPU does not change its way
 LITTLE = 1 << 20
-# rows of logits start at multiples of so many numbers: cuBLAS is slow for rows that do not, such as GPT-2's of 50,257. Not on a
+# rows of logits start at multiples of this many numbers: cuBLAS is slow for rows that do not, such as GPT-2's of 50,257. Not on a
 # CPU, where PyTorch's products in bf16 read what lies between the rows: NaN there becomes NaN in the result
 ALIGNED = 64
 # the rows of a chunk are a multiple of this number

@@ -19,7 +19,7 @@ def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:
 
 
 def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
-    """Start and end, in ns, of everything that runs on the GPU in so many calls. Raises RuntimeError if nothing does."""
+    """Start and end, in ns, of everything that runs on the GPU in a number of calls. Raises RuntimeError if nothing does."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 

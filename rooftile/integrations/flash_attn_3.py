@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
     """`rooftile.attention_packed` with FlashAttention-3's arguments.
 
     Args:
-        seqused_q, seqused_k: only so many first rows of each sequence count. The others' outputs are zero, their lse -inf.
+        seqused_q, seqused_k: the number of first rows of each sequence that count. The others' outputs are zero, their lse -inf.
 
     Returns:
         out (total_q, H, Dv); with return_attn_probs also softmax's lse (H, total_q), fp32.

@@ -133,7 +133,7 @@ def flash_attn_varlen_func(
     """`rooftile.attention_packed`, or with page_table `rooftile.attention_paged`, with flash-attn-4's arguments.
 
     Args:
-        seqused_q, seqused_k: only so many first rows of each sequence count. The others' outputs are zero, their lse -inf.
+        seqused_q, seqused_k: the number of first rows of each sequence that count. The others' outputs are zero, their lse -inf.
 
     Returns:
         out in the layout of q, and lse (H, total_q) or (B, H, T), fp32, or None without return_lse.

@@ -56,7 +56,7 @@ class WindowPool(BlockPool):
 
     @staticmethod
     def rows_for(window: int, size: int, *, answers: int, tokens: int) -> int:
-        """Returns how many rows are enough for so many answers that read at most `tokens` tokens in a step together."""
+        """Returns how many rows are enough for `answers` answers that read at most `tokens` tokens in a step together."""
         return answers * ((window - 1) // size + 2) + -(-tokens // size)
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class WindowPool(BlockPool):
         self._next.clear()
 
     def cover(self, table: BlockTable, start: int, tokens: int) -> None:
-        """Makes rows for so many tokens from `start` on, which a step reads.
+        """Makes rows for `tokens` tokens from `start` on, which a step reads.
 
         The table has these slots already. Rows behind the window stay until the next step: this one's first query sees them.
         """

@@ -22,7 +22,7 @@ AT_ONCE = 1 << 22
 ROWS = 16
 # rows of x from which INT8 products on Hopper have a kernel for many rows
 MANY_IN_INT8 = 1025
-# so many products of int8 numbers are exact in fp32: 128 * 127 * 1024 < 2^24
+# number of products of int8 numbers whose sum is exact in fp32: 128 * 127 * 1024 < 2^24
 EXACT = 1024
 
 
@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 def has_many_rows(rows: int, product: Product) -> bool:
-    """Whether Hopper's kernel for INT8 products of many rows takes so many rows of x.
+    """Whether Hopper's kernel for INT8 products of many rows takes this many rows of x.
 
     Under `deterministic` it takes none: a row's bits are those that the kernel for few rows gives it.
     """

@@ -20,7 +20,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Calls of an item with so many rows.
+    """Calls of an item with a number of rows.
 
     Args:
         phase: "step" of a module; "decode" or "prompt" of a decoder.

@@ -30,11 +30,11 @@ from rooftile.qat.product import linear as rounded_linear
 # time of one round: many layers are timed in many formats
 BUDGET_MS = 8.0
 ROUNDS = 3
-# a call that takes so long, and is so many times as fast as its roofs, shows that they were measured too low
+# a call that takes this long, and is this many times as fast as its roofs, shows that they were measured too low
 LONG_US, ABOVE = 1e3, 1.2
 # the phase that a server replays as CUDA graphs
 REPLAYED = "decode"
-# copies of a layer's weights that a graph walks through are so many times as large as the L2 cache, so that none is found there
+# size of the copies of a layer's weights that a graph walks through, in L2 caches, so that none is found there
 CACHES = 4
 # devices whose ceilings this process has measured a second time
 _measured_again: set[torch.device] = set()

@@ -47,7 +47,7 @@ class Preparation:
         self.reach(self.steps)
 
     def reach(self, steps: int) -> None:
-        """Counts steps: there are so many now."""
+        """Sets the number of steps."""
         self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:

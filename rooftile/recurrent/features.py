@@ -25,7 +25,7 @@ SCALED = ("exp", "wave")
 
 
 def width(kind: str, dim: int, projection: Tensor | None) -> int:
-    """The number of features of a head of so many dimensions."""
+    """The number of features of a head of this dimension."""
     if kind in PLAIN:
         return dim
     assert projection is not None

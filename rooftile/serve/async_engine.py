@@ -34,7 +34,7 @@ from rooftile.words import answers_with, answers_words
 
 # answers that may wait for their first step, and tokens of their prompts; what comes on top is refused
 MAX_WAITING, MAX_WAITING_TOKENS = 1024, 1 << 20
-# an idle engine checks its books after so many seconds
+# seconds after which an idle engine checks its books
 IDLE_S = 1.0
 # seconds that a closing interpreter waits for the current step
 PATIENCE = 10.0
@@ -193,7 +193,7 @@ class AsyncEngine:
                 self._order(Order("leave", call))
 
     def _check_room(self, waiting: int, waiting_tokens: int, answers: int, tokens: int) -> None:
-        """Refuses a request with so many answers and prompt tokens where others wait and it would be too much."""
+        """Refuses a request if its answers and prompt tokens, with those that wait, are too many."""
         if waiting and waiting + answers > self.max_waiting:
             raise Overloaded(
                 f"{waiting:,} answers wait already and the request has {answers:,}; {self.max_waiting:,} may wait (max_waiting): "

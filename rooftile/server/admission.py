@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rooftile.server.limits import LONGEST_RETRY_S
 from rooftile.server.refusals import Refusal, retry_later
 
-# the rate of the queue is that of so many answers that have left it
+# the rate of the queue is measured over this many answers that left it
 REMEMBERED = 64
 
 

@@ -11,7 +11,7 @@ REQUEST_LINE_BYTES = 8 * 2**10
 HEADERS_BYTES = 16 * 2**10
 # a flag, --max-body, for long lists of token ids
 BODY_BYTES = 4 * 2**20
-# so many of the longest bodies are read and parsed at once. No flag: it follows --max-body
+# number of the longest bodies that are read and parsed at once. No flag: it follows --max-body
 BODIES = 64
 # JSON is parsed by recursion in other programs on the way. No flag: no field is as deep
 JSON_DEPTH = 64

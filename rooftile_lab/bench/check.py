@@ -25,7 +25,7 @@ from rooftile.errors import Unsupported
 from rooftile.masks import FULL
 from rooftile.spec import DTYPES
 
-# a sample of up to so many scores is computed whole; a GPU takes a few milliseconds
+# a sample of up to this many scores is computed whole; a GPU takes a few milliseconds
 WHOLE = {"cpu": 1 << 23, "cuda": 1 << 30}
 # the most scores that the definition holds at once
 CHUNK = 1 << 26

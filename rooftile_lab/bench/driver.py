@@ -30,7 +30,7 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Waits so many seconds."""
+        """Waits a number of seconds."""
         ...
 
 
@@ -42,7 +42,7 @@ class WallClock:
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Waits so many seconds."""
+        """Waits a number of seconds."""
         time.sleep(seconds)
 
 
@@ -147,7 +147,7 @@ def drive(
         engine: idle; its prefix cache is left as it is.
         workload: its token ids are ones that the model has, or is meant to refuse.
         clock: by default the machine's.
-        every: the cache is sampled once in so many steps; a sample takes a pass over all block tables.
+        every: the number of steps between samples of the cache; a sample takes a pass over all block tables.
         say: called now and then with the progress.
     """
     clock = clock or WallClock()

@@ -11,7 +11,7 @@ from rooftile.cost.decoder import DecoderCost, tokens_read
 from rooftile.hardware.chips import Rates
 from rooftile_lab.bench.driver import Course, Trace
 
-# a request counts in the goodput if its first token comes within so many seconds, and each token after it within so many
+# seconds within which a request's first token, and each token after it, must come to count in the goodput
 FIRST_TOKEN_S = 1.0
 EACH_TOKEN_S = 0.05
 

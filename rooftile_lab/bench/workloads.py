@@ -46,7 +46,7 @@ class Ask(NamedTuple):
     after: int | None = None
     """The request whose conversation this one continues: that prompt and its answer come before this prompt."""
     gone: int | None = None
-    """The client disconnects after so many tokens of the answer."""
+    """The number of tokens of the answer after which the client disconnects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,7 @@ class Reading(asyncio.Protocol):
         port: the server's.
         body: a JSON object, or bytes to send as they are.
         path: the route.
-        gone: the client leaves after so many events.
+        gone: the number of events after which the client leaves.
         kept: how many of the last bytes are kept.
     """
 
@@ -256,6 +256,6 @@ async def get(port: int, path: str) -> bytes:
 
 
 def stream_of(prompt: Any, max_tokens: int, **more: Any) -> dict[str, Any]:
-    """Returns a stream of exactly so many tokens."""
+    """Asks for a stream of exactly `max_tokens` tokens."""
     usual = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     return {"prompt": prompt, "max_tokens": max_tokens} | usual | more

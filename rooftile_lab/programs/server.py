@@ -268,7 +268,7 @@ class Seen:
     Args:
         at: the moment.
         tokens: those of all answers so far.
-        lags: how often the event loop's lag was at most so many seconds.
+        lags: how often the event loop's lag was at most each number of seconds.
     """
 
     at: float

@@ -125,7 +125,7 @@ def scores_of_blocks(p: Tensor, blocks: int, group: int, length: int, stride: in
     """Scores (B, T, Hk, blocks) from weights p (B, H, T, n): a convolution with the overlaps, in units of stride."""
     p = p.unflatten(1, (-1, group)).sum(2).transpose(1, 2)  # (B, T, Hk, n)
     ratio, back = block // stride, length // stride - 1
-    # compressed key ratio j + d overlaps with block j by so many strides
+    # compressed key ratio j + d overlaps with block j by this many strides
     overlaps = torch.ones(ratio, dtype=p.dtype, device=p.device)
     overlaps = torch.nn.functional.pad(overlaps, (back, back)).unfold(0, back + 1, 1).sum(-1)
     need = ratio * blocks + back

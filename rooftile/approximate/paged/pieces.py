@@ -9,7 +9,7 @@ PIECE = 2**26
 
 
 def in_pieces(sequences: int, each: int) -> Iterator[slice]:
-    """Yields slices of so many sequences, of `each` bytes, that they take at most PIECE bytes, or of one."""
+    """Yields slices of sequences of `each` bytes: as many as take at most PIECE bytes, and at least one."""
     step = max(PIECE // max(each, 1), 1)
     for start in range(0, sequences, step):
         yield slice(start, min(start + step, sequences))

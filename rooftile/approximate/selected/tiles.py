@@ -22,14 +22,14 @@ FP32_ROWS = 16
 class TileTable(NamedTuple):
     """The tiles of queries, without their lists."""
 
-    queries: int  # so many to a tile, a power of two
+    queries: int  # queries per tile, a power of two
     rows: Tensor  # the table of `Tiles`
 
 
 class Tiles(NamedTuple):
     """The tiles of queries. Positions are those of keys."""
 
-    queries: int  # so many to a tile, a power of two
+    queries: int  # queries per tile, a power of two
     # int32 (tiles, 5): first row, number of queries, first position, first row of the keys, number of keys
     table: Tensor
     counts: Tensor  # int32 (Hk, tiles)
@@ -49,7 +49,7 @@ def queries_of_step(group: int, dtype: torch.dtype = torch.bfloat16) -> int:
 
 
 def table_of(cu_q: Tensor, cu_k: Tensor, total: int, queries: int) -> TileTable:
-    """Returns the tiles of `total` queries, so many to a tile; cu_k has the offsets of their sequences' keys."""
+    """Returns the tiles of `total` queries, `queries` to a tile; cu_k has the offsets of their sequences' keys."""
     R = queries
     sequences = torch.arange(cu_q.shape[0] - 1, device=cu_q.device)
     first = cu_q[:-1] // R + sequences

@@ -34,7 +34,7 @@ class Schedule(NamedTuple):
 def schedule(
     length: int, heads: int, rows: int, sizes: Sizes, device: torch.device, spec: Spec, together: int = 1
 ) -> Schedule:  # fmt: skip
-    """The schedule of tiles of `rows` over heads of `length` rows, with so many programs together on a multiprocessor."""
+    """The schedule of tiles of `rows` over heads of `length` rows, with this many programs together on a multiprocessor."""
     tiles, heads = tiles_and_heads(length, heads, rows, sizes, spec)
     programs = min(tiles * heads, together * processors(device))
     # with a full mask all tiles of a dense head have the same length, so there is nothing to balance

@@ -23,7 +23,7 @@ from rooftile.diagnosis.steps import wait_for
 RUNS = 15
 # seconds for all runs; a work that is very slow is run twice
 LIMIT = 0.5
-# a first run that takes so many times as long needs no second one
+# a first run that takes this many times as long needs no second one
 HOPELESS = 10
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 # GPU libraries have their fast kernels for rows of whole 16 bytes

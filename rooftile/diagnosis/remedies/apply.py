@@ -29,7 +29,7 @@ from rooftile.integrations import enabled
 NAMES = {"graph": GRAPH, "compile": COMPILE, "attention": ATTENTION, "dtype": f"{DTYPE}: bf16", "batch": BATCH, "pad": PAD}
 BY_RUNNING = ("compile", "attention", "dtype")
 WARM_UPS, TIMED_STEPS = 2, 7
-# a step that takes so many times as long with a change in both looks is not timed further; in one of them it may have compiled
+# a step that takes this many times as long with a change in both looks is not timed further; in one of them it may have compiled
 HOPELESS, LOOKS = 3, 2
 
 

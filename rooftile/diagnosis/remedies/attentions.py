@@ -20,7 +20,7 @@ FUSED = "aten::_scaled_dot_product_"
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 PRODUCTS = ("aten::bmm", "aten::baddbmm")
 DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
-# an attention written by hand has its products at most so many calls before and after its softmax
+# an attention written by hand has its products at most this many calls before and after its softmax
 REACH = 12
 # timings of a dropout take this share, as its own is not known
 DROPPED = 0.1
@@ -157,7 +157,7 @@ def _factors(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _works_on(operation: Operation, scores: int) -> bool:
-    """Whether an operator reads as many numbers as there are scores, or is a product that makes so many."""
+    """Whether an operator reads as many numbers as there are scores, or is a product that writes as many."""
     sizes = [prod(kind[0]) for kind in operation.key[4:] if isinstance(kind, tuple) and kind[0]]
     if operation.op in PRODUCTS:
         (batch, rows, _), (_, _, columns) = _factors(operation)

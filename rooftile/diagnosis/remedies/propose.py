@@ -32,12 +32,12 @@ from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
 
 PRODUCTS = ("aten::mm", "aten::addmm")
-# the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of so many launches
+# the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of this many launches
 READ, BREAK = "aten::_local_scalar_dense", 10
 # in launches of small operators, by h200-diagnosis.jsonl: what the host needs on a GPU for a launch of compiled code, which also
 # allocates its results, and for each tensor that the code is given, which its guards look at
 PACE, GUARD = 2.5, 1.0
-# a compiler calls custom operators as they are: where so many of the calls are theirs, nobody knows what it saves
+# a compiler calls custom operators as they are: where this share of the calls is theirs, its gain is unknown
 CUSTOM = 0.25
 
 

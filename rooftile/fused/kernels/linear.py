@@ -70,7 +70,7 @@ def _constants(out: int, inner: int, bias: bool, dtype: torch.dtype) -> dict[str
 
 
 def tile_of(out: int, dtype: torch.dtype) -> dict[str, int]:
-    """Returns a program's tile for an output of so many columns: narrow where there are few, so that programs fill a chip."""
+    """Returns a program's tile for an output with this many columns: narrow where there are few, so that programs fill a chip."""
     if dtype == torch.float32:
         return {"BLOCK_R": 32, "BLOCK_N": 64, "BLOCK_K": 32, "STAGES": 3, "num_warps": 4}
     block_n = 128 if out >= 16384 else 64 if out >= 8192 else 32

@@ -246,7 +246,7 @@ def _constants(
 
 
 def tile_of(size: int) -> dict[str, int]:
-    """Rows and columns of a program's tile, and its warps, for rows of so many numbers."""
+    """Rows and columns of a program's tile, and its warps, for rows of this length."""
     block_n = triton.next_power_of_2(size)
     block_r = max(PIECE // block_n, 1)
     return {"BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": warps_for(block_r * block_n)}

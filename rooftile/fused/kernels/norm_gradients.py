@@ -23,7 +23,7 @@ PROGRAMS = 264
 WHOLE = 16384
 # ... and columns of a program where rows are longer
 LONG_COLUMNS = 4096
-# a tile of the parts: so many of them, and so many columns
+# a tile of the parts: number of parts, and number of columns
 PARTS, COLUMNS = 128, 32
 # shared memory for rows that are on their way, and rows in flight at most
 BYTES, MOST_STAGES = 64 * 1024, 4
@@ -207,7 +207,7 @@ def long_constants(size: int, layer: bool, plus_one: bool, added: bool) -> tuple
 
 @cache
 def constants_of(size: int, itemsize: int, layer: bool, plus_one: bool, added: bool) -> dict[str, object]:
-    """The compile-time arguments, for numbers of so many bytes."""
+    """The compile-time arguments, for numbers of this size in bytes."""
     block = triton.next_power_of_2(size)
     stages = min(max(BYTES // (block * itemsize * (2 + added)), 0) + 1, MOST_STAGES)
     return {

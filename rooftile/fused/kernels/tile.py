@@ -21,5 +21,5 @@ LONG_PIECE = 8192
 
 
 def warps_for(numbers: int) -> int:
-    """Warps of a program that works on so many numbers."""
+    """Warps of a program that works on this many numbers."""
     return min(max(numbers // (32 * NUMBERS), 1), MOST_WARPS)

@@ -74,7 +74,7 @@ def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors
     is_codes = weight_format(format).activations is not None
     columns = min(max(triton.next_power_of_2(M), 8), 128)
     if is_codes:
-        # with factors in the loop there are no registers for a second sum of so many columns
+        # with factors in the loop there are no registers for a second sum of these columns
         tile, larger = Tile(1, columns, 1, 0), Tile(1, columns, 2, 0)
         twice = M > 128 and format != "fp8_tile"
     elif M <= 128 or deterministic:
@@ -108,7 +108,7 @@ def orders_itself(M: int, N: int, K: int, processors: int, in_many_steps: int = 
 
 
 def sharing_of(rows: int, is_codes: bool) -> tuple[int, int]:
-    """Returns the steps that it costs to share tiles of so many rows of x: evenly, and unevenly."""
+    """Returns the steps that it costs to share tiles of `rows` rows of x: evenly, and unevenly."""
     if is_codes:
         return SHARING_CODES
     return SHARING_FEW if rows <= ORDERS else SHARING
@@ -148,7 +148,7 @@ def _divided(total: int, part: int) -> int:
 
 
 def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
-    """Returns how many programs share a product of so many rows of x, at most one for each multiprocessor.
+    """Returns how many programs share a product of `rows` rows of x, at most one for each multiprocessor.
 
     Under `deterministic` they are those of one row.
     """
@@ -179,7 +179,7 @@ def refusals(asked: Any) -> Iterator[str]:
     """Yields why the kernels of this folder do not take a call; the device is known to be Hopper."""
     product, parts = asked.product, asked.parts
     kind = weight_format(product.format)
-    # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
+    # a row's bits may not depend on how many rows there are: then this many are multiplied at a time
     if asked.x.shape[0] > MOST_ROWS and not product.deterministic and not has_many_rows(asked.x.shape[0], product):
         more = "in INT8 more if N is a multiple of 16 and results have 16 bits"
         yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS:,}, {more}"
@@ -408,7 +408,7 @@ def _kernel_of_widened(
 
 
 def described(rows: int, columns: int = STEP.value) -> Any:
-    """Returns what describes a matrix for the copy engine: so many rows and columns at a time; zeros past its ends."""
+    """Returns what makes a matrix's descriptor for the copy engine: it copies `rows` by `columns`, with zeros past the ends."""
     return partial(_described, box=(rows, columns))
 
 

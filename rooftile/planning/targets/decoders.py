@@ -195,7 +195,7 @@ class DecoderTarget:
         return Problem(spec=spec, sizes=sizes)
 
     def _lengths(self, tokens: int) -> list[int]:
-        """The lengths of prompts of so many tokens together: the context each, and a rest."""
+        """The lengths of prompts that have `tokens` tokens together: the context each, and a rest."""
         whole, rest = divmod(tokens, self._context)
         return [self._context] * whole + [rest] * (rest > 0)
 

@@ -52,7 +52,7 @@ _TILES = {
 def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, grouped: bool) -> dict[str, Any]:
     """Tokens and columns of a tile, how its products are made, and warps.
 
-    The kernels "outputs" and "values" own so many columns of values at a time, "queries" and "keys" of features.
+    The kernels "outputs" and "values" own this many columns of values at a time, "queries" and "keys" of features.
     """
     block_d, block_v = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v))
     # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16

@@ -77,7 +77,7 @@ class CacheLayout:
         return self.near_layers * 2 * self.size * self.heads * self.dim * dtype.itemsize
 
     def rows(self, blocks: int, answers: int, tokens: int, *, paged: bool = True) -> int:
-        """Returns how many rows so many blocks have: enough for all windows at once, and at most one per block.
+        """Returns how many rows `blocks` blocks have: enough for all windows at once, and at most one per block.
 
         Args:
             blocks: the number of blocks.
@@ -91,7 +91,7 @@ class CacheLayout:
         return min(blocks, WindowPool.rows_for(self.window, self.size, answers=answers + 1, tokens=tokens))
 
     def blocks_in(self, room: int, dtype: torch.dtype, *, answers: int, tokens: int, paged: bool = True) -> int:
-        """Returns how many blocks, with the rows that they need, so many bytes hold; the arguments are those of `rows`."""
+        """Returns how many blocks, with the rows that they need, a number of bytes holds; the arguments are those of `rows`."""
         each, row = self.block_bytes(dtype), self.row_bytes(dtype)
         blocks = room // (each + row)
         rows = self.rows(blocks, answers, tokens, paged=paged)

@@ -152,7 +152,7 @@ def _refuse(message: str) -> NoReturn:
 
 @contextmanager
 def _limited(steps: int) -> Iterator[None]:
-    """Ends this thread's template with an error after so many of its lines.
+    """Ends this thread's template with an error after a number of its lines.
 
     The sandbox limits one `range`, but not loops within loops, which would run for years. Steps are counted and not seconds, so
     that a slow machine refuses no more than a fast one.

@@ -184,7 +184,7 @@ class Detokenizer:
             self._held += piece
 
     def _stop(self, piece: str, found: tuple[int, StopString], hidden: bool) -> None:
-        """Ends the answer at the stop string that is complete after so many characters of a piece."""
+        """Ends the answer at the stop string that is complete after a number of characters of a piece."""
         end, stop = found
         self._take(piece[:end], hidden)
         self.stopped = stop.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# so many pieces are joined into one: a snapshot is read with few joins, and every character is joined once before
+# number of pieces that are joined into one: a snapshot is read with few joins, and every character is joined once before
 PIECES = 64
 
 

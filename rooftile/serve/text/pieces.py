@@ -34,7 +34,7 @@ from rooftile.serve.text.tokenizer import Tokenizer
 SPAN = 4
 SPAN_CLEANED = 32
 HELD_CLEANED = 8
-# so many tokens are decoded together: the window beside them costs little, and other threads do not wait for the interpreter
+# number of tokens that are decoded together: the window beside them costs little, and other threads need not wait
 AT_ONCE = 256
 # fewer are not cheaper together: the last is decoded by itself, and the window is cut
 TOGETHER = 4

@@ -19,7 +19,7 @@ from rooftile.server.observe.log import log
 
 # how often an idle engine looks after grammars that are being compiled
 COMPILING_S = 0.005
-# an idle engine checks its books after so many seconds
+# seconds after which an idle engine checks its books
 IDLE_S = 1.0
 
 

@@ -118,7 +118,7 @@ def is_best(score, t, length, count):
     bit = tl.where(reached < count, 0x80000000, 0x400000).to(tl.uint32)
     bit = tl.where(reached == count, 0, bit).to(tl.uint32)
     edge = tl.where(reached < count, 0, edge).to(tl.uint32)
-    # then the other bits, or all of them, from the highest on, until so many scores are at least as large
+    # then the other bits, or all of them, from the highest on, until `count` scores are at least as large
     while bit > 0:
         reached = tl.sum((order >= (edge | bit)).to(tl.int32), 0)
         edge = tl.where(reached >= count, edge | bit, edge)

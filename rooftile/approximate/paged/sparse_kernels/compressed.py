@@ -5,7 +5,7 @@ keys that begin in them. Each key and value is read once, where it lies:
 
     X = scale Q C_j^T      P = exp(X - m)     O += P V_j     inside of b = sum_j inside(j) P_j     beyond b = sum_j beyond(j) P_j
 
-over the j that begin in block b, which reach over so many strides of it, and so many of the next (a compressed key is no longer
+over the j that begin in block b, which reach over some strides of it, and some of the next (a compressed key is no longer
 than a block). The score of block b is its own inside and the beyond of the one before. Sums are relative to the largest score so
 far, which is stored beside them; the choice puts them together.
 """

@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     QUERIES: int  # queries to a tile, or to a step over those of a block
     ROWS: int  # queries times heads, padded to a power of two
     BLOCK: int  # tokens of a chosen block
-    KEYS: int  # a step takes so many: a power of two that divides BLOCK
+    KEYS: int  # keys per step: a power of two that divides BLOCK
     D: int
     DV: int
     BLOCK_D: int

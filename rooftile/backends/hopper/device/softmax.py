@@ -90,7 +90,7 @@ def _apply_bits(s, bits):
 
 @gluon.jit
 def _last_axes(x, COUNT: gl.constexpr):
-    """x with so many axes of one element behind its own."""
+    """x with COUNT axes of one element behind its own."""
     for _ in gl.static_range(COUNT):
         x = gl.expand_dims(x, len(x.shape))
     return x

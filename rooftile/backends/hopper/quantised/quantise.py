@@ -76,7 +76,7 @@ def _grid(verb: gl.constexpr):
 
 @gluon.jit
 def _next(slot, h, H):
-    """The slot and head that come after these for a program, which takes every so many."""
+    """The slot and head that come after these for a program; programs take turns."""
     programs = gl.num_programs(0)
     h += programs % H
     return slot + programs // H + (h >= H).to(gl.int32), gl.where(h >= H, h - H, h)

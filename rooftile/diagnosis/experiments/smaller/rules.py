@@ -49,7 +49,7 @@ def _attention_backward(t: Sequence[torch.Tensor]) -> list[Places]:
 
 
 def _ours(*which: int, tensors: int = 0) -> Callable[[Sequence[torch.Tensor]], list[Places]]:
-    """Tokens or sequences, the first dimension of these tensors, of a call with so many tensors (0: any number)."""
+    """Tokens or sequences, the first dimension of these tensors, of a call with this many tensors (0: any number)."""
     return lambda t: [tuple((n, 0) for n in which)] if tensors in (0, len(t)) else []
 
 

@@ -21,7 +21,7 @@ NAMES = {
 # a part below this share is not worth a word
 LEAST = 0.001
 LONGEST = 46  # letters of a name
-# a bar that is longer than so many steps ends at the edge
+# a bar that is longer than this many steps ends at the edge
 MOST = 1.5
 
 

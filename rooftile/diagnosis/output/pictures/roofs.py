@@ -23,7 +23,7 @@ class Roof:
     measured: float | None = None  # the measured rate, where an operator was faster and the line is drawn there
 
     def at(self, intensity: float) -> float:
-        """Returns the FLOP/s that it allows at so many FLOPs per byte."""
+        """Returns the FLOP/s that it allows at a number of FLOPs per byte."""
         return self.rate * intensity if self.is_memory else self.rate
 
     @property

@@ -13,7 +13,7 @@ from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
 from rooftile.hardware.ceilings import Ceilings
 
-# a narrower dtype whose products are so many times slower than in fp32 saves nothing
+# a narrower dtype whose products are this many times slower than in fp32 saves nothing
 SLOW = 4
 
 

@@ -71,7 +71,7 @@ def _known(message: dict[str, Any], where: str) -> dict[str, Any]:
         if name in CHANGING and not any(value == one and type(value) is type(one) for one in _EMPTY):
             raise Refusal("unsupported", f"{where}.{name} is not supported: {CHANGING[name]}", param=f"{where}.{name}")
     unknown = [name for name in message if name not in own and name not in CHANGING]
-    # only so many are compared: each takes time
+    # number of messages that are compared: each takes time
     near = {name: get_close_matches(name[:80], own, n=1, cutoff=NEAR) for name in unknown[:20]}
     slip = next((name for name, found in near.items() if found), None)
     if slip is not None:
