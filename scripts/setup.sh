@@ -108,7 +108,7 @@ fi
 
 # put this folder on the path and install the command: like an editable install, but without a build tool
 pwd >"$SITE/_rooftile.pth"
-# the entry points, by which the command finds those of the lab
+# write the entry points, by which `rooftile` finds the commands of the lab
 "$BIN" - "$SITE" <<'PYTHON'
 import sys, tomllib
 from pathlib import Path

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 
 from rooftile_lab.report.probe import Probe, minutes
 
-# where no bar can be drawn, a long experiment says after this many seconds where it is
+# seconds between the lines in which a long experiment says how far it is, where the terminal cannot draw a bar
 EVERY_S = 30.0
 # the share of the plan's time that the probe counts as
 TRUST = 0.2

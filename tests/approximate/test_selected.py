@@ -272,7 +272,7 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
 
 
-# few and many choices, tiles of few queries and of many; the interpreter takes longest for the one of the sweep
+# few and many blocks, small and large tiles of queries; the interpreter is slowest on the case for the sweep
 @pytest.mark.parametrize(
     ("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), pytest.param(20, 2, marks=pytest.mark.sweep), (100, 16)]
 )
@@ -311,7 +311,7 @@ def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     ("queries", "each"), swept([(1, 3), (2, 5), (8, 2), (16, 1)], lambda case: [case] * (case in [(2, 5), (16, 1)]))
 )
 def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None:
-    """Tiles of other sizes than those of a call, and long lists in parts: what `rooftile_lab/programs/native_sparse` times."""
+    """Tests tile sizes that calls do not choose, and lists in parts, which `rooftile_lab/programs/native_sparse` times."""
     it = Shapes("parts", T=60, S=60, D=16, Dv=24)
     q, k, v, chosen = made(it)
     if "triton" not in ways(q, v, it.Hk, it.block):

@@ -66,7 +66,7 @@ def test_an_example_runs_and_says_something(name, tmp_path):
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_docstring_example_runs(name, monkeypatch):
-    # what an example shows comes with any budget; a minute is for a model that is worth it
+    # the example prints the same lines with a budget of a second; the default of a minute would only cost time
     monkeypatch.setitem(rooftile.diagnose.__kwdefaults__, "budget", 1.0)
     q, k, v = (torch.randn(1, 16, 2, 32) for _ in range(3))
     scope = {"torch": torch, "rooftile": rooftile, "q": q, "k": k, "v": v}

@@ -194,7 +194,7 @@ USUAL = [
     (100, "bf16", 64, 64, "window"),
     (90, "bf16", 128, 128, "listed"),
     (80, "bf16", 64, 64, "bits"),
-    # its repair is that of every causal backward on Hopper
+    # every causal backward on Hopper launches the same repair kernel
     (90, "bf16", 128, 128, "causal"),
     (90, "bf16", 96, 96, "full"),
 ]

@@ -151,7 +151,7 @@ ROUTES = {
 
 
 def any_json(count: int):
-    """Gives a test fields with odd values and a route, so many times."""
+    """Runs a test `count` times, each with fields of odd values and a route."""
     bounds = settings(max_examples=count, suppress_health_check=[HealthCheck.function_scoped_fixture])
     return lambda test: bounds(given(st.dictionaries(NAMES, VALUES, max_size=5), st.sampled_from(list(ROUTES)))(test))
 

@@ -38,7 +38,7 @@ TOGETHER = 50
 
 
 def schemas_of(count: int):
-    """Gives a test so many schemas and seeds; the 50 of an example run together, which takes a tenth of the time."""
+    """Gives a test `count` schemas and seeds; it runs 50 of them together, which takes a tenth of the time."""
     bounds = settings(
         max_examples=count // TOGETHER, phases=[Phase.explicit, Phase.reuse, Phase.generate],
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -91,7 +91,7 @@ class CacheLayout:
         return min(blocks, WindowPool.rows_for(self.window, self.size, answers=answers + 1, tokens=tokens))
 
     def blocks_in(self, room: int, dtype: torch.dtype, *, answers: int, tokens: int, paged: bool = True) -> int:
-        """Returns how many blocks, with the rows that they need, a number of bytes holds; the arguments are those of `rows`."""
+        """Returns how many blocks, with the rows that they need, fit into `room` bytes; `rows` explains the other arguments."""
         each, row = self.block_bytes(dtype), self.row_bytes(dtype)
         blocks = room // (each + row)
         rows = self.rows(blocks, answers, tokens, paged=paged)
