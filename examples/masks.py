@@ -1,7 +1,7 @@
 """Draws the keys that each query sees under each mask, and counts the pairs. Run: python examples/masks.py"""
 
 from rooftile import CAUSAL, FULL, Chunk, Prefix, Window
-from rooftile.masks import draw, pairs
+from rooftile.exact.masks import draw, pairs
 
 T = S = 24
 

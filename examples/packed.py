@@ -6,7 +6,7 @@ Run: python examples/packed.py
 import torch
 
 import rooftile as rt
-from rooftile.masks import pairs
+from rooftile.exact.masks import pairs
 
 torch.manual_seed(0)
 lengths = [200, 31, 90, 12]

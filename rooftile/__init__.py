@@ -9,17 +9,20 @@
 import sys
 from typing import TYPE_CHECKING
 
-from rooftile import words
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.after_import import call_after_import
 from rooftile.integrations.transformers_import import register_when_imported
-from rooftile.late_names import late_names
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.runtime import words
+from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
-    from rooftile import nn, optim, qat, sparsity
-    from rooftile.api import (
+    from rooftile import nn, optim, qat
+    from rooftile.diagnosis.examination import doctor
+    from rooftile.diagnosis.run import diagnose
+    from rooftile.engine import LLM, SamplingParams
+    from rooftile.exact.api import (
         attention,
         attention_packed,
         attention_packed_with_lse,
@@ -32,16 +35,14 @@ if TYPE_CHECKING:
         merge,
         quantise_qkv,
     )
-    from rooftile.blocks import Blocks
-    from rooftile.diagnosis.examination import doctor
-    from rooftile.diagnosis.run import diagnose
+    from rooftile.exact.blocks import Blocks
     from rooftile.integrations.fusion import fuse, unfuse
-    from rooftile.matmul import QuantisedWeight, quantise_weight
-    from rooftile.ops.linear import linear
+    from rooftile.numerics.precision import Precision
     from rooftile.planning.run import plan
-    from rooftile.precision import Precision
     from rooftile.qat import quantise_model
-    from rooftile.serve import LLM, SamplingParams
+    from rooftile.weights import QuantisedWeight, quantise_weight
+    from rooftile.weights import two_four as sparsity
+    from rooftile.weights.linear import linear
 
 __version__ = "0.1.0"
 
@@ -96,16 +97,16 @@ _HOMES = {
             "attention", "attention_packed", "attention_packed_with_lse", "attention_paged", "attention_paged_with_lse",
             "attention_quantised", "attention_quantised_with_lse", "attention_with_lse", "explain", "merge", "quantise_qkv",
         ),
-        "rooftile.api",
+        "rooftile.exact.api",
     ),
-    "Blocks": "rooftile.blocks", "Precision": "rooftile.precision", "linear": "rooftile.ops.linear",
-    "QuantisedWeight": "rooftile.matmul", "quantise_weight": "rooftile.matmul",
-    "quantise_model": "rooftile.qat",
+    "Blocks": "rooftile.exact.blocks", "Precision": "rooftile.numerics.precision", "linear": "rooftile.weights.linear",
+    "QuantisedWeight": "rooftile.weights", "quantise_weight": "rooftile.weights",
+    "quantise_model": "rooftile.qat", "sparsity": "rooftile.weights:two_four",
     "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
-    "LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run",
+    "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.run",
     "plan": "rooftile.planning.run", "doctor": "rooftile.diagnosis.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
@@ -116,7 +117,7 @@ def _load() -> None:
     modules = [module for name, module in sys.modules.copy().items() if name.startswith("rooftile.")]
     # in the middle of one of our own imports the others would find half of a module; names then come when they are used
     if not any(getattr(module.__spec__, "_initializing", False) for module in modules):
-        for name in ("nn", "optim", "qat", "sparsity", *_HOMES):
+        for name in ("nn", "optim", "qat", *_HOMES):
             _find(name)
 
 

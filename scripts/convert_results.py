@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rooftile.cases import CASES, Case
 from rooftile.cost import flops
-from rooftile.masks import CAUSAL, FULL
+from rooftile.exact.cases import CASES, Case
+from rooftile.exact.masks import CAUSAL, FULL
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures
 from rooftile_lab.bench.serving import case_name

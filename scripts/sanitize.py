@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import rooftile as rt
-from rooftile.masks import Mask
+from rooftile.exact.masks import Mask
 
 
 def dense(dim: int, mask: Mask, deterministic: bool = False, heads_kv: int = 4) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 # each brings its operators
 import rooftile.approximate
+import rooftile.engine.runner
 import rooftile.optim
-import rooftile.serve.runner  # noqa: F401
-from rooftile.operators import DEFINED
+import rooftile.qat  # noqa: F401
+from rooftile.runtime.operators import DEFINED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"
 

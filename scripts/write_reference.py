@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("The paged KV cache", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
     (
         "Serving",
-        "rooftile.serve",
+        "rooftile.engine",
         ("LLM", "EngineConfig", "AsyncEngine", "EngineStats", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"),
     ),
     (
@@ -117,7 +117,7 @@ def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[st
     if module != "rooftile":
         yield f"In `{module}`."
     for name in names:
-        yield from entry(name, getattr(importlib.import_module(module), name))
+        yield from entry(name, getattr(pkgutil.resolve_name(module), name))
 
 
 def entry(name: str, thing: object) -> Iterator[str]:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
+from rooftile import CAUSAL, Chunk, Prefix, Window
 from rooftile.approximate import METHODS
-from rooftile.spec import Spec
+from rooftile.exact import dispatch
+from rooftile.exact.spec import Spec
 from rooftile_lab.bench import results
 from rooftile_lab.bench.methods.page import crossovers
 

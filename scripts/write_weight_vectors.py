@@ -1,4 +1,4 @@
-"""Writes tests/matmul/weight_vectors.safetensors: one weight as compressed-tensors and torchao quantise and store it.
+"""Writes tests/weights/weight_vectors.safetensors: one weight as compressed-tensors and torchao quantise and store it.
 
     pip install compressed-tensors==0.20.0 torchao==0.18.0 safetensors; python scripts/write_weight_vectors.py
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-VECTORS = Path(__file__).parents[1] / "tests/matmul/weight_vectors.safetensors"
+VECTORS = Path(__file__).parents[1] / "tests/weights/weight_vectors.safetensors"
 # the layouts of compressed-tensors, each with a scheme of its own
 SCHEMES = {
     "W4A16": "pack-quantized", "W4A16_ASYM": "pack-quantized", "W8A16": "pack-quantized", "W8A8": "int-quantized",

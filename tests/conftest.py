@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rooftile import dispatch
+from rooftile.exact import dispatch
 
 # the same examples in every run, and no deadline: a slow machine must not fail tests
 settings.register_profile("cpu", deadline=None, derandomize=True)

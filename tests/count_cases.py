@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 
-from rooftile import dispatch
+from rooftile.exact import dispatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OTHERS = "none in particular"

@@ -4,21 +4,21 @@ from rooftile import approximate as ap
 o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
-from rooftile.approximate.chosen.centroids import commitment_loss, update_centroids
-from rooftile.approximate.chosen.compression import compress
-from rooftile.approximate.chosen.loki import Loki
-from rooftile.approximate.chosen.native_sparse import native_sparse
-from rooftile.approximate.chosen.reformer import reformer
-from rooftile.approximate.chosen.routing import Members, routing
-from rooftile.approximate.chosen.selection import choose_blocks, selected_attention
-from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
-from rooftile.approximate.features import Features
-from rooftile.approximate.gathered.angles import lsh
-from rooftile.approximate.linear import linear, linear_step
-from rooftile.approximate.linformer import linformer
-from rooftile.approximate.loki_layers import LokiLayers
+from rooftile.approximate.linear.attention import linear, linear_step
+from rooftile.approximate.linformer.attention import linformer
+from rooftile.approximate.loki.attention import Loki
+from rooftile.approximate.loki.layers import LokiLayers
 from rooftile.approximate.methods import METHODS, Method
-from rooftile.approximate.performer import performer
+from rooftile.approximate.native_sparse.attention import native_sparse
+from rooftile.approximate.native_sparse.compression import compress
+from rooftile.approximate.native_sparse.selection import choose_blocks, selected_attention
+from rooftile.approximate.performer.attention import performer
+from rooftile.approximate.performer.features import Features
+from rooftile.approximate.reformer.angles import lsh
+from rooftile.approximate.reformer.attention import reformer
+from rooftile.approximate.routing.attention import Members, routing
+from rooftile.approximate.routing.centroids import commitment_loss, update_centroids
+from rooftile.approximate.sparse_transformer.attention import sparse_transformer
 
 __all__ = [
     "METHODS",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import validate as checks
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL, FULL, Mask, whole
-from rooftile.validate import DENSE, PACKED, shown
+from rooftile.exact import validate as checks
+from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
+from rooftile.exact.validate import DENSE, PACKED, shown
 
 
 def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -8,18 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import (
-    calibrate,
-    diagnose,
-    doctor,
-    explain,
-    generate,
-    mask,
-    plan,
-    quantise,
-    serve,
-    warmup,
-)
+from rooftile.cli import calibrate, diagnose, doctor, explain, generate, mask, plan, quantise, serve, warmup
 from rooftile.cli.output import add_command
 
 app = typer.Typer(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
-from rooftile.dtypes import dtype_word
 from rooftile.errors import InvalidInput
+from rooftile.runtime.dtypes import dtype_word
 
 if TYPE_CHECKING:
     from rooftile.approximate import LokiLayers
@@ -37,7 +37,7 @@ def calibrate(
 
     Example: rooftile calibrate Llama-3.2-1B --text book.txt --dims 0.25 --keep 0.25 --out loki.pt
     """
-    from rooftile.serve.checkpoint import find_folder
+    from rooftile.engine.checkpoint import find_folder
 
     dtype = dtype_word(dtype, has=("bf16", "fp16", "fp32"), auto=True)
     for name, share in (("--dims", dims), ("--keep", keep)):
@@ -47,10 +47,10 @@ def calibrate(
         raise InvalidInput(f"--out is {out}, where no file can be written; give a file in a folder that is there")
     words, folder = _words_of(text), find_folder(model, download=download)
     # all that can be refused without torch is refused by now, before its import
+    from rooftile.engine import calibration
+    from rooftile.engine.text.tokenizer import Tokenizer
     from rooftile.hardware.device import device_of
     from rooftile.models import Decoder
-    from rooftile.serve import calibration
-    from rooftile.serve.text.tokenizer import Tokenizer
 
     target = device_of(device)
     tokens = Tokenizer.from_folder(folder).encode(words)

@@ -12,10 +12,10 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from rooftile.cli.vllm_flags import SERVER_REFUSED
+from rooftile.engine.settings import FLAGS
+from rooftile.engine.vllm_names import LLM_REFUSED, Refused
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.settings import FLAGS
-from rooftile.serve.vllm_names import LLM_REFUSED, Refused
-from rooftile.words import rename
+from rooftile.runtime.words import rename
 
 # the flags of vLLM that a command answers beside its own
 REFUSED: Mapping[str, Mapping[str, Refused]] = {"generate": LLM_REFUSED, "serve": LLM_REFUSED | SERVER_REFUSED}

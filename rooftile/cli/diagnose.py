@@ -10,7 +10,7 @@ import typer
 
 from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.folder import check_folder
+from rooftile.weights.files.folder import check_folder
 
 if TYPE_CHECKING:
     from rooftile.diagnosis.diagnosis import Diagnosis

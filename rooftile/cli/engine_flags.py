@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rooftile.engine.settings import SETTINGS, Setting, check_settings
 from rooftile.errors import InvalidInput
-from rooftile.serve.settings import SETTINGS, Setting, check_settings
 
 # vLLM's short spellings
 _SHORT = {"tensor_parallel_size": ("-tp",)}

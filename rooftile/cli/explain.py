@@ -18,10 +18,10 @@ def explain(
 
     Example: rooftile explain --case d128-causal-4k
     """
-    from rooftile import dispatch
-    from rooftile.cases import CASES
     from rooftile.cost import io, roof
     from rooftile.cost.session import open_session
+    from rooftile.exact import dispatch
+    from rooftile.exact.cases import CASES
     from rooftile.hardware.device import device_of
 
     (chosen,) = chosen_cases([case], "", "")

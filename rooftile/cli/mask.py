@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rooftile import masks
 from rooftile.cli.output import JsonOption, print_json
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact import masks
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 NAMES = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk}
 

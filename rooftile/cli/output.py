@@ -15,7 +15,7 @@ from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
     # torch takes seconds to import, and --help does not need it; so in all files of this folder
-    from rooftile.cases import Case
+    from rooftile.exact.cases import Case
 
 Progress = Callable[[str], None]
 
@@ -27,7 +27,7 @@ TagOption = Annotated[str, typer.Option("--tag", help="Every case with this tag:
 
 def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[Case]:
     """Returns the cases of --case and --tag, or those tagged `otherwise` if neither is given."""
-    from rooftile.cases import CASES, tagged
+    from rooftile.exact.cases import CASES, tagged
 
     unknown = [name for name in names or () if name not in CASES]
     if unknown:

@@ -57,7 +57,7 @@ def plan(
         raise InvalidInput(f"--prompt-share is {share}; must be from 0 to 1")
     if prompt_share is not None and not prompt:
         raise InvalidInput(f"--prompt-share is {share} and no step reads prompts; give --prompt, or leave it out")
-    from rooftile.serve.checkpoint import find_folder
+    from rooftile.engine.checkpoint import find_folder
 
     text = None if data is None else _read(data)
     folder = find_folder(model, download=download)
@@ -88,9 +88,9 @@ def _tokens(file: Path, text: str, folder: Path, context: int | None) -> list[to
     """The text's tokens, in pieces of the context; its bytes where a checkpoint of bytes has no tokenizer."""
     import torch
 
+    from rooftile.engine.text.tokenizer import Tokenizer
     from rooftile.models.config import ModelConfig
     from rooftile.planning.run import CONTEXT
-    from rooftile.serve.text.tokenizer import Tokenizer
 
     if (folder / "tokenizer.json").exists() or ModelConfig.from_folder(folder).vocab_size != 256:
         ids = Tokenizer.from_folder(folder).encode(text)

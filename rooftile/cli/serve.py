@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
+from rooftile.engine.checkpoint import is_hub_name
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.folder import check_folder
-from rooftile.serve.checkpoint import is_hub_name
+from rooftile.weights.files.folder import check_folder
 
 
 @takes_engine_flags

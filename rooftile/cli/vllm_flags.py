@@ -1,11 +1,11 @@
 """The flags of `vllm serve` that concern its server, and that `rooftile serve` does not have: what happens anyway, and why.
 
-Those that concern the engine are keywords of vLLM's `LLM`, too, and stand in `rooftile.serve.vllm_names`.
+Those that concern the engine are keywords of vLLM's `LLM`, too, and stand in `rooftile.engine.vllm_names`.
 """
 
 from __future__ import annotations
 
-from rooftile.serve.vllm_names import Refused
+from rooftile.engine.vllm_names import Refused
 
 _TLS = "the server speaks plain HTTP; let a proxy end TLS"
 _TOOLS = "there are no tools; ask for JSON with response_format"

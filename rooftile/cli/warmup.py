@@ -13,7 +13,7 @@ from rooftile.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from rooftile.cases import Case
+    from rooftile.exact.cases import Case
 
 
 def warmup(
@@ -47,7 +47,7 @@ def warmup(
 def _run(case: Case, device: torch.device) -> float:
     import torch
 
-    from rooftile import api
+    from rooftile.exact import api
 
     start = time.perf_counter()
     # the kernels do not depend on the batch size

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rooftile.cost import approximate, flops, io, listed
-from rooftile.spec import Problem, Sizes, Spec, decode, option_names
+from rooftile.exact.spec import Problem, Sizes, Spec, decode, option_names
 
 
 class Work(NamedTuple):

@@ -10,7 +10,7 @@ again, dp, dv, dq, dk) against two. Where D > Dv the five products come to 2 (3 
 from __future__ import annotations
 
 from rooftile.errors import InvalidInput
-from rooftile.spec import Problem
+from rooftile.exact.spec import Problem
 
 PHASES = ("fwd", "bwd")
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rooftile.cost.flops import check_phase
-from rooftile.masks import key_range, query_range
-from rooftile.spec import Problem
+from rooftile.exact.masks import key_range, query_range
+from rooftile.exact.spec import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.spec import Problem, option_names
+from rooftile.exact.spec import Problem, option_names
 
 
 def share(problem: Problem, options: list[Tensor]) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rooftile.cost import flops, io
+from rooftile.exact.spec import DTYPE_NAMES, Problem
 from rooftile.hardware.chips import Rates
-from rooftile.spec import DTYPE_NAMES, Problem
 
 
 class Machine(Protocol):

@@ -6,7 +6,7 @@ Every function returns bytes through device memory for numbers of `itemsize` byt
 from __future__ import annotations
 
 from rooftile.cost.io import Traffic
-from rooftile.spec import Problem
+from rooftile.exact.spec import Problem
 
 # sin and cos of the angles are fp32
 _ANGLE = 4

@@ -12,12 +12,12 @@ from rooftile.diagnosis.decode_step import Sizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.diagnosis.run import diagnose
+from rooftile.engine.build import build_engine
+from rooftile.engine.config import EngineConfig
+from rooftile.engine.engine import Engine
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.serve.build import build_engine
-from rooftile.serve.config import EngineConfig
-from rooftile.serve.engine import Engine
-from rooftile.serve.sampling.params import SamplingParams
 
 # tokens that the engine decodes beyond the steps of a diagnosis
 SPARE = 8

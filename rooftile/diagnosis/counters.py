@@ -84,7 +84,7 @@ def _overload(sample: Sample) -> str:
 
 def main(path: str, number: str) -> None:
     """Runs one recorded operator for the profiler."""
-    import rooftile.ops  # noqa: F401 - Rooftile's own operators are known after this
+    import rooftile.exact.ops  # noqa: F401 - Rooftile's own operators are known after this
 
     op, overload, args, kwargs = torch.load(path, weights_only=False)[int(number)]
     namespace, name = op.split("::")

@@ -9,9 +9,9 @@ from statistics import mean
 from time import perf_counter
 from typing import NamedTuple
 
+from rooftile.engine.engine import Engine
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.hardware.profiler import device_intervals
-from rooftile.serve.engine import Engine
-from rooftile.serve.sampling.params import SamplingParams
 
 # token ids of prompts are below this, which is less than the smallest vocabulary of a published model
 IDS = 10_000

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rooftile import shown
 from rooftile.diagnosis.output.notebook import notebook
 from rooftile.diagnosis.output.page import render
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
@@ -22,6 +21,7 @@ from rooftile.diagnosis.output.written import values_of
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import CAUSES, StepEvidence, classify_step
+from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
 
 FORM = "rooftile.diagnosis/1"

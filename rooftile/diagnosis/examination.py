@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from rooftile import dispatch, shown
 from rooftile.cost.session import open_session
+from rooftile.drawing import notebook as shown
+from rooftile.exact import dispatch
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.spec import DTYPES, Spec
 from rooftile.hardware import load
 from rooftile.hardware.ceilings import Ceilings, cache_directory
 from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.device import device_of
-from rooftile.masks import CAUSAL
-from rooftile.spec import DTYPES, Spec
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 # measured, and in no datasheet
 OTHERS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.operators import below_autograd, define, needs_steps, transforms_active, wants_grad, watched
+from rooftile.runtime.operators import below_autograd, define, needs_steps, transforms_active, wants_grad, watched
 
 Run = Callable[..., tuple[Tensor, ...]]
 

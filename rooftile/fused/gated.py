@@ -16,8 +16,8 @@ from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
-from rooftile.operators import call, define, needs_steps
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.operators import call, define, needs_steps
+from rooftile.runtime.words import answers_foreign_words
 
 # the longest row that a program gates and quantises at once
 LONGEST = 1 << 15

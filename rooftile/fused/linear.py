@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.fused.where import kernels_run_on
-from rooftile.operators import call, define, needs_steps
+from rooftile.runtime.operators import call, define, needs_steps
 
 # rows of a tile of the definition
 ROWS = 16

@@ -21,7 +21,7 @@ from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.rows import as_rows
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 Reduction = Literal["mean", "sum", "none"]
 # logits that plain operations read at once: each takes fp32 copies of them

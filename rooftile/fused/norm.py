@@ -16,7 +16,7 @@ from torch.nn import functional
 from rooftile.errors import InvalidInput
 from rooftile.fused.where import checked, kernels_run_on
 from rooftile.numerics.rows import QuantisedRows, quantise_rows
-from rooftile.operators import call, define, needs_steps
+from rooftile.runtime.operators import call, define, needs_steps
 
 
 class Norm(Protocol):

@@ -16,8 +16,8 @@ from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
 from rooftile.numerics.rows import QuantisedRows, as_rows
-from rooftile.operators import call, define, needs_steps
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.operators import call, define, needs_steps
+from rooftile.runtime.words import answers_foreign_words
 
 # the longest row of the kernels
 LONGEST = 1 << 16

@@ -16,8 +16,8 @@ from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on, runs_on
 from rooftile.numerics.rows import as_rows
-from rooftile.operators import call, define, needs_steps
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.operators import call, define, needs_steps
+from rooftile.runtime.words import answers_foreign_words
 
 
 class Rotation(NamedTuple):

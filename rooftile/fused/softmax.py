@@ -8,7 +8,7 @@ from torch import Tensor
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.rows import as_rows
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words

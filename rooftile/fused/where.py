@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.launch import INTERPRETED
 from rooftile.numerics.rows import quantise_rows
+from rooftile.runtime.launch import INTERPRETED
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

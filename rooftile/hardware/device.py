@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.hardware.arch import arch
+from rooftile.runtime.devices import arch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

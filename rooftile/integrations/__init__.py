@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from rooftile import shown
-from rooftile.words import answers_foreign_words
+from rooftile.drawing import notebook as shown
+from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words
@@ -129,7 +129,7 @@ def status() -> Status:
         >>> rooftile.status().calls["sdpa"] > 0
         True
     """
-    from rooftile import ops
+    from rooftile.exact import ops
     from rooftile.integrations import torch_sdpa
 
     on, backend = torch_sdpa.state()

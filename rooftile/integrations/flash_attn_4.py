@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import api
+from rooftile.exact.ops.unpad import put_rows, take_rows
+from rooftile.exact.validate import shown
 from rooftile.integrations.flash_attn.arguments import mask_of
 from rooftile.kvcache import PagedKV
-from rooftile.ops.unpad import put_rows, take_rows
-from rooftile.validate import shown
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 

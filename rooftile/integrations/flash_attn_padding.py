@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.ops.unpad import put_rows, take_rows
-from rooftile.validate import shown
+from rooftile.exact.ops.unpad import put_rows, take_rows
+from rooftile.exact.validate import shown
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rooftile import api
 from rooftile.errors import InvalidInput
-from rooftile.masks import FULL
+from rooftile.exact import api
+from rooftile.exact.masks import FULL
 
 
 def flex_attention(

@@ -23,19 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import api
+from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
 from rooftile.integrations import transformers_mask
 from rooftile.integrations import transformers_refusal as refusal
 from rooftile.integrations.transformers_lazy_mask import LazyMask, shape_of
-from rooftile.integrations.transformers_packing import (
-    Packing,
-    attend_packed,
-    attend_with_bias,
-    packing_of_mask,
-    restarts,
-)
-from rooftile.masks import CAUSAL, FULL, Mask, Window
+from rooftile.integrations.transformers_packing import Packing, attend_packed, attend_with_bias, packing_of_mask, restarts
 
 NAME = "rooftile"
 PAGED = f"paged|{NAME}"

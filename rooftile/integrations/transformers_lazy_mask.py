@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.masks import Mask
+from rooftile.exact.masks import Mask
 
 
 class Decision(NamedTuple):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Window
 from rooftile.integrations.transformers_lazy_mask import Decision, lazy
 from rooftile.integrations.transformers_refusal import note_a_mask
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
 
 
 def mask(

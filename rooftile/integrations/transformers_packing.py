@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile import api
+from rooftile.exact import api
+from rooftile.exact.masks import FULL, Mask
+from rooftile.exact.ops.unpad import put_rows, take_rows
 from rooftile.integrations.transformers_lazy_mask import LazyMask
 from rooftile.integrations.transformers_mask import numbered
-from rooftile.masks import FULL, Mask
-from rooftile.ops.unpad import put_rows, take_rows
 
 
 class Packing(NamedTuple):

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from rooftile import shown
+from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
 
 
 class OutOfBlocks(RuntimeError):

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
-from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
-from rooftile.launch import Kernel
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
+from rooftile.runtime.launch import Kernel
 
 # how much of a block one program copies, in words of four bytes
 WORDS = 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile.fused import Rotation, runs_on
 from rooftile.fused.rope import rotated_as_defined
-from rooftile.operators import call, define
+from rooftile.runtime.operators import call, define
 
 # the largest number of torch.float8_e4m3fn
 LARGEST_FP8 = 448.0

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rooftile import shown
+from rooftile.drawing import notebook as shown
 from rooftile.fused import Rotation, runs_on
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
 
 
 @answers_words

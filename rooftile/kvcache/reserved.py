@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
 
 
 @answers_words

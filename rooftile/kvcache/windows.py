@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
 
 
 @answers_words

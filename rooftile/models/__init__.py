@@ -3,7 +3,7 @@ and a small one to train."""
 
 from typing import TYPE_CHECKING
 
-from rooftile.late_names import late_names
+from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig

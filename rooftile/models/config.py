@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.folder import check_folder
 from rooftile.models.families import fields_of
 from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
-from rooftile.models.settings import read_json
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
+from rooftile.weights.files.folder import check_folder
+from rooftile.weights.files.settings import read_json
 
 # limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rooftile.dtypes import dtype_word, torch_dtype
 from rooftile.fused import Rotation, add_norm, normalise
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
-from rooftile.models.checkpoints.plan import Weights, check_device, plan_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
-from rooftile.words import answers_foreign_words, answers_words
+from rooftile.runtime.dtypes import dtype_word, torch_dtype
+from rooftile.runtime.words import answers_foreign_words, answers_words
+from rooftile.weights.files.folder import files_of
+from rooftile.weights.files.plan import Weights, check_device, plan_of
 
 
 @answers_words
@@ -84,7 +85,7 @@ class Decoder(nn.Module):
         """
         asked = None if dtype_word(dtype, auto=True) == "auto" else torch_dtype(dtype)
         config = ModelConfig.from_folder(path)
-        files = checkpoint.files_of(Path(path))
+        files = files_of(Path(path))
         computed = config.dtype if asked is None else asked
         reader = plan_of(weights, Path(path))
         check_device(reader, torch.get_default_device() if device is None else torch.device(device))

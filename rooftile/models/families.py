@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rooftile.models.checkpoints.methods import check_method
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
-from rooftile.models.settings import Settings
+from rooftile.weights.files.methods import check_method
+from rooftile.weights.files.settings import Settings
 
 Fields = dict[str, Any]
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rooftile import matmul
+from rooftile import weights as matmul
 from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
-from rooftile.matmul import QuantisedWeight, weight_format
-from rooftile.matmul.gated import takes as takes_gates
-from rooftile.matmul.gated import takes_rows
-from rooftile.matmul.two_four import multiply_two_four
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 from rooftile.numerics import QuantisedRows
-from rooftile.sparsity import TwoFour
+from rooftile.weights import QuantisedWeight, weight_format
+from rooftile.weights.gated import takes as takes_gates
+from rooftile.weights.gated import takes_rows
+from rooftile.weights.two_four import TwoFour
+from rooftile.weights.two_four.product import multiply_two_four
 
 # some rows of a weight
 Part = QuantisedWeight | TwoFour | Tensor

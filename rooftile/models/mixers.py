@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rooftile.approximate.arguments import check_choice, check_count
-from rooftile.approximate.chosen.compression import check_lengths
-from rooftile.approximate.chosen.selection import check_counts
+from rooftile.approximate.native_sparse.compression import check_lengths
+from rooftile.approximate.native_sparse.selection import check_counts
 from rooftile.errors import InvalidInput
-from rooftile.models.settings import Settings
-from rooftile.words import answers_words
+from rooftile.runtime.words import answers_words
+from rooftile.weights.files.settings import Settings
 
 Mixer = Literal["attention", "native_sparse"]
 MIXERS = ("attention", "native_sparse")

@@ -7,9 +7,9 @@ from typing import Any
 
 import rooftile.nn
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.projections import Projections
 from rooftile.models.config import ModelConfig
-from rooftile.nn.projections import Projections
 
 # a name, or a name with the options of its module
 Mixer = str | Mapping[str, Any]

@@ -6,7 +6,7 @@ import math
 from typing import Any, cast
 
 from rooftile.models.rotary import Rotary, Scaling
-from rooftile.models.settings import Settings
+from rooftile.weights.files.settings import Settings
 
 _SCALINGS = ("linear", "llama3", "longrope", "yarn")
 

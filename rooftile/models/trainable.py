@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from rooftile.approximate.native_sparse.module import NativeSparse
 from rooftile.errors import InvalidInput
+from rooftile.exact.projections import Projections
+from rooftile.exact.rotary_positions import RotaryPositions
 from rooftile.models.checkpoints import weights
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixing_modules import Mixer, check_mixers, is_served, made, served_mixers
 from rooftile.models.rotary import Rotary
-from rooftile.models.settings import Settings, read_json
-from rooftile.nn.native_sparse import NativeSparse
-from rooftile.nn.positions import RotaryPositions
-from rooftile.nn.projections import Projections
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
+from rooftile.weights.files.folder import files_of
+from rooftile.weights.files.settings import Settings, read_json
 
 # the names of projections in a checkpoint of Llama; other tensors of a mixer keep theirs
 _NAMES = {"q.": "q_proj.", "k.": "k_proj.", "v.": "v_proj.", "out.": "o_proj.", "gates.": "g_proj."}
@@ -165,7 +166,7 @@ class TrainableDecoder(nn.Module):
         found = {name: said.size(setting) for name, setting in sizes.items()}
         model = cls(said.size("vocab_size"), mixers=mixers, theta=said.positive("rope_theta", 10_000.0), **found)
         with torch.no_grad():
-            weights.load(model.config, model.tensors(), weights.files_of(folder))
+            weights.load(model.config, model.tensors(), files_of(folder))
         return model
 
 

@@ -1,14 +1,21 @@
-"""Attention as modules. Those of approximate methods are imported when they are used, as their functions are."""
+"""Layers: attention with its projections, and linear layers whose weight is codes.
 
-from importlib import import_module
+The layer of an approximate method stands beside its function, and is imported when it is first used.
+"""
+
 from typing import TYPE_CHECKING
 
 from rooftile.nn.attention import Attention
+from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
-    from rooftile.nn.chosen import Reformer, Routing, SparseTransformer
-    from rooftile.nn.low_rank import LinearAttention, Linformer, Performer
-    from rooftile.nn.native_sparse import NativeSparse
+    from rooftile.approximate.linear.module import LinearAttention
+    from rooftile.approximate.linformer.module import Linformer
+    from rooftile.approximate.native_sparse.module import NativeSparse
+    from rooftile.approximate.performer.module import Performer
+    from rooftile.approximate.reformer.module import Reformer
+    from rooftile.approximate.routing.module import Routing
+    from rooftile.approximate.sparse_transformer.module import SparseTransformer
 
 __all__ = [
     "Attention",
@@ -21,19 +28,12 @@ __all__ = [
     "SparseTransformer",
 ]
 
-# the file of each module that is imported when it is used
-_LATER = {
-    "LinearAttention": "low_rank",
-    "Linformer": "low_rank",
-    "NativeSparse": "native_sparse",
-    "Performer": "low_rank",
-    "Reformer": "chosen",
-    "Routing": "chosen",
-    "SparseTransformer": "chosen",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _LATER:
-        return getattr(import_module(f"rooftile.nn.{_LATER[name]}"), name)
-    raise AttributeError(f"module 'rooftile.nn' has no attribute {name!r}")
+__getattr__ = late_names(
+    "rooftile.nn",
+    {
+        "LinearAttention": "rooftile.approximate.linear.module", "Linformer": "rooftile.approximate.linformer.module",
+        "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",
+        "Reformer": "rooftile.approximate.reformer.module", "Routing": "rooftile.approximate.routing.module",
+        "SparseTransformer": "rooftile.approximate.sparse_transformer.module",
+    },
+)  # fmt: skip

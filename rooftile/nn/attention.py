@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile import api
 from rooftile.errors import InvalidInput
-from rooftile.masks import FULL, Mask
-from rooftile.nn.projections import Projections
-from rooftile.words import answers_foreign_words
+from rooftile.exact import api
+from rooftile.exact.masks import FULL, Mask
+from rooftile.exact.projections import Projections
+from rooftile.runtime.words import answers_foreign_words
 
 
 class Attention(Projections):

@@ -15,18 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.numerics.formats import (
-    FP4_E2M1,
-    FP6_E2M3,
-    FP6_E3M2,
-    FP8_E4M3,
-    FP8_E5M2,
-    INT8_64THS,
-    Format,
-    decode,
-    encode,
-)
-from rooftile.words import answers_foreign_words
+from rooftile.numerics.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT8_64THS, Format, decode, encode
+from rooftile.runtime.words import answers_foreign_words
 
 Rule = Literal["floor", "round_up"]
 RULES = get_args(Rule)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftile.numerics.formats import encode, format_of
 from rooftile.numerics.scaling import Granularity, Scaled, quantise
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words

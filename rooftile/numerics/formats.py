@@ -41,7 +41,7 @@ class Format:
 
 FP8_E4M3 = Format("fp8_e4m3", torch.float8_e4m3fn, 448.0, 8, 8)
 FP8_E5M2 = Format("fp8_e5m2", torch.float8_e5m2, 57344.0, 8, 15)
-# -128 and -8 are the codes for NaN; weights, which are finite, use them as numbers (`rooftile.matmul`). Each int4 is stored in
+# -128 and -8 are the codes for NaN; weights, which are finite, use them as numbers (`rooftile.weights`). Each int4 is stored in
 # its own byte
 INT8 = Format("int8", torch.int8, 127.0, 8)
 INT4 = Format("int4", torch.int8, 7.0, 4)

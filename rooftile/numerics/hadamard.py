@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 # the longest row that one transform covers
 LONGEST = 512

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
-from rooftile.launch import Kernel
 from rooftile.numerics.formats import FP8_E4M3, INT8
 from rooftile.numerics.scaling import BLOCK
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
+from rooftile.runtime.launch import Kernel
 
 
 @triton.jit

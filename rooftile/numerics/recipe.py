@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, signs_of
+from rooftile.numerics.precision import Precision, ValueOrder
 from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
-from rooftile.precision import Precision, ValueOrder
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 # the mean key is taken over at least this many keys, or over all
 MEAN_OF = 1024

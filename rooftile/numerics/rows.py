@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
-from rooftile.operators import call, define, replaced
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.launch import INTERPRETED, triton_is_installed
+from rooftile.runtime.operators import call, define, replaced
+from rooftile.runtime.words import answers_foreign_words
 
 # numbers of a row that the kernel quantises at once
 LONGEST_ROW = 1 << 16

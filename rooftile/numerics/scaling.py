@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import Format, decode, encode, format_of
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 Granularity = Literal["tensor", "head", "block", "row", "channel"]
 GRANULARITIES = get_args(Granularity)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, decode, encode
 from rooftile.numerics.scaling import divided, set_aside
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 # elements that share a scale
 SHARED = 16

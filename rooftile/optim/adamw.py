@@ -15,7 +15,7 @@ from rooftile.optim.definition import Numbers
 from rooftile.optim.operator import is_dense
 from rooftile.optim.operator import step as take_step
 from rooftile.optim.split import is_channels_last, join, own_rests, sums_of
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 
 class AdamW(Optimizer):

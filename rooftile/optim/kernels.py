@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import BoundedCache, Kernel, is_capturing
 from rooftile.optim import split as halves
 from rooftile.optim.definition import Numbers
 from rooftile.optim.split import BLOCK
+from rooftile.runtime.launch import BoundedCache, Kernel, is_capturing
 
 CHUNK = 16384
 # addresses of one weight: weight, gradient, first, second, rest, mask, step, sums

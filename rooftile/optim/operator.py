@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rooftile.fused.where import runs_on
-from rooftile.operators import call, define
 from rooftile.optim.definition import Numbers, update
 from rooftile.optim.split import is_channels_last
+from rooftile.runtime.operators import call, define
 
 
 def step(

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.models.checkpoints.formats import why_not
 from rooftile.planning.choice import choose
 from rooftile.planning.costs import Machine
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
@@ -18,6 +17,7 @@ from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total
 from rooftile.planning.targets.target import Item, Target
 from rooftile.planning.timing import REPLAYED, Times, machine_for, passes_for, sizes_of, with_doubled
+from rooftile.weights.files.formats import why_not
 
 # reasons of formats that do not fit are many where shapes are
 MOST_NOTES = 8

@@ -22,10 +22,10 @@ from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.records import Operation
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
-from rooftile.matmul import weight_format
-from rooftile.matmul.formats import parsed
-from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning.formats import KEPT, weight_bytes
+from rooftile.weights import weight_format
+from rooftile.weights.files.formats import SPARSE
+from rooftile.weights.formats import parsed
 
 # cuSPARSELt's rate over the dense one for many rows; twice is the most that the hardware has
 SPARSE_GAIN = 1.45

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from rooftile.dtypes import WORDS
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.matmul import weight_format
-from rooftile.matmul.formats import ROW, TILE, group_of, parsed
-from rooftile.models.checkpoints.formats import SPARSE, check_word
+from rooftile.runtime.dtypes import WORDS
+from rooftile.weights import weight_format
+from rooftile.weights.files.formats import SPARSE, check_word
+from rooftile.weights.formats import ROW, TILE, group_of, parsed
 
 # a layer as it is, whatever its dtype
 KEPT = "bf16"

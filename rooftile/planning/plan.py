@@ -15,7 +15,7 @@ from rooftile.errors import InvalidInput
 from rooftile.planning.output.page import notebook, render
 from rooftile.planning.output.table import chosen, text
 from rooftile.planning.records import KEPT_NAMES, Layer, Load, Option, Other, Part, Total
-from rooftile.sparsity import Recipe
+from rooftile.weights.two_four import Recipe
 
 FORM = "rooftile.plan/1"
 Model = TypeVar("Model", bound=nn.Module)

@@ -25,7 +25,7 @@ from rooftile.planning.targets.modules import ModuleTarget
 from rooftile.planning.targets.target import Target
 from rooftile.planning.timing import Times, stopwatch_for
 from rooftile.qat.patterns import SKIPPED, patterns_of
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 PHASES = ("decode", "prompt")
 # tokens of a sequence where the caller names none

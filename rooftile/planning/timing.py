@@ -14,18 +14,18 @@ from torch.nn import functional
 
 from rooftile.hardware import ceilings
 from rooftile.hardware.clock import ReplayClock, clock_for
-from rooftile.matmul.formats import parsed
-from rooftile.matmul.hopper.early import weights_stay
-from rooftile.matmul.two_four.backends import last_of_ours
-from rooftile.models.checkpoints.formats import SPARSE, weight_in
 from rooftile.numerics import QuantisedRows, quantise_rows
-from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
 from rooftile.qat.codes import taken_from
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear
+from rooftile.weights.files.formats import SPARSE, weight_in
+from rooftile.weights.formats import parsed
+from rooftile.weights.hopper.early import weights_stay
+from rooftile.weights.linear import linear
+from rooftile.weights.two_four.product.dispatch import last_of_ours
 
 # time of one round: many layers are timed in many formats
 BUDGET_MS = 8.0

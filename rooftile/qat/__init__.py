@@ -37,11 +37,11 @@ compressed        the layouts of compressed-tensors
 two_four          our own layout of 2:4 weights
 """
 
+from rooftile.nn.sparse_linear import SparseLinear
 from rooftile.qat.checkpoint import save
 from rooftile.qat.preparation import off, prepare, restore
 from rooftile.qat.quantised_linear import QuantisedLinear, convert, dequantise
 from rooftile.qat.quantised_model import quantise_model
-from rooftile.qat.sparse_linear import SparseLinear
 from rooftile.qat.state import load_state_dict, state_dict
 from rooftile.qat.status import Status, status
 

@@ -10,21 +10,21 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import two_four
+from rooftile.nn.converted import Converted
+from rooftile.nn.reading import ReadWeight
 from rooftile.qat.codes import Rounding
 from rooftile.qat.codes_saved import check_converted, converted_layers, roundings, stored
-from rooftile.qat.compressed import configuration, tensors_of
-from rooftile.qat.converted import Converted
 from rooftile.qat.described import described
 from rooftile.qat.found import prepared_layers
 from rooftile.qat.layers import parameter_of
 from rooftile.qat.quantised_linear import sparse_weight
-from rooftile.qat.reading import ReadWeight
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards, whole, writes
 from rooftile.qat.shared import check_shared
-from rooftile.qat.two_four import LAYOUT
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
+from rooftile.weights.files import two_four
+from rooftile.weights.files.compressed_tensors import configuration, tensors_of
+from rooftile.weights.files.two_four import LAYOUT
 
 # bytes of one file, at most
 SHARD = 5 << 30

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.packing import OFFSET
-from rooftile.matmul.quantise import quantise_trained
-from rooftile.matmul.weight import factors
 from rooftile.numerics.block_floating import Rule
-from rooftile.operators import replaced
 from rooftile.qat.learned import with_scales
+from rooftile.runtime.operators import replaced
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.packing import OFFSET
+from rooftile.weights.quantise import quantise_trained
+from rooftile.weights.weight import factors
 
 # the least and the largest code of each kind of number
 _RANGES = {"int4": (-OFFSET, OFFSET - 1), "int8": (-127, 127), "w8": (-128, 127), "mxfp4": (-6, 6), "nvfp4": (-6, 6)}
@@ -90,6 +90,6 @@ def clipped(dw: Tensor, w: Tensor, taken: Taken) -> Tensor:
     """Returns dw with zeros for what lies outside; it may change in place."""
     if taken.inside is None or replaced(dw):
         return dw * inside(w, taken.codes)
-    from rooftile.matmul.kernels import weights
+    from rooftile.weights.triton import weights
 
     return weights.keep_inside(dw.contiguous(), taken.inside)

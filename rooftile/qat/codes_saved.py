@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import ROW, TILE
-from rooftile.qat import two_four
+from rooftile.nn.converted import Converted
+from rooftile.nn.sparse_linear import SparseLinear
 from rooftile.qat.codes import Rounding
-from rooftile.qat.compressed import tensors_of
-from rooftile.qat.converted import Converted
 from rooftile.qat.quantised_linear import QuantisedLinear
-from rooftile.qat.sparse_linear import SparseLinear
-from rooftile.qat.two_four import LAYOUT
+from rooftile.weights.files import two_four
+from rooftile.weights.files.compressed_tensors import tensors_of
+from rooftile.weights.files.two_four import LAYOUT
+from rooftile.weights.formats import ROW, TILE
 
 
 def converted_layers(model: nn.Module) -> dict[str, Converted]:

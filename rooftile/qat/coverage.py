@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from rooftile.qat.converted import Converted
+from rooftile.nn.converted import Converted
 from rooftile.qat.layers import Prepared, parameter_of
 from rooftile.qat.tensors import Place, PreparedModule, places_in
 

@@ -6,11 +6,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftile.matmul.formats import ROW
 from rooftile.qat.codes import Rounding, Taken
 from rooftile.qat.finite import Raised
 from rooftile.qat.masking import Masking
 from rooftile.qat.slow import Told
+from rooftile.weights.formats import ROW
 
 
 @dataclass(slots=True)

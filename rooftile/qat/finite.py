@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from rooftile.launch import is_capturing
-from rooftile.operators import replaced
+from rooftile.runtime.launch import is_capturing
+from rooftile.runtime.operators import replaced
 
 
 @dataclass(slots=True)

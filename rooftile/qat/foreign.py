@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.converted import Converted
+from rooftile.nn.converted import Converted
 
 # the packages whose layers and weights are quantised
 _PACKAGES = ("torchao", "bitsandbytes", "compressed_tensors", "auto_gptq", "gptqmodel", "awq", "optimum", "hqq", "modelopt")

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import masking, reading, steps
+from rooftile.nn import reading
+from rooftile.qat import masking, steps
 from rooftile.qat.described import Preparation, described
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import is_sharded

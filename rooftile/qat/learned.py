@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import group_of, weight_format
-from rooftile.matmul.packing import OFFSET, pack
-from rooftile.matmul.quantise import raise_flag
-from rooftile.matmul.weight import centred_codes
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.formats import group_of, weight_format
+from rooftile.weights.packing import OFFSET, pack
+from rooftile.weights.quantise import raise_flag
+from rooftile.weights.weight import centred_codes
 
 # the least and the largest code
 RANGES = {"int4": (-OFFSET, OFFSET - 1), "w8": (-128, 127), "int8": (-127, 127)}

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.operators import transforms_active
 from rooftile.qat.sharded import is_sharded, whole
-from rooftile.sparsity import Recipe
-from rooftile.sparsity.choice import mask_of
+from rooftile.runtime.operators import transforms_active
+from rooftile.weights.two_four import Recipe
+from rooftile.weights.two_four.choice import mask_of
 
 
 @dataclass(slots=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rooftile.matmul import dequantise
 from rooftile.numerics.block_floating import Rule
-from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.qat.codes import Held, Rounding, Taken, clipped, taken_from
 from rooftile.qat.finite import flag_for
 from rooftile.qat.learned import gradients_of
+from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
+from rooftile.weights import dequantise
 
 
 def numbers(

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import matches
+from rooftile.weights.formats import matches
 
 # the layers that stay as they are, unless the caller names others; many models have none of the name
 SKIPPED = ("lm_head",)

@@ -26,8 +26,8 @@ from rooftile.qat.sharded import writes
 from rooftile.qat.shared import check_shared
 from rooftile.qat.slow import Told
 from rooftile.qat.tensors import Place, PreparedModule, prepare_tensor, restore_module
-from rooftile.sparsity import Recipe
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
+from rooftile.weights.two_four import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -20,10 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.matmul import QuantisedWeight, dequantise, multiply, weight_format
 from rooftile.numerics.block_floating import BLOCK_FORMATS, SHARED, Rule, quantise_blocks
 from rooftile.numerics.rows import rounded_rows
-from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.qat.codes import Held, Taken, clipped, taken_from
 
 # the plan of formats takes it from here
@@ -31,6 +29,8 @@ from rooftile.qat.codes import Rounding as Rounding
 from rooftile.qat.finite import flag_for
 from rooftile.qat.learned import gradients_of
 from rooftile.qat.slow import COMPILED, backend_for, tell
+from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
+from rooftile.weights import QuantisedWeight, dequantise, multiply, weight_format
 
 ESTIMATORS = ("straight", "clip", "lsq")
 # formats of activations beside those that a format of weights brings, as `rooftile.numerics` names them: for hardware to come

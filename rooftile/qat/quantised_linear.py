@@ -8,23 +8,23 @@ from typing import TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from rooftile import matmul
+from rooftile import weights as matmul
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight
+from rooftile.nn.converted import Converted, guard_saving, unguard_saving
+from rooftile.nn.sparse_linear import SparseLinear
 from rooftile.numerics.block_floating import Rule
-from rooftile.operators import autocast_on
-from rooftile.ops.linear import linear
 from rooftile.qat import fast_paths
-from rooftile.qat.converted import Converted, guard_saving, unguard_saving
 from rooftile.qat.found import prepared_layers
 from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.product import rounded_activations
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import shards
-from rooftile.qat.sparse_linear import SparseLinear
 from rooftile.qat.tensors import PreparedModule, PreparedTensor, restore_module
-from rooftile.sparsity import TwoFour, compress
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.operators import autocast_on
+from rooftile.runtime.words import answers_foreign_words
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.linear import linear
+from rooftile.weights.two_four import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")

@@ -13,7 +13,7 @@ from rooftile.qat.coverage import coverage_of
 from rooftile.qat.patterns import SKIPPED, skip_given
 from rooftile.qat.preparation import check_planned, prepare, restore
 from rooftile.qat.quantised_linear import convert
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -8,10 +8,6 @@ import torch
 from torch import Tensor, distributed
 
 from rooftile.errors import InvalidInput
-from rooftile.launch import is_capturing
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.two_four import multiply_masked
-from rooftile.operators import autocast_on, transforms_active
 from rooftile.qat import masking, product
 from rooftile.qat.codes import Taken, taken_from
 from rooftile.qat.described import Preparation
@@ -19,6 +15,10 @@ from rooftile.qat.finite import flag_for
 from rooftile.qat.numbers import numbers
 from rooftile.qat.sharded import whole
 from rooftile.qat.slow import tell
+from rooftile.runtime.launch import is_capturing
+from rooftile.runtime.operators import autocast_on, transforms_active
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.two_four.product import multiply_masked
 
 
 class Rounded:

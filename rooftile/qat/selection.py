@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import TILE, group_of, parsed, weight_format
-from rooftile.matmul.quantise import check_rule
 from rooftile.numerics.block_floating import RULES, Rule
 from rooftile.qat.codes import Rounding
 from rooftile.qat.described import word_of
@@ -16,7 +14,9 @@ from rooftile.qat.layers import PREPARED
 from rooftile.qat.learned import RANGES
 from rooftile.qat.patterns import check_patterns, means, skip_given, skipped
 from rooftile.qat.tensors import Place, places_in
-from rooftile.sparsity import Recipe
+from rooftile.weights.formats import TILE, group_of, parsed, weight_format
+from rooftile.weights.quantise import check_rule
+from rooftile.weights.two_four import Recipe
 
 Layer = nn.Module | Place
 

@@ -1,6 +1,6 @@
 """Formats that a device has no matrix units for: they are trained by the definition, and a warning says so once.
 
-A served product in such a format is refused (`rooftile.matmul.backends`), because a server has another choice. Training for
+A served product in such a format is refused (`rooftile.weights.dispatch`), because a server has another choice. Training for
 another machine has none: the numbers must be those of the format.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rooftile.matmul.backends import lack_of_fp8
+from rooftile.weights.dispatch import lack_of_fp8
 
 
 @dataclass(slots=True)

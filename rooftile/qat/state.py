@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.qat.found import prepared_layers
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rooftile import shown
-from rooftile.matmul.weight import dequantised
+from rooftile.drawing import notebook as shown
 from rooftile.qat.codes import inside
 from rooftile.qat.coverage import Coverage, coverage_of
 from rooftile.qat.described import described
 from rooftile.qat.found import prepared_layers
 from rooftile.qat.rounded import Rounded
 from rooftile.qat.sharded import whole
-from rooftile.sparsity import compress
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
+from rooftile.weights.two_four import compress
+from rooftile.weights.weight import dequantised
 
 
 @dataclass(frozen=True, slots=True)

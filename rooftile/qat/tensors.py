@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import reading, steps
+from rooftile.nn import reading
+from rooftile.qat import steps
 from rooftile.qat.described import Preparation
 from rooftile.qat.numbers import numbers
 from rooftile.qat.rounded import Rounded

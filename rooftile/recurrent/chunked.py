@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
-from rooftile.launch import INTERPRETED, device_of
-from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
 from rooftile.recurrent import plain
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.features import width
 from rooftile.recurrent.plain import wide_dtype
 from rooftile.recurrent.problem import Recurrence, decode
+from rooftile.runtime.launch import INTERPRETED, device_of
+from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
 
 
 def recur(

@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rooftile.operators import transformed
 from rooftile.recurrent import by_chunks
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.problem import Recurrence
+from rooftile.runtime.operators import transformed
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -113,5 +113,5 @@ class Service:
 
 def _import_serving() -> None:
     """Imports what requests need, while the engine's process reads the model."""
-    import rooftile.serve.sampling.params
-    import rooftile.serve.text.detokenizer  # noqa: F401
+    import rooftile.engine.sampling.params
+    import rooftile.engine.text.detokenizer  # noqa: F401

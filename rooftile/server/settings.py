@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rooftile.engine.settings import check_settings
 from rooftile.errors import InvalidInput
-from rooftile.serve.settings import check_settings
 from rooftile.server import limits
 from rooftile.server.keys import Keys
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rooftile import api, dispatch, validate
 from rooftile.errors import InvalidInput
+from rooftile.exact import api, dispatch, validate
+from rooftile.exact.masks import Mask
+from rooftile.exact.spec import Asked, Options, decode
 from rooftile.hardware.clock import clock_for
-from rooftile.masks import Mask
-from rooftile.precision import PRESETS, Precision
-from rooftile.spec import Asked, Options, decode
+from rooftile.numerics.precision import PRESETS, Precision
 
 # from the plainest to the most careful
 RECIPES: dict[str, str | Precision] = {

@@ -19,11 +19,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rooftile import reference
-from rooftile.cases import Case, Inputs
 from rooftile.errors import Unsupported
-from rooftile.masks import FULL
-from rooftile.spec import DTYPES
+from rooftile.exact import reference
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.masks import FULL
+from rooftile.exact.spec import DTYPES
 
 # a sample of up to this many scores is computed whole; a GPU takes a few milliseconds
 WHOLE = {"cpu": 1 << 23, "cuda": 1 << 30}

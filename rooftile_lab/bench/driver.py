@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, Literal, Protocol, cast
 
+from rooftile.engine.engine import Engine
+from rooftile.engine.request import Request
+from rooftile.engine.runner import Result, Runner
+from rooftile.engine.scheduler import Plan
 from rooftile.errors import InvalidInput
-from rooftile.serve.engine import Engine
-from rooftile.serve.request import Request
-from rooftile.serve.runner import Result, Runner
-from rooftile.serve.scheduler import Plan
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Ask, Workload
 

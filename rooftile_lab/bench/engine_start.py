@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from rooftile.diagnosis import decode_step
+from rooftile.engine.llm import LLM
 from rooftile.models import Decoder
-from rooftile.serve.llm import LLM
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.models import decoder_named
 from rooftile_lab.bench.serving import settings_of

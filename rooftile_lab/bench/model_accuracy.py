@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.api import attention
+from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
+from rooftile.exact.api import attention
+from rooftile.exact.masks import CAUSAL, Window
 from rooftile.fused import Rotation, rotate
-from rooftile.masks import CAUSAL, Window
-from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
-from rooftile.models.checkpoints.formats import SPARSE, check_word
-from rooftile.models.checkpoints.methods import section_of
-from rooftile.serve.text.tokenizer import Tokenizer
-from rooftile.sparsity import TwoFour
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.files.formats import SPARSE, check_word
+from rooftile.weights.files.methods import section_of
+from rooftile.weights.two_four import TwoFour
 from rooftile_lab.bench.weighing import tokens_per_second
 
 FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "int4:32", "int4:row", "mxfp8", "mxfp4", "nvfp4", SPARSE)

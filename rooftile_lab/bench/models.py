@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.two_four.definition import CODES
+from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.layers import Part, Projection
 from rooftile.models.rotary import Rotary
-from rooftile.sparsity import TwoFour
-from rooftile.spec import DTYPE_NAMES
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.files.plan import quantiser_of
+from rooftile.weights.two_four import TwoFour
+from rooftile.weights.two_four.product.definition import CODES
 
 
 def _llama3(factor: float, dim: int) -> Rotary:

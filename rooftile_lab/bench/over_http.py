@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rooftile.cost.session import Session
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampling.params import SamplingParams
 from rooftile_lab.bench.driver import Course, Trace, WallClock, fitted
 from rooftile_lab.bench.measures import Measures, measures
 from rooftile_lab.bench.results import Row

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import api, dispatch
-from rooftile.backends import eager
-from rooftile.cases import Case, Inputs
 from rooftile.cost import io
 from rooftile.errors import InvalidInput
-from rooftile.hardware.arch import arch
+from rooftile.exact import api, dispatch
+from rooftile.exact.backends import eager
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.masks import CAUSAL, FULL, materialise, query_range
 from rooftile.hardware.device import describe
-from rooftile.masks import CAUSAL, FULL, materialise, query_range
+from rooftile.runtime.devices import arch
 
 Forward = Callable[[], Tensor]
 

@@ -19,8 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rooftile import shown
 from rooftile.cost.session import About
+from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rooftile.cases import Case, Inputs
 from rooftile.cost import roof
 from rooftile.cost.flops import check_phase
 from rooftile.cost.session import Session, open_session
 from rooftile.errors import InvalidInput
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.spec import Problem
 from rooftile.hardware.clock import Clock, clock_for
-from rooftile.spec import Problem
 from rooftile_lab.bench import peers
 from rooftile_lab.bench.check import Conformance
 from rooftile_lab.bench.results import Row
@@ -62,7 +62,7 @@ def measure(
     """One Row per provider and phase, in that order.
 
     Args:
-        case: one of `rooftile.cases`, or any other.
+        case: one of `rooftile.exact.cases`, or any other.
         providers: names of `bench.peers.names()`; "rooftile" is the automatic choice.
         phases: "fwd" is timed without gradients; "bwd" is the backward alone, by torch.autograd.grad on a kept graph.
         rounds: how often all providers take turns, back and forth. A turn is about 25 ms of calls, or one call.

@@ -13,10 +13,10 @@ import torch
 
 from rooftile.cost.decoder import DecoderCost
 from rooftile.cost.session import Session
+from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
+from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder
-from rooftile.serve.llm import LLM
-from rooftile.spec import DTYPE_NAMES
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
 from rooftile_lab.bench.models import decoder_named, formats_of, weight_bytes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rooftile as rt
-from rooftile.matmul import QuantisedWeight
-from rooftile.serve import LLM, SamplingParams
+from rooftile.engine import LLM, SamplingParams
+from rooftile.weights import QuantisedWeight
 
 # these are the words of `rooftile.quantise_weight`; groups of 32 and 64 divide the rows of small models
 FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")

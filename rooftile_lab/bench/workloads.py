@@ -27,8 +27,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from rooftile.diagnosis.decode_step import IDS
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampling.params import SamplingParams
 
 LONGEST = 1024
 """The most tokens of a prompt, and of an answer, in W1 to W6 and W8."""

@@ -12,9 +12,9 @@ import typer
 
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.drawing.units import duration, times
-from rooftile.dtypes import dtype_word
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL, FULL
+from rooftile.exact.masks import CAUSAL, FULL
+from rooftile.runtime.dtypes import dtype_word
 from rooftile_lab.cli.accuracy_methods import methods_lose
 from rooftile_lab.cli.accuracy_model import formats_lose
 
@@ -92,7 +92,7 @@ def recipes_lose(
     target: torch.device, json: bool,
 ) -> None:  # fmt: skip
     """Prints the error of each recipe of 8 bits."""
-    from rooftile.spec import DTYPES
+    from rooftile.exact.spec import DTYPES
     from rooftile_lab.bench import accuracy as measured
 
     _, length, heads, dim = shape

@@ -19,7 +19,7 @@ def methods_lose(
     sizes: Sizes, target: torch.device, dtype: str, draws: int, tensors: Path | None, json: bool
 ) -> None:  # fmt: skip
     """Prints the loss of each method; `tensors` is a user's file of q, k and v."""
-    from rooftile.spec import DTYPES
+    from rooftile.exact.spec import DTYPES
     from rooftile_lab.bench.accuracy import saved
     from rooftile_lab.bench.methods.losses import losses
 

@@ -125,9 +125,9 @@ def list_cases(
 
     Example: rooftile bench list --tag cpu-bench
     """
-    from rooftile.cases import CASES
-    from rooftile.hardware.arch import arch
+    from rooftile.exact.cases import CASES
     from rooftile.hardware.device import device_of
+    from rooftile.runtime.devices import arch
     from rooftile_lab.bench import peers
 
     target = device_of(device)
@@ -188,7 +188,7 @@ def _words(listed: str) -> list[str]:
 
 
 def _sizes(name: str, where: str) -> str:
-    from rooftile.cases import CASES
+    from rooftile.exact.cases import CASES
 
     problem = CASES[name].problem(where)
     sizes = problem.sizes

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rooftile.cost.session import Session, open_session
 from rooftile.hardware.clock import ReplayClock, take_turns
-from rooftile.matmul.two_four.cusparselt import Algorithm, sums
-from rooftile.sparsity import two_four
+from rooftile.weights.two_four import two_four
+from rooftile.weights.two_four.product.cusparselt import Algorithm, sums
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.suites.linear import MOST_ERROR, PRODUCTS

@@ -23,13 +23,13 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile.hardware.clock import ReplayClock, medians
-from rooftile.matmul import QuantisedWeight, weight_format
-from rooftile.matmul.definition import Product
-from rooftile.matmul.hopper import launch
-from rooftile.matmul.hopper.early import weights_stay
-from rooftile.matmul.hopper.ordered import in_order
-from rooftile.matmul.hopper.schedule import WARPGROUPS, Tile
 from rooftile.numerics import QuantisedRows, quantise_rows
+from rooftile.weights import QuantisedWeight, weight_format
+from rooftile.weights.definition import Product
+from rooftile.weights.hopper import launch
+from rooftile.weights.hopper.early import weights_stay
+from rooftile.weights.hopper.ordered import in_order
+from rooftile.weights.hopper.schedule import WARPGROUPS, Tile
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 # bytes of weights that a variant walks through: several times the L2 cache

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from rooftile.cost.session import Session
-from rooftile.serve import LLM, SamplingParams
+from rooftile.engine import LLM, SamplingParams
 from rooftile_lab.bench import workloads
 from rooftile_lab.bench.driver import drive, fitted
 from rooftile_lab.bench.measures import measures

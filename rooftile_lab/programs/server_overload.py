@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from rooftile.cost.session import Session
-from rooftile.serve import LLM, SamplingParams
+from rooftile.engine import LLM, SamplingParams
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures
 from rooftile_lab.programs.served import Reading, Server, arguments, get, opened, read_all, show

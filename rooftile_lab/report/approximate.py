@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rooftile.cost.session import open_session
-from rooftile.spec import DTYPES
+from rooftile.exact.spec import DTYPES
 from rooftile_lab.bench.methods import crossover
 from rooftile_lab.bench.methods.crossover import Found
 from rooftile_lab.bench.methods.losses import Loss, losses

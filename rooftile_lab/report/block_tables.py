@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rooftile.serve.engine import Engine
-from rooftile.serve.runner import Result
-from rooftile.serve.scheduler import Plan
+from rooftile.engine.engine import Engine
+from rooftile.engine.runner import Result
+from rooftile.engine.scheduler import Plan
 
 BLOCK = 16
 

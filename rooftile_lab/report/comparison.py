@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile import dispatch
-from rooftile.cases import Case
 from rooftile.cost import io
 from rooftile.drawing.units import duration, size
-from rooftile.hardware.arch import arch
+from rooftile.exact import dispatch
+from rooftile.exact.cases import Case
+from rooftile.exact.spec import Problem
 from rooftile.hardware.device import describe
-from rooftile.spec import Problem
+from rooftile.runtime.devices import arch
 from rooftile_lab.bench import run
 from rooftile_lab.bench.results import Row
 from rooftile_lab.report.plan import Plan

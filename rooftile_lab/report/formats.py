@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rooftile import qat
+from rooftile.engine import LLM, SamplingParams
 from rooftile.models import TrainableDecoder
-from rooftile.serve import LLM, SamplingParams
 from rooftile_lab.bench.learning.english import BYTES, English
 from rooftile_lab.bench.learning.formats import Plan as Study
 from rooftile_lab.bench.learning.study import loss_of

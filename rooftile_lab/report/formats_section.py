@@ -7,22 +7,7 @@ from typing import Any
 
 from rooftile.drawing.charts import Series, line_chart
 from rooftile.drawing.page import Chart, Table, safe
-from rooftile.drawing.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    even,
-    legend,
-    marker,
-    path,
-    svg,
-    text,
-    y_grid,
-)
+from rooftile.drawing.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, even, legend, marker, path, svg, text, y_grid
 from rooftile.drawing.units import percent, size
 from rooftile_lab.report import planned_picture
 from rooftile_lab.report.formats import Cost, Formats

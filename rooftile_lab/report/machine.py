@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import rooftile
-from rooftile import dispatch
-from rooftile.cases import Case
 from rooftile.cost.session import commit
+from rooftile.exact import dispatch
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL
 from rooftile.hardware import ceilings
 from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.device import describe
-from rooftile.masks import CAUSAL
 from rooftile_lab.report.plan import Plan
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile.masks import FULL
-from rooftile.spec import DTYPES
+from rooftile.exact.masks import FULL
+from rooftile.exact.spec import DTYPES
 from rooftile_lab.bench.accuracy import DISTRIBUTIONS, Loss, draws, losses
 from rooftile_lab.report.plan import Plan
 

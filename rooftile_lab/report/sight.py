@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate as ap
-from rooftile.reference.approximate import native_sparse, reformer, sparse_transformer
+from rooftile.approximate.native_sparse import definition as native_sparse
+from rooftile.approximate.reformer import definition as reformer
+from rooftile.approximate.sparse_transformer import definition as sparse_transformer
 from rooftile_lab.bench.methods.way import Sizes, drawn
 from rooftile_lab.report.tiles import Visit
 

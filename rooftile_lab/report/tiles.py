@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import rooftile
-from rooftile import masks
-from rooftile.cases import Case
-from rooftile.hardware.arch import arch
+from rooftile.exact import masks
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.hardware.clock import clock_for
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.runtime.devices import arch
 from rooftile_lab.report.plan import Plan
 from rooftile_lab.report.spread import spread_of
 
@@ -162,7 +162,7 @@ def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Vis
 
 def tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
     """Yields the tiles of the CPU backend."""
-    from rooftile.backends.tiled.tiles import key_tiles, query_tiles
+    from rooftile.exact.backends.tiled.tiles import key_tiles, query_tiles
 
     for t, t_stop in query_tiles(N, 1):
         for tile in key_tiles(mask, t, t_stop, N, N):
@@ -171,10 +171,10 @@ def tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
 
 def _blocks(plan: Plan, device: str) -> tuple[int, int]:
     if device == "cpu":
-        from rooftile.backends.tiled.tiles import KEYS, ROWS
+        from rooftile.exact.backends.tiled.tiles import KEYS, ROWS
 
         return ROWS, KEYS
-    from rooftile.backends.triton.tiles import forward_tile
+    from rooftile.exact.backends.triton.tiles import forward_tile
 
     tile = forward_tile(_case(plan, FULL).problem(arch(torch.device(device)), needs_grad=False).spec)
     return tile.BLOCK_T, tile.BLOCK_S

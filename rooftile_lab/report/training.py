@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
-from rooftile.spec import DTYPES
 from rooftile_lab.bench.learning.english import BYTES
 from rooftile_lab.bench.learning.english import corpus as corpus
 from rooftile_lab.report.plan import ModelPlan

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.clock import clock_for, medians
-from rooftile.matmul import QuantisedWeight, quantise_weight
-from rooftile.ops.linear import linear
-from rooftile.spec import DTYPES
+from rooftile.weights import QuantisedWeight, quantise_weight
+from rooftile.weights.linear import linear
 from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, tokens_per_second
 from rooftile_lab.report.plan import Plan

@@ -7,7 +7,8 @@ import torch
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.reference.approximate import native_sparse, sparse_transformer
+from rooftile.approximate.native_sparse import definition as native_sparse
+from rooftile.approximate.sparse_transformer import definition as sparse_transformer
 
 SIZES = {"B": 2, "T": 50, "S": 61, "H": 5, "Hk": 1, "D": 8, "Dv": 6}
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import rooftile as rt
 import rooftile.nn
 from rooftile import approximate as ap
-from rooftile.approximate.chosen import selection
+from rooftile.approximate.native_sparse import selection
 from tests.approximate.calls import CALLS, CENTROIDS, inputs
 
 CHOOSE = ["sparse_transformer", "reformer", "routing", "native_sparse"]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile import launch
 from rooftile.approximate import gathered
 from rooftile.approximate.gathered.lists import slots_of
-from rooftile.reference.approximate import reformer, routing
+from rooftile.approximate.reformer import definition as reformer
+from rooftile.approximate.routing import definition as routing
+from rooftile.runtime import launch
 from tests.approximate.tolerance import assert_within
 
 

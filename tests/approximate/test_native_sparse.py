@@ -13,10 +13,9 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.chosen import compression, selection
-from rooftile.approximate.selected.choice import refusal
-from rooftile.launch import INTERPRETED
-from rooftile.reference.approximate import native_sparse as definition
+from rooftile.approximate.native_sparse import compression, definition, selection
+from rooftile.approximate.native_sparse.selected.choice import refusal
+from rooftile.runtime.launch import INTERPRETED
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

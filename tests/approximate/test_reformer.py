@@ -13,9 +13,9 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.chosen.reformer import usual_buckets
-from rooftile.reference.approximate import pairs
-from rooftile.reference.approximate import reformer as definition
+from rooftile.approximate.reformer import definition
+from rooftile.approximate.reformer.attention import usual_buckets
+from rooftile.exact.reference import pairs
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.reference.approximate.routing import normed
+from rooftile.approximate.routing.definition import normed
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

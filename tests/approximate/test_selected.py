@@ -12,11 +12,12 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.selected import attend, choice
-from rooftile.approximate.selected.attention import refusal
-from rooftile.approximate.selected.gated_sum import gated_sum
-from rooftile.approximate.selected.tiles import queries_for, tiles_of
-from rooftile.reference.approximate import native_sparse, pairs
+from rooftile.approximate.native_sparse import definition as native_sparse
+from rooftile.approximate.native_sparse.selected import attend, choice
+from rooftile.approximate.native_sparse.selected.attention import refusal
+from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
+from rooftile.approximate.native_sparse.selected.tiles import queries_for, tiles_of
+from rooftile.exact.reference import pairs
 from tests.approximate.tolerance import gradients
 from tests.conformance.exact import ulp
 from tests.grids import swept
@@ -281,7 +282,7 @@ def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     q = torch.randn(1, 1, 2, 16)
     if len(ways(q, q, 1, 16)) == 1:
         pytest.skip("needs a GPU or the interpreter")
-    from rooftile.approximate.selected import kernels
+    from rooftile.approximate.native_sparse.selected import kernels
 
     lengths, Hk = ((40, 40), (0, 9), (17, 50), (5, 0), (33, 20)), 3
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in zip(*lengths, strict=True))
@@ -317,7 +318,7 @@ def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None
     if "triton" not in ways(q, v, it.Hk, it.block):
         assert len(ways(q, v, it.Hk, it.block)) == 1
         return
-    from rooftile.approximate.selected import kernels
+    from rooftile.approximate.native_sparse.selected import kernels
 
     # the first block is everybody's
     chosen[..., 0] = 0

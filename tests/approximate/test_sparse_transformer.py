@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.reference.approximate.sparse_transformer import sees
+from rooftile.approximate.sparse_transformer.definition import sees
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile import InvalidInput, api, cost
-from rooftile.cases import CASES, Case
+from rooftile import InvalidInput, cost
+from rooftile.exact import api
+from rooftile.exact.cases import CASES, Case
+from rooftile.exact.masks import CAUSAL, FULL, Window
 from rooftile.hardware.clock import HostClock, medians
-from rooftile.masks import CAUSAL, FULL, Window
 from rooftile_lab.bench import check, compare, peers, results
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.run import measure

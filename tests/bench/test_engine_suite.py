@@ -10,9 +10,9 @@ import torch
 from torch.autograd import DeviceType
 
 from rooftile.diagnosis import decode_step
+from rooftile.engine.llm import LLM
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.llm import LLM
-from rooftile.serve.sampling.params import SamplingParams
 from rooftile_lab.bench import results
 from rooftile_lab.bench.models import MODELS, decoder_named
 from rooftile_lab.bench.suites import engine as suite

@@ -11,10 +11,10 @@ import torch
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.cases import Case
 from rooftile.cost import approximate as cost
 from rooftile.cost import flops
 from rooftile.errors import InvalidInput
+from rooftile.exact.cases import Case
 from rooftile_lab.bench.methods import crossover, peers
 from rooftile_lab.bench.methods.check import Check, relative
 from rooftile_lab.bench.methods.table import WAYS, WHOLE, sizes_of, way_named

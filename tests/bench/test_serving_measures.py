@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from rooftile.cost.decoder import DecoderCost
+from rooftile.engine.engine import Engine
+from rooftile.engine.llm import LLM
+from rooftile.engine.runner import Result
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.scheduler import Plan
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
 from rooftile.kvcache import BlockPool, ReservedPool
-from rooftile.serve.engine import Engine
-from rooftile.serve.llm import LLM
-from rooftile.serve.runner import Result
-from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.scheduler import Plan
 from rooftile_lab.bench import results, serving, workloads
 from rooftile_lab.bench.driver import Course, Sample, Trace, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures

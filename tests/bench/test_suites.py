@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.cases import CASES
 from rooftile.cost import counts, flops, memory_roof, roof, session, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact.cases import CASES
 from rooftile.hardware import ceilings, clock, profiler
 from rooftile_lab.bench import results, rows
 from rooftile_lab.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision

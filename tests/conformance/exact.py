@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import dispatch, reference
-from rooftile.cases import Case
-from rooftile.hardware.arch import arch
-from rooftile.spec import DTYPES, Spec
+from rooftile.exact import dispatch, reference
+from rooftile.exact.cases import Case
+from rooftile.exact.spec import DTYPES, Spec
+from rooftile.runtime.devices import arch
 
 # the phases: `attention` or `attention_with_lse`, alone or with gradients of all results
 PHASES = ("forward", "forward-lse", "backward", "backward-lse")

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import approximate, fused, matmul, qat
+from rooftile import approximate, fused, qat
+from rooftile import weights as matmul
 from rooftile.approximate import gathered
-from rooftile.approximate.paged import native_sparse
-from rooftile.approximate.paged.loki import choose, page_scores
-from rooftile.approximate.selected.gated_sum import gated_sum
+from rooftile.approximate.loki.decoding import choose, page_scores
+from rooftile.approximate.native_sparse import decoding as native_sparse
+from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.sampling.sampler import SamplingState, features_of, sample
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
-from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
 from tests.conformance.sparse_calls import SPARSE_CALLS
 
 

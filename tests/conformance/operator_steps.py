@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import rooftile as rt
+from rooftile.engine.llm import LLM
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
-from rooftile.serve.llm import LLM
-from rooftile.serve.sampling.params import SamplingParams
 from tests.conformance.watching import watching
 from tests.models.checkpoints import CONFIGS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from rooftile.cases import Case
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 
 def draw_case(rng: random.Random) -> Case:

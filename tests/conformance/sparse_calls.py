@@ -9,7 +9,7 @@ import torch
 import rooftile as rt
 from rooftile import sparsity
 from rooftile.cost.counts import Work
-from rooftile.matmul.two_four import multiply_masked
+from rooftile.weights.two_four.product import multiply_masked
 
 
 def _two_four(device: torch.device) -> sparsity.TwoFour:

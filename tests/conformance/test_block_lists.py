@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import dispatch, reference
-from rooftile.blocks import Blocks, packed
-from rooftile.hardware.arch import arch
-from rooftile.masks import CAUSAL, FULL, Mask, Prefix, Window
-from rooftile.ops.listed import with_blocks
-from rooftile.spec import Asked, Options, Spec
+from rooftile.exact import dispatch, reference
+from rooftile.exact.blocks import Blocks, packed
+from rooftile.exact.masks import CAUSAL, FULL, Mask, Prefix, Window
+from rooftile.exact.ops.listed import with_blocks
+from rooftile.exact.spec import Asked, Options, Spec
+from rooftile.runtime.devices import arch
 from tests.conformance.exact import ulp
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -65,8 +65,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_what_is_broadcast_is_not_expanded() -> None:
-    from rooftile.spec import Options
-    from rooftile.validate import bias_in_numbers
+    from rooftile.exact.spec import Options
+    from rooftile.exact.validate import bias_in_numbers
 
     seen = (torch.rand(B, 1, 1, 300) < 0.5).expand(B, 64, 128, 300)
     with Largest() as largest:

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rooftile as rt
-from rooftile import dispatch
-from rooftile.cases import CASES, Case
-from rooftile.hardware.arch import arch
-from rooftile.spec import Asked, Options, decode
-from rooftile.validate import spec_code
+from rooftile.exact import dispatch
+from rooftile.exact.cases import CASES, Case
+from rooftile.exact.spec import Asked, Options, decode
+from rooftile.exact.validate import spec_code
+from rooftile.runtime.devices import arch
 from tests.conformance.exact import answer
 
 # deprecations inside torch

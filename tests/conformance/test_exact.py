@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.cases import Case, tagged
+from rooftile.exact.cases import Case, tagged
 from tests.conformance.exact import PHASES, check
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rooftile as rt
+from rooftile.exact.ops import RAN
+from rooftile.exact.ops import attention as operators
 from rooftile.kvcache import PagedKV
-from rooftile.ops import RAN
-from rooftile.ops import attention as operators
 
 # PyTorch's decompositions for forward mode use it
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import rooftile as rt
-from rooftile import dispatch, reference
-from rooftile.cases import CASES, Case, tagged
-from rooftile.hardware.arch import arch
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact import dispatch, reference
+from rooftile.exact.cases import CASES, Case, tagged
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.runtime.devices import arch
 
 # torch's forward mode uses deprecated parts of torch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

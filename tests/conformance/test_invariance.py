@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import dispatch
-from rooftile.cases import CASES, Case
-from rooftile.hardware.arch import arch
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window, materialise
-from rooftile.reference.philox import keep_mask
+from rooftile.exact import dispatch
+from rooftile.exact.cases import CASES, Case
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window, materialise
+from rooftile.exact.reference.philox import keep_mask
+from rooftile.runtime.devices import arch
 
 LENGTHS = ((70, 70), (1, 130), (129, 129), (40, 65))
 EVERYTHING: dict[str, Any] = {"softcap": 4.0, "alibi": True, "sinks": True}

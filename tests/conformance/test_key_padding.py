@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.ops.padding import without_padding
-from rooftile.spec import Asked, Options
+from rooftile.exact.ops.padding import without_padding
+from rooftile.exact.spec import Asked, Options
 
 B, T, S, H, Hk, D = 3, 11, 17, 4, 2, 8
 NAN = float("nan")

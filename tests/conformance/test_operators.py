@@ -11,7 +11,7 @@ import rooftile as rt
 from rooftile.cost import counts
 from rooftile.fused import Rotation, add_norm, gated, normalise, rotate, where
 from rooftile.fused.norm import Weights
-from rooftile.operators import DEFINED
+from rooftile.runtime.operators import DEFINED
 from tests.conformance.operator_calls import CALLS
 from tests.conformance.watching import Seen, watching
 

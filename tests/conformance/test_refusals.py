@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import dispatch
-from rooftile.cases import CASES, Case
-from rooftile.hardware.arch import arch
-from rooftile.spec import Spec
+from rooftile.exact import dispatch
+from rooftile.exact.cases import CASES, Case
+from rooftile.exact.spec import Spec
+from rooftile.runtime.devices import arch
 from tests.conformance.exact import answer
 from tests.conformance.random_cases import draw_case
 

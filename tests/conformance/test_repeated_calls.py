@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import dispatch, ops
-from rooftile.cases import Case
-from rooftile.hardware.arch import arch
-from rooftile.masks import CAUSAL, FULL
-from rooftile.spec import NO_OPTIONS, Asked, Options
+from rooftile.exact import dispatch, ops
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, FULL
+from rooftile.exact.spec import NO_OPTIONS, Asked, Options
+from rooftile.runtime.devices import arch
 
 CASE = Case(name="repeated", tags=frozenset(), T=70, S=70, dim=32)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftile import launch
+from rooftile.runtime import launch
 
 
 class Seen(NamedTuple):

@@ -22,8 +22,8 @@ from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
 from rooftile.diagnosis.experiments.smaller.rules import CHECK_SIZES, RULES
 from rooftile.diagnosis.experiments.timing import HostTimer, error, interleaved
 from rooftile.errors import Unsupported
-from rooftile.masks import CAUSAL
-from rooftile.spec import Spec
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.spec import Spec
 from tests.diagnosis.operators import sample
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import launch
 from rooftile.optim import AdamW
+from rooftile.runtime import launch
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((4096, 513), (7,), (300, 40))

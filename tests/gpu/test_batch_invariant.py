@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile.engine.llm import LLM
 from rooftile.fused import linear
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
-from rooftile.serve.llm import LLM
+from tests.engine.asking import ROOM, assert_clean
+from tests.engine.test_batch_invariant import ASKED, PARAMS, bits
 from tests.models.checkpoints import CONFIGS
-from tests.serve.asking import ROOM, assert_clean
-from tests.serve.test_batch_invariant import ASKED, PARAMS, bits
 
 pytestmark = pytest.mark.gpu
 

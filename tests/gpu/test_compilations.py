@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rooftile.engine.llm import LLM
 from rooftile.models import Decoder
-from rooftile.serve.llm import LLM
+from tests.engine.every_request import requests
 from tests.kernels.test_after_warm_up import config_named
-from tests.serve.every_request import requests
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 pytestmark = pytest.mark.gpu

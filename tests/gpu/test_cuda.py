@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.cases import CASES
-from rooftile.masks import CAUSAL, FULL, Window
+from rooftile.exact.cases import CASES
+from rooftile.exact.masks import CAUSAL, FULL, Window
 
 pytestmark = pytest.mark.gpu
 

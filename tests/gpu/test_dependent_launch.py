@@ -9,10 +9,10 @@ from torch import Tensor
 import rooftile as rt
 from rooftile.fused import add_norm, gated, normalise
 from rooftile.fused.norm import Weights
-from rooftile.hardware.dependent_launch import overlaps
-from rooftile.matmul import multiply
-from rooftile.matmul.hopper.early import weights_stay
 from rooftile.numerics import QuantisedRows
+from rooftile.runtime.dependent_launch import overlaps
+from rooftile.weights import multiply
+from rooftile.weights.hopper.early import weights_stay
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def test_a_graph_gives_the_bits_of_waiting_launches(
 
 
 def _run_slowly(layers: list[tuple[Weights, rt.QuantisedWeight, rt.QuantisedWeight]], x: Tensor) -> Tensor:
-    from rooftile import launch
+    from rooftile.runtime import launch
 
     with launch.observe(lambda name: torch.cuda.synchronize()):
         return _run(layers, x)

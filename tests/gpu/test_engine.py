@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rooftile.engine.async_engine import AsyncEngine
+from rooftile.engine.llm import LLM
+from rooftile.engine.output import RequestOutput
+from rooftile.engine.sampling.params import SamplingParams
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
-from rooftile.serve.async_engine import AsyncEngine
-from rooftile.serve.llm import LLM
-from rooftile.serve.output import RequestOutput
-from rooftile.serve.sampling.params import SamplingParams
+from tests.engine.asking import GREEDY, ROOM, assert_clean, prompts
 from tests.models.checkpoints import CONFIGS
-from tests.serve.asking import GREEDY, ROOM, assert_clean, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -145,8 +145,8 @@ def test_an_llm_is_where_it_was_put() -> None:
 PROGRAM = """
 import torch
 from rooftile_lab.bench.models import decoder_named
-from rooftile.serve.llm import LLM
-from rooftile.serve.sampling.params import SamplingParams
+from rooftile.engine.llm import LLM
+from rooftile.engine.sampling.params import SamplingParams
 llm = LLM(decoder_named("tiny", torch.device("cuda")), max_model_len=256)
 answers = llm.generate([[1, 2, 3], [4] * 100], SamplingParams(max_tokens=5, ignore_eos=True))
 print(*(len(answer.outputs[0].token_ids) for answer in answers))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.serve import LLM, AsyncEngine, SamplingParams
-from rooftile.serve.output import RequestOutput
+from rooftile.engine import LLM, AsyncEngine, SamplingParams
+from rooftile.engine.output import RequestOutput
+from tests.engine.asking import ROOM, assert_clean, prompts
 from tests.models.quantised import plain, quantised
-from tests.serve.asking import ROOM, assert_clean, prompts
 
 pytestmark = pytest.mark.gpu
 

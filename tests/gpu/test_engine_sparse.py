@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.approximate.paged import loki as paged
+from rooftile.approximate.loki import decoding as paged
+from rooftile.engine import LLM
+from rooftile.engine.calibration import calibrate
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder
-from rooftile.serve import LLM
-from rooftile.serve.calibration import calibrate
+from tests.engine.asking import GREEDY, ROOM, assert_clean, prompts
 from tests.gpu.test_engine import engines
 from tests.interpreter.test_loki_pages import SHAPES, cache_of
 from tests.models.checkpoints import VOCABULARY
 from tests.models.sparse import checkpoint, settings
-from tests.serve.asking import GREEDY, ROOM, assert_clean, prompts
 
 pytestmark = pytest.mark.gpu
 

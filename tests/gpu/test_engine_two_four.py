@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.matmul.two_four import cusparselt
+from rooftile.engine import LLM, SamplingParams
 from rooftile.models import Decoder
-from rooftile.serve import LLM, SamplingParams
-from rooftile.sparsity import TwoFour, two_four
+from rooftile.weights.two_four import TwoFour, two_four
+from rooftile.weights.two_four.product import cusparselt
+from tests.engine.asking import ROOM, assert_clean, prompts
+from tests.engine.test_two_four_weights import masked
 from tests.models.quantised import plain
-from tests.serve.asking import ROOM, assert_clean, prompts
-from tests.serve.test_two_four_weights import masked
 
 pytestmark = pytest.mark.gpu
 

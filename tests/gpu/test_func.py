@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import rooftile as rt
-from rooftile.ops import RAN
+from rooftile.exact.ops import RAN
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile import launch
+from rooftile.runtime import launch
 from tests.approximate.tolerance import assert_within
 
 pytestmark = pytest.mark.gpu

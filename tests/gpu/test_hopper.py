@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.backends.hopper import DIMS
-from rooftile.backends.hopper.flash_fwd.run import tile_of
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
-from rooftile.spec import Sizes, Spec
+from rooftile.exact.backends.hopper import DIMS
+from rooftile.exact.backends.hopper.flash_fwd.run import tile_of
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.spec import Sizes, Spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

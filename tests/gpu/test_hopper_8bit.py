@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.backends.hopper import DIMS_8BIT
-from rooftile.masks import Mask
+from rooftile.exact.backends.hopper import DIMS_8BIT
+from rooftile.exact.masks import Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.numerics.recipe import columns_of, part_of_rows
 

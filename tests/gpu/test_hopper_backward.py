@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.backends.hopper import DIMS
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.backends.hopper import DIMS
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.backends.hopper import DIMS_BIAS
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.backends.hopper import DIMS_BIAS
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

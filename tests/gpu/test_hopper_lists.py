@@ -10,10 +10,10 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile import dispatch
-from rooftile.blocks import Blocks, packed
-from rooftile.masks import CAUSAL, FULL, Mask, Window
-from rooftile.spec import Options, Spec
+from rooftile.exact import dispatch
+from rooftile.exact.blocks import Blocks, packed
+from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
+from rooftile.exact.spec import Options, Spec
 from tests.conformance.exact import ulp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import launch
-from rooftile.matmul import backends, dequantise, multiply_gated, multiply_gated_rows
-from rooftile.matmul.gated import takes, takes_rows
-from rooftile.matmul.hopper.early import weights_stay
 from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import gated_halves
 from rooftile.numerics.rows import rows_as_codes
-from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
+from rooftile.runtime import launch
+from rooftile.weights import dequantise, multiply_gated, multiply_gated_rows
+from rooftile.weights import dispatch as backends
+from rooftile.weights.gated import takes, takes_rows
+from rooftile.weights.hopper.early import weights_stay
+from tests.weights.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
+from rooftile.exact.masks import Mask
 from rooftile.kvcache import PagedKV, Pages
-from rooftile.masks import Mask
 
 pytestmark = pytest.mark.gpu
 
@@ -161,7 +161,7 @@ def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) 
     """Pages that TMA cannot read are gathered; several queries per sequence run in the portable kernel."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    from rooftile.backends.triton import paged_decode, paged_fwd
+    from rooftile.exact.backends.triton import paged_decode, paged_fwd
 
     cache = cache_of([300, 20], 2, 128, 16)
     q = torch.randn(2, 2, 8, 128, device="cuda").bfloat16()
@@ -267,7 +267,7 @@ def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) ->
     """A server meets every length, and a kernel takes seconds to compile."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    from rooftile.backends.hopper.flash_fwd import run
+    from rooftile.exact.backends.hopper.flash_fwd import run
 
     def read(lengths: list[int]) -> int:
         cache = cache_of(lengths, 2, 64, size)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import launch
-from rooftile.matmul import weight_format
-from rooftile.matmul.kernels.weights import keep_inside
-from rooftile.matmul.quantise import quantise_trained
 from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
 from rooftile.numerics.rows import rounded_rows
 from rooftile.qat.codes import inside
+from rooftile.runtime import launch
+from rooftile.weights import weight_format
+from rooftile.weights.quantise import quantise_trained
+from rooftile.weights.triton.weights import keep_inside
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_gradients import defined, layer
 from tests.qat.test_learned import FORMATS as LEARNED

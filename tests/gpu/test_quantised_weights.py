@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import launch
+from rooftile.runtime import launch
 from tests.interpreter.test_quantised_weights import hostile
 
 pytestmark = pytest.mark.gpu

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.serve.sampling import kernels as sampling_kernels
-from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import (
-    SamplingFeatures,
-    features_of,
-    penalised,
-    sample,
-    sample_as_defined,
-    thresholds,
-)
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
+from rooftile.engine.sampling import kernels as sampling_kernels
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.sampling.sampler import SamplingFeatures, features_of, penalised, sample, sample_as_defined, thresholds
+from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
 
 pytestmark = pytest.mark.gpu
 

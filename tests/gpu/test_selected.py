@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate as ap
-from rooftile.approximate.paged.native_sparse import decode, decode_as_defined
-from rooftile.approximate.selected import attend
+from rooftile.approximate.native_sparse.decoding import decode, decode_as_defined
+from rooftile.approximate.native_sparse.selected import attend
 from rooftile.hardware.clock import captured
 from rooftile_lab.programs.native_sparse.variants import Sizes, Variant, complaint, variants
 from tests.approximate.test_selected import definition

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import rooftile as rt
-from rooftile import launch
-from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
-from rooftile.matmul.two_four.cusparselt import MULTIPLES
-from rooftile.ops.linear import explain_linear
-from rooftile.sparsity import Recipe, TwoFour, compress, definition, two_four
+from rooftile.runtime import launch
+from rooftile.weights.linear import explain_linear
+from rooftile.weights.two_four import Recipe, TwoFour, compress, definition, two_four
+from rooftile.weights.two_four.product import cusparselt, masked, multiply_masked
+from rooftile.weights.two_four.product import dispatch as backends
+from rooftile.weights.two_four.product.cusparselt import MULTIPLES
 from tests.qat.test_sparse import data, small, step
-from tests.sparsity.test_masks import DTYPES, some
+from tests.weights.two_four.test_masks import DTYPES, some
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import rooftile
-from rooftile import dispatch, reference
+from rooftile.exact import dispatch, reference
+from rooftile.exact.spec import Grads
 from rooftile.integrations.torch_sdpa import route
-from rooftile.spec import Grads
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import CAUSAL, FULL, InvalidInput, Unsupported, Window, reference
+from rooftile import CAUSAL, FULL, InvalidInput, Unsupported, Window
+from rooftile.exact import reference
 from rooftile.integrations import flash_attn
 from rooftile.integrations.flash_attn.arguments import mask_of
 

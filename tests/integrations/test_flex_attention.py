@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import rooftile as rt
-from rooftile.blocks import block_mask as module
+from rooftile.exact.blocks import block_mask as module
 from rooftile.integrations.flex_attention import flex_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rooftile
-from rooftile import InvalidInput, reference
+from rooftile import InvalidInput
+from rooftile.exact import reference
 from rooftile.nn import Attention
 
 

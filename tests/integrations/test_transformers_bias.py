@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import masking_utils
 
-from rooftile import api
+from rooftile.exact import api
 from rooftile.integrations import transformers as integration
 from rooftile.integrations import transformers_mask, transformers_packing
 from tests.integrations.small_models import VOCABULARY
@@ -27,7 +27,7 @@ def on_backend(request, monkeypatch):
 
 
 class Named:
-    """`rooftile.api` on one backend."""
+    """`rooftile.exact.api` on one backend."""
 
     def __init__(self, backend):
         self.attention = partial(api.attention, backend=backend)

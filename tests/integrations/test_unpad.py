@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.ops.unpad import put_rows, take_rows
+from rooftile.exact.ops.unpad import put_rows, take_rows
 
 ROWS = torch.tensor([4, 0, 3])
 

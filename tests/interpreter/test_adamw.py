@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import launch
 from rooftile.optim import AdamW, operator
 from rooftile.optim.definition import Numbers, update
 from rooftile.optim.split import join, sums_of
+from rooftile.runtime import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 SHAPES = ((5, 3), (1,), (130, 140), (0, 2))

@@ -8,9 +8,9 @@ import torch
 from rooftile.fused import ACTIVATIONS, add_norm, gated, linear, normalise
 from rooftile.fused.kernels.norm import tile_of
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
-from rooftile.launch import observe
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.numerics.activations import gated_halves
+from rooftile.runtime.launch import observe
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

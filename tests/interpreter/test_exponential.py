@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.launch import observe
+from rooftile.runtime.launch import observe
 from tests.approximate.tolerance import assert_within, gradients
 from tests.grids import swept
 

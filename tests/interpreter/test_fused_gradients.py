@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import fused, launch
+from rooftile import fused
+from rooftile.runtime import launch
 from tests.conformance.fused_cases import (
     DTYPES,
     OFFSETS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import launch
-from rooftile.approximate.paged import loki as paged
+from rooftile.approximate.loki import decoding as paged
+from rooftile.exact.spec import Asked
 from rooftile.kvcache import Pages
 from rooftile.kvcache.operators import write, write_as_defined
-from rooftile.spec import Asked
+from rooftile.runtime import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -46,7 +46,7 @@ def test_pages_have_the_scores_of_the_definition(size: int, Hk: int, G: int, D: 
 
 
 def test_scores_of_pages_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.approximate.paged import kernels
+    from rooftile.approximate.loki import decoding_kernels as kernels
 
     monkeypatch.setattr(kernels, "PAGES", 2)
     kernels.shares_of.cache_clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.approximate.selected import kernels
+from rooftile.approximate.native_sparse.selected import kernels
 from rooftile_lab.programs.native_sparse import run, variants
 
 # numpy warns where a GPU does not

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftile.approximate.paged import native_sparse as paged
-from rooftile.approximate.paged import sparse_kernels
-from rooftile.approximate.paged.sparse_kernels import choice, shape
+from rooftile.approximate.native_sparse import decoding as paged
+from rooftile.approximate.native_sparse import decoding_kernels as sparse_kernels
+from rooftile.approximate.native_sparse.decoding_kernels import choice, shape
+from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.attention.native_sparse import SparseStep, reads_in_place
 from rooftile.kvcache import WindowPool
-from rooftile.launch import observe
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
 from rooftile.models.rotary import Rotary
-from rooftile.serve import LLM, SamplingParams
-from rooftile.serve.attention.native_sparse import SparseStep, reads_in_place
+from rooftile.runtime.launch import observe
 from tests.models.sparse import checkpoint, likeliest, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

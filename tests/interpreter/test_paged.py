@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile.exact.masks import Mask
 from rooftile.kvcache import PagedKV
-from rooftile.masks import Mask
 from tests.grids import swept
 from tests.unit.test_paged import MASKS, in_fp8, paged, sequences, sharing
 
@@ -105,7 +105,7 @@ def test_packed_queries() -> None:
 @pytest.mark.parametrize("mask", [rt.CAUSAL, rt.CAUSAL & rt.Window(1500)], ids=str)
 def test_bits_do_not_depend_on_the_batch(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences by themselves, whose chunks go to programs of their own, and among others, where they do not."""
-    from rooftile.backends.triton import paged_fwd
+    from rooftile.exact.backends.triton import paged_fwd
 
     held = sequences((2100, 900, 1030), Hk=1)
     for k, _ in held:
@@ -148,7 +148,7 @@ USUAL = [(1, rt.CAUSAL), (4, rt.CAUSAL & rt.Window(100)), (14, rt.Chunk(64)), (8
 @pytest.mark.parametrize(("programs", "mask"), swept(SHARED_BY, lambda case: [case] * (case in USUAL)), ids=str)
 def test_any_number_of_programs_share_the_work(programs: int, mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders in the middle of tiles, at their ends, many in one, and more programs than blocks."""
-    from rooftile.backends.triton import paged_decode
+    from rooftile.exact.backends.triton import paged_decode
 
     monkeypatch.setattr(paged_decode, "_programs", lambda *_: programs)
     held = sequences((0, 1, 300, 33, 64, 700))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.masks import Mask
+from rooftile.exact.masks import Mask
 from tests.grids import swept
 from tests.unit.test_precision import RECIPES, recipes
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import launch
-from rooftile.matmul import dequantise
-from rooftile.matmul.kernels import launch as tiles
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics.rows import rows_as_codes
-from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, ordered, weight_of
+from rooftile.runtime import launch
+from rooftile.weights import dequantise
+from rooftile.weights.triton import launch as tiles
+from tests.weights.cases import FORMATS, QUANTISES_X, assert_product, ordered, weight_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.matmul.formats import group_of, weight_format
-from rooftile.matmul.kernels import weights
 from rooftile.qat.codes import inside as defined
-from rooftile.sparsity import two_four
+from rooftile.weights.formats import group_of, weight_format
+from rooftile.weights.triton import weights
+from rooftile.weights.two_four import two_four
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 

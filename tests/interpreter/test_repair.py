@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import reference
-from rooftile.backends import triton
-from rooftile.backends.triton import row_stats
-from rooftile.backends.triton.call import call_of, strides_of
-from rooftile.backends.triton.tiles import backward_kv_walks
-from rooftile.blocks import Blocks, packed
-from rooftile.masks import CAUSAL
-from rooftile.spec import Options, Spec
+from rooftile.exact import reference
+from rooftile.exact.backends import triton
+from rooftile.exact.backends.triton import row_stats
+from rooftile.exact.backends.triton.call import call_of, strides_of
+from rooftile.exact.backends.triton.tiles import backward_kv_walks
+from rooftile.exact.blocks import Blocks, packed
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.spec import Options, Spec
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.serve.sampling import kernels as sampling_kernels
-from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import (
+from rooftile.engine.sampling import kernels as sampling_kernels
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.sampling.sampler import (
     SamplingFeatures,
     SamplingState,
     features_of,
@@ -19,8 +19,8 @@ from rooftile.serve.sampling.sampler import (
     sample_as_defined,
     thresholds,
 )
+from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
 from tests.grids import swept
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from rooftile import api
+from rooftile.exact import api
 from rooftile.integrations import transformers as integration
 from rooftile.integrations import transformers_mask, transformers_packing
 
 
 class Triton:
-    """`rooftile.api` on the Triton backend."""
+    """`rooftile.exact.api` on the Triton backend."""
 
     attention = staticmethod(partial(api.attention, backend="triton"))
 

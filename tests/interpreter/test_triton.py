@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile import dispatch
-from rooftile.cases import CASES, Case, tagged
+from rooftile.exact import dispatch
+from rooftile.exact.cases import CASES, Case, tagged
 from tests.conformance import test_block_lists as block_lists
 from tests.conformance.exact import check
 from tests.conformance.test_block_lists import (  # noqa: F401 - collected here

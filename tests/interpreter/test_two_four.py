@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import launch
-from rooftile.matmul.two_four import kernels
 from rooftile.numerics import quantise_rows
-from rooftile.sparsity import compress, definition, two_four
+from rooftile.runtime import launch
+from rooftile.weights.two_four import compress, definition, two_four
+from rooftile.weights.two_four.product import kernels
 from tests.grids import swept
-from tests.sparsity.test_masks import some
+from tests.weights.two_four.test_masks import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
@@ -131,7 +131,7 @@ def test_k_is_split_where_rows_of_the_weight_are_few() -> None:
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(("M", "N"), [(1, 16), (70, 130), (128, 64)])
 def test_results_are_transposed(M: int, N: int, is_scaled: bool) -> None:
-    from rooftile.matmul.two_four.transposed import transposed
+    from rooftile.weights.two_four.product.transposed import transposed
 
     y = torch.randn(N, -(-M // 16) * 16)
     y = y if is_scaled else y.bfloat16()
@@ -155,7 +155,7 @@ def test_results_are_transposed(M: int, N: int, is_scaled: bool) -> None:
 )
 def test_rows_in_the_order_of_hoppers_threads(order: str, shape: tuple[int, ...], places: tuple[int, ...]) -> None:
     """Each 128 numbers of strided rows, the last of them zeros, in the dtype that is asked for."""
-    from rooftile.matmul.hopper.ordered import in_order
+    from rooftile.weights.hopper.ordered import in_order
 
     x = torch.randn(3, 2 * 2180).bfloat16()[:, ::2]
     found = in_order(x, order, torch.float16)

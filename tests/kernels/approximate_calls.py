@@ -15,12 +15,13 @@ from rooftile import CAUSAL, FULL
 from rooftile import approximate as ap
 from rooftile.approximate.gathered import attention as gathered
 from rooftile.approximate.gathered import choice as gathered_choice
-from rooftile.approximate.paged import loki, native_sparse
-from rooftile.approximate.paged.sparse_kernels.shape import LARGEST_BYTES as DECODE_BYTES
-from rooftile.approximate.selected import attend, choice
-from rooftile.approximate.selected.attention import LARGEST_BYTES as SELECTED_BYTES
-from rooftile.approximate.selected.attention import attend_in_pages
-from rooftile.approximate.selected.gated_sum import gated_sum
+from rooftile.approximate.loki import decoding as loki
+from rooftile.approximate.native_sparse import decoding as native_sparse
+from rooftile.approximate.native_sparse.decoding_kernels.shape import LARGEST_BYTES as DECODE_BYTES
+from rooftile.approximate.native_sparse.selected import attend, choice
+from rooftile.approximate.native_sparse.selected.attention import LARGEST_BYTES as SELECTED_BYTES
+from rooftile.approximate.native_sparse.selected.attention import attend_in_pages
+from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from tests.kernels.recorded import Recorded, recorded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,4 +1,4 @@
-"""Compiles kernels as `rooftile.launch` does: with fused multiply-adds where a kernel does not say otherwise."""
+"""Compiles kernels as `rooftile.runtime.launch` does: with fused multiply-adds where a kernel does not say otherwise."""
 
 import os
 

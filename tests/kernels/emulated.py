@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, schedule, two_four, widened
 from rooftile.numerics.activations import ACTIVATIONS, KINDS
+from rooftile.weights.hopper import codes, gated_codes, launch, many_rows, schedule, two_four, widened
 
 # the formulas of `rooftile.numerics.activated`
 ACTIVATED = {KINDS[name]: activation for name, activation in ACTIVATIONS.items()}

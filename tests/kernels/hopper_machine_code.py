@@ -25,15 +25,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
-from rooftile.backends.hopper.decode import bf16, fp8
-from rooftile.backends.hopper.decode import run as decode
-from rooftile.backends.hopper.flash_bwd import dkdv, dq, dq_accumulator, fused
-from rooftile.backends.hopper.flash_bwd import run as backward
-from rooftile.backends.hopper.flash_fwd import kernel as forward_kernel
-from rooftile.backends.hopper.flash_fwd import run as forward
-from rooftile.backends.hopper.quantised import kernel as quantised_kernel
-from rooftile.backends.hopper.quantised import run as quantised
-from rooftile.backends.hopper.tiles import (
+from rooftile.exact.backends.hopper.decode import bf16, fp8
+from rooftile.exact.backends.hopper.decode import run as decode
+from rooftile.exact.backends.hopper.flash_bwd import dkdv, dq, dq_accumulator, fused
+from rooftile.exact.backends.hopper.flash_bwd import run as backward
+from rooftile.exact.backends.hopper.flash_fwd import kernel as forward_kernel
+from rooftile.exact.backends.hopper.flash_fwd import run as forward
+from rooftile.exact.backends.hopper.quantised import kernel as quantised_kernel
+from rooftile.exact.backends.hopper.quantised import run as quantised
+from rooftile.exact.backends.hopper.tiles import (
     LONG,
     MASKED,
     NARROW,
@@ -52,10 +52,10 @@ from rooftile.backends.hopper.tiles import (
     padded,
     paged_tile,
 )
-from rooftile.backends.hopper.tma import LINE, layout
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
-from rooftile.precision import PRESETS
-from rooftile.spec import Spec
+from rooftile.exact.backends.hopper.tma import LINE, layout
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.spec import Spec
+from rooftile.numerics.precision import PRESETS
 from tests.kernels import register_flow
 from tests.kernels.register_flow import overwritten_operands, undefined_reads
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rooftile import launch
+from rooftile.runtime import launch
 
 # bytes that a program may have
 SHARED = {80: 163 * 1024, 90: 227 * 1024}

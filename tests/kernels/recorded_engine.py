@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
-from rooftile.hardware import arch
+from rooftile.engine import graphs, runner, warm_up
+from rooftile.engine.llm import LLM
+from rooftile.engine.sampling.sampler import SamplingFeatures
+from rooftile.engine.scheduler import Work
+from rooftile.engine.step_inputs import StepInputs
+from rooftile.exact.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.serve import graphs, runner, warm_up
-from rooftile.serve.llm import LLM
-from rooftile.serve.sampling.sampler import SamplingFeatures
-from rooftile.serve.scheduler import Work
-from rooftile.serve.step_inputs import StepInputs
+from rooftile.runtime import devices as arch
+from rooftile.weights.files.plan import quantiser_of
 from tests.kernels.recorded import Recorded, recorded
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 
 from rooftile.models.config import config_of
+from tests.engine.every_request import requests
 from tests.grids import swept
 from tests.kernels.recorded import Recorded
 from tests.kernels.recorded_engine import recorded_engine
 from tests.models.checkpoints import CONFIGS
-from tests.serve.every_request import requests
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 

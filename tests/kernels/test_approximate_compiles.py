@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rooftile import approximate
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 from tests.grids import swept
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")

@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.hardware.dependent_launch import has_dependent_launches, overlaps  # noqa: E402
+from rooftile.runtime.dependent_launch import has_dependent_launches, overlaps  # noqa: E402
 from tests.kernels import hopper_machine_code  # noqa: E402
 from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
 from tests.kernels.test_loki_compiles import compiled as compiled_pages  # noqa: E402
@@ -36,7 +36,7 @@ def _gating_to_codes(pdl: dict[str, bool]) -> str:
 
 
 def _choosing_pages(name: str, pdl: dict[str, bool]) -> str:
-    from rooftile.approximate.paged import kernels
+    from rooftile.approximate.loki import decoding_kernels as kernels
 
     device = torch.device("cpu")
     constants = {

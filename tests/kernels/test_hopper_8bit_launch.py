@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.backends.hopper import plan
-from rooftile.backends.hopper.quantised import run as quantised
-from rooftile.masks import CAUSAL
+from rooftile.exact.backends.hopper import plan
+from rooftile.exact.backends.hopper.quantised import run as quantised
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.spec import Options, Spec
+from rooftile.numerics.precision import Precision
 from rooftile.numerics.recipe import columns_of, part_of_rows
-from rooftile.precision import Precision
-from rooftile.spec import Options, Spec
 
 
 class Recorder:

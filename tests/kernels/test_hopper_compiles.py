@@ -133,9 +133,9 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from rooftile.backends.hopper.tma import layout
+    from rooftile.exact.backends.hopper.tma import layout
 
-    kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
+    kernel = getattr(import_module(f"rooftile.exact.backends.hopper.{module}"), name)
     kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr", "k_ptr"), "*bf16") | {"scale": "fp32"}
     kinds |= dict.fromkeys(("stats_ptr", "rests_ptr"), "*i64")
     kinds |= dict.fromkeys(("nan_flag_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
@@ -194,7 +194,7 @@ def test_an_operand_that_its_loop_overwrites_is_found() -> None:
 
 def test_three_warpgroups_go_to_what_was_compiled_for_them() -> None:
     """No call takes a tile that is not on the list above."""
-    from rooftile.backends.hopper.tiles import forward_tile
+    from rooftile.exact.backends.hopper.tiles import forward_tile
 
     ours = [c for c in FORWARD.values() if c.dim in (64, 128, 256) and not c.kernel.startswith("paged_decode")]
     listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in ours}

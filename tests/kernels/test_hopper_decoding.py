@@ -7,10 +7,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.hopper import ptx as ptx_of  # noqa: E402
-from rooftile.matmul.hopper import widened  # noqa: E402
-from rooftile.matmul.packing import pack  # noqa: E402
-from rooftile.matmul.weight import Parts, dequantised  # noqa: E402
+from rooftile.runtime.hopper import ptx as ptx_of  # noqa: E402
+from rooftile.weights.hopper import widened  # noqa: E402
+from rooftile.weights.packing import pack  # noqa: E402
+from rooftile.weights.weight import Parts, dequantised  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.backends.hopper.device.config import swizzled_layout
-from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
+from rooftile.exact.backends.hopper.device.config import swizzled_layout
+from rooftile.exact.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
 
 GUARD = -7
 

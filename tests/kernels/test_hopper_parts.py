@@ -8,11 +8,11 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 import torch
 
-from rooftile.backends.hopper import plan
-from rooftile.backends.hopper.flash_bwd import run as backward
-from rooftile.backends.hopper.flash_fwd import run as forward
-from rooftile.masks import CAUSAL
-from rooftile.spec import Sizes, Spec
+from rooftile.exact.backends.hopper import plan
+from rooftile.exact.backends.hopper.flash_bwd import run as backward
+from rooftile.exact.backends.hopper.flash_fwd import run as forward
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.spec import Sizes, Spec
 
 DEVICE = torch.device("cpu")
 

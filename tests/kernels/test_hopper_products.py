@@ -12,13 +12,13 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul import backends  # noqa: E402
-from rooftile.matmul.definition import Product, exact_product  # noqa: E402
-from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, widened  # noqa: E402
 from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
 from rooftile.numerics.activations import KINDS, gated_halves  # noqa: E402
+from rooftile.weights import dispatch as backends  # noqa: E402
+from rooftile.weights.definition import Product, exact_product  # noqa: E402
+from rooftile.weights.hopper import codes, gated_codes, launch, many_rows, widened  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
-from tests.matmul.cases import FORMATS, QUANTISES_X, defined, weight_of  # noqa: E402
+from tests.weights.cases import FORMATS, QUANTISES_X, defined, weight_of  # noqa: E402
 
 
 def asked(name: str, M: int, N: int = 512, K: int = 1024, dtype: torch.dtype = torch.bfloat16) -> backends.Call:

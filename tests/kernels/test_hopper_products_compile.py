@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul.hopper import codes, gated_codes, launch, many_rows, schedule, widened  # noqa: E402
+from rooftile.weights.hopper import codes, gated_codes, launch, many_rows, schedule, widened  # noqa: E402
 from tests.grids import swept  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.kernels.newer import NEWER  # noqa: E402

@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul.hopper import counters, launch, schedule  # noqa: E402
+from rooftile.weights.hopper import counters, launch, schedule  # noqa: E402
 
 # N x K of an 8B model's layer, and sizes that no tile divides
 SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (77, 384), (4099, 1024), (16, 128)]

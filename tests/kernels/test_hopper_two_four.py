@@ -9,13 +9,13 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.hopper import ptx as ptx_of  # noqa: E402
-from rooftile.matmul.hopper import launch, two_four  # noqa: E402
-from rooftile.matmul.two_four import definition, hopper  # noqa: E402
-from rooftile.matmul.two_four.definition import Product, Sparse  # noqa: E402
 from rooftile.numerics import quantise_rows  # noqa: E402
-from rooftile.sparsity import TwoFour, compress  # noqa: E402
-from rooftile.sparsity import two_four as mask_of  # noqa: E402
+from rooftile.runtime.hopper import ptx as ptx_of  # noqa: E402
+from rooftile.weights.hopper import launch, two_four  # noqa: E402
+from rooftile.weights.two_four import TwoFour, compress  # noqa: E402
+from rooftile.weights.two_four import two_four as mask_of  # noqa: E402
+from rooftile.weights.two_four.product import definition, hopper  # noqa: E402
+from rooftile.weights.two_four.product.definition import Product, Sparse  # noqa: E402
 from tests.grids import swept  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels.test_hopper_products_compile import assert_fits, described, read  # noqa: E402
@@ -98,7 +98,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def ordered(x: torch.Tensor, order: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """`rooftile.matmul.hopper.ordered.in_order`, which is a kernel."""
+    """`rooftile.weights.hopper.ordered.in_order`, which is a kernel."""
     assert order == "pairs"
     padded = torch.nn.functional.pad(x.to(dtype or x.dtype), (0, -x.shape[1] % 128))
     return two_four.in_pairs(padded.reshape(-1, 128)).reshape(padded.shape)

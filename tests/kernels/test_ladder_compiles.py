@@ -26,7 +26,7 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from rooftile.backends.hopper.tma import layout
+    from rooftile.exact.backends.hopper.tma import layout
     from rooftile_lab.programs.ladder import kernels
 
     kernel = kernels.plain if rung == "plain" else kernels.specialised

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from triton import knobs
 
-from rooftile import launch
-from rooftile.launch import FUSION, Kernel
+from rooftile.runtime import launch
+from rooftile.runtime.launch import FUSION, Kernel
 
 CONSTANTS = {"SIZE": 16, "WIDE": True, "num_warps": 4}
 GRID = (3, 1, 1)

@@ -23,7 +23,7 @@ POINTERS |= dict.fromkeys(("top_ptr", "total_ptr", "score_ptr"), "fp32")
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(("group", "r", "size", "capped"), [(4, 32, 16, False), (8, 16, 64, True), (1, 24, 8, False)])
 def test_scoring(sm: int, group: int, r: int, size: int, capped: bool) -> None:
-    from rooftile.approximate.paged import kernels
+    from rooftile.approximate.loki import decoding_kernels as kernels
 
     ptx = compiled(kernels._page_sums, sm, kernels.constants_of(group, r, size, capped, CPU), aligned=r % 16 == 0)
     # on matrix instructions
@@ -33,7 +33,7 @@ def test_scoring(sm: int, group: int, r: int, size: int, capped: bool) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("pages", [64, 8192, 16384])
 def test_choosing(sm: int, pages: int) -> None:
-    from rooftile.approximate.paged import kernels
+    from rooftile.approximate.loki import decoding_kernels as kernels
 
     assert pages <= kernels.MOST_PAGES
     # the newer Triton keeps a few words outside of the loops that search
@@ -44,7 +44,7 @@ def test_choosing(sm: int, pages: int) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("group", [1, 4, 17])
 def test_sharing(sm: int, group: int) -> None:
-    from rooftile.approximate.paged import kernels
+    from rooftile.approximate.loki import decoding_kernels as kernels
 
     compiled(kernels._page_shares, sm, kernels.shares_of(group, CPU))
 

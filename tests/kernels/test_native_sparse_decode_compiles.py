@@ -31,8 +31,8 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.approximate.paged.sparse_kernels import choice, compressed, merge, tokens
-    from rooftile.approximate.paged.sparse_kernels.shape import shape_of
+    from rooftile.approximate.native_sparse.decoding_kernels import choice, compressed, merge, tokens
+    from rooftile.approximate.native_sparse.decoding_kernels.shape import shape_of
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
     # kernels wait for each other on a GPU of that kind

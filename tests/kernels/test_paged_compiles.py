@@ -11,8 +11,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window  # noqa: E402
-from rooftile.spec import Spec  # noqa: E402
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Window  # noqa: E402
+from rooftile.exact.spec import Spec  # noqa: E402
 
 # shared memory of a program
 LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -33,7 +33,7 @@ WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 )
 @pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype, split: bool) -> None:
-    from rooftile.backends.triton import paged_fwd
+    from rooftile.exact.backends.triton import paged_fwd
 
     spec = Spec(dtype=dtype, dim=dim, dim_v=dim, group=group, mask=mask, scale=1.0, layout="paged", device=f"sm{sm}")
     constants = paged_fwd._constants(spec, T == 0, 16, T) | {"SPLIT": split}
@@ -62,8 +62,8 @@ def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: t
     ids=str,
 )
 def test_decoding_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype) -> None:
-    from rooftile.backends.device import split_kv
-    from rooftile.backends.triton import paged_decode
+    from rooftile.exact.backends.device import split_kv
+    from rooftile.exact.backends.triton import paged_decode
 
     spec = Spec(dtype=dtype, dim=dim, dim_v=dim, group=group, mask=mask, scale=1.0, layout="paged", device=f"sm{sm}")
     assert paged_decode.fits(spec, T)
@@ -74,7 +74,7 @@ def test_decoding_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dt
 
 @pytest.mark.parametrize(("sm", "dim"), [(89, 128), (90, 64), (90, 128), (90, 256), (100, 128)])
 def test_decoding_from_caches_in_fp8_compiles(sm: int, dim: int) -> None:
-    from rooftile.backends.triton import paged_decode
+    from rooftile.exact.backends.triton import paged_decode
 
     what = {"dtype": torch.bfloat16, "dim": dim, "dim_v": dim, "group": 4, "mask": CAUSAL, "scale": 1.0}
     spec = Spec(**what, layout="paged", device=f"sm{sm}", has_kv_scales=True)
@@ -83,8 +83,8 @@ def test_decoding_from_caches_in_fp8_compiles(sm: int, dim: int) -> None:
 
 @pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & Window(9) & Chunk(64)], ids=str)
 def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
-    from rooftile.backends.device import split_kv
-    from rooftile.backends.hopper.decode import run
+    from rooftile.exact.backends.device import split_kv
+    from rooftile.exact.backends.hopper.decode import run
 
     paged = {"layout": "paged", "queries": "one", "device": "sm90"}
     spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=mask, scale=1.0, **paged)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile import dispatch
-from rooftile.backends import hopper, triton
-from rooftile.backends.hopper import plan
-from rooftile.backends.hopper.flash_bwd import run as hopper_backward
-from rooftile.backends.hopper.flash_fwd import run as hopper_forward
-from rooftile.launch import Kernel
-from rooftile.masks import CAUSAL, FULL, Mask
-from rooftile.spec import Options, Spec
+from rooftile.exact import dispatch
+from rooftile.exact.backends import hopper, triton
+from rooftile.exact.backends.hopper import plan
+from rooftile.exact.backends.hopper.flash_bwd import run as hopper_backward
+from rooftile.exact.backends.hopper.flash_fwd import run as hopper_forward
+from rooftile.exact.masks import CAUSAL, FULL, Mask
+from rooftile.exact.spec import Options, Spec
+from rooftile.runtime.launch import Kernel
 
 COUNTER = torch.zeros(2, dtype=torch.int32)
 LENT = dispatch.LENT["hopper"]

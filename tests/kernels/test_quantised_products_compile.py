@@ -39,9 +39,9 @@ def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):
 @pytest.mark.parametrize("M", [1, 64, 8192])
 @pytest.mark.parametrize("name", ["w8", "int4", "mxfp4", "mxfp8", "nvfp4"])
 def test_weights_of_few_bits(name: str, M: int, sm: int) -> None:
-    from rooftile.matmul.kernels import launch, weight_only
-    from rooftile.matmul.kernels.unpacked import block_of, weight_of
-    from tests.matmul.cases import weight_of as some
+    from rooftile.weights.triton import launch, weight_only
+    from rooftile.weights.triton.unpacked import block_of, weight_of
+    from tests.weights.cases import weight_of as some
 
     group = {"w8": 4096, "int4": 128, "nvfp4": 16}.get(name, 32)
     block_k = block_of(group, 4096, 64)
@@ -64,7 +64,7 @@ def test_weights_of_few_bits(name: str, M: int, sm: int) -> None:
 @pytest.mark.parametrize("M", [1, 64, 8192])
 @pytest.mark.parametrize(("name", "sm"), [("fp8", 90), ("fp8_tile", 90), ("int8", 90), ("int8", 80)])
 def test_codes_times_codes(name: str, sm: int, M: int) -> None:
-    from rooftile.matmul.kernels import launch, scaled
+    from rooftile.weights.triton import launch, scaled
 
     tile, warps = launch.tile_of(M, 4096, 4096, 128, False, False)
     constants = {"C": scaled.Codes(name, 4096, 4096, 128), "T": tile, "num_warps": warps}
@@ -86,9 +86,9 @@ def test_codes_times_codes(name: str, sm: int, M: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_what_comes_before_and_after(sm: int) -> None:
-    from rooftile.matmul.kernels import scaled, unpacked
     from rooftile.numerics import kernels as rows
-    from tests.matmul.cases import weight_of as some
+    from rooftile.weights.triton import scaled, unpacked
+    from tests.weights.cases import weight_of as some
 
     adding = {"N": 4096, "SPLITS": 4, "SCALED": True, "BIAS": True, "BLOCK": 512, "num_warps": 4}
     assert stack(compiled(scaled._add_parts, sm, adding, parts_ptr="*fp32")) == 0
@@ -103,7 +103,7 @@ def test_what_comes_before_and_after(sm: int) -> None:
 
 
 def test_places_are_of_64_bits() -> None:
-    from rooftile.matmul.kernels import launch, scaled
+    from rooftile.weights.triton import launch, scaled
 
     tile, warps = launch.tile_of(8192, 4096, 4096, 128, False, False)
     constants = {"C": scaled.Codes("int8", 4096, 4096, 128), "T": tile, "num_warps": warps}

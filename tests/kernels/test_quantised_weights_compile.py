@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.matmul.formats import group_of, weight_format
+from rooftile.weights.formats import group_of, weight_format
 from tests.kernels.test_quantised_products_compile import compiled
 from tests.kernels.test_sampling_compiles import stack
 
@@ -23,7 +23,7 @@ POINTERS = {
 )
 @pytest.mark.parametrize("trained", [False, True])
 def test_rows_of_14336(name: str, given: int | None, trained: bool) -> None:
-    from rooftile.matmul.kernels import weights
+    from rooftile.weights.triton import weights
 
     kind = weight_format(name)
     codes, scales = POINTERS[name]
@@ -39,7 +39,7 @@ def test_rows_of_14336(name: str, given: int | None, trained: bool) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_powers_of_two_that_are_rounded_up(name: str) -> None:
-    from rooftile.matmul.kernels import weights
+    from rooftile.weights.triton import weights
 
     kind = weight_format(name)
     codes, scales = POINTERS[name]
@@ -54,7 +54,7 @@ def test_a_chip_before_ada_has_no_e4m3(name: str) -> None:
     """There the kernel is not asked for fp8 and mxfp8 (`_runs_kernel`), and for all others it is."""
     from triton.compiler import CompilationError
 
-    from rooftile.matmul.kernels import weights
+    from rooftile.weights.triton import weights
 
     kind = weight_format(name)
     codes, scales = POINTERS[name]
@@ -71,7 +71,7 @@ def test_a_chip_before_ada_has_no_e4m3(name: str) -> None:
 @pytest.mark.parametrize("K", [14336, 100])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_gradients_inside(dtype: str, K: int) -> None:
-    from rooftile.matmul.kernels import weights
+    from rooftile.weights.triton import weights
 
     found = compiled(weights._keep_inside, 90, weights._keeping(K), dw_ptr=dtype, bits_ptr="*u8")
     assert stack(found) == 0

@@ -74,9 +74,9 @@ def compiled(kernel: Any, constants: Any, warps: int, sm: int, stages: int = 3) 
     [(80, 16, 128, 128), (90, 16, 128, 128), (80, 4, 64, 64), (90, 4, 64, 64), (90, 16, 192, 128)],
 )
 def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> None:
-    from rooftile.approximate.selected.kernels import gradients, lists, outputs
-    from rooftile.approximate.selected.kernels.shape import launch_of, shape_of
-    from rooftile.approximate.selected.tiles import queries_for, queries_of_step
+    from rooftile.approximate.native_sparse.selected.kernels import gradients, lists, outputs
+    from rooftile.approximate.native_sparse.selected.kernels.shape import launch_of, shape_of
+    from rooftile.approximate.native_sparse.selected.tiles import queries_for, queries_of_step
 
     q, v = torch.empty(1, heads, dim, dtype=torch.bfloat16), torch.empty(1, 1, dim_v, dtype=torch.bfloat16)
     shape = shape_of(q, v, 1, 64, queries_for(heads))
@@ -107,7 +107,7 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> No
 @pytest.mark.parametrize("has_lse", [False, True])
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_choice_with_the_papers_sizes(sm: int, has_lse: bool) -> None:
-    from rooftile.approximate.selected.kernels import choice
+    from rooftile.approximate.native_sparse.selected.kernels import choice
 
     q = torch.empty(1, 64, 128, dtype=torch.bfloat16)
     shape = choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2, has_lse)

@@ -9,9 +9,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from rooftile.exact.spec import Spec  # noqa: E402
+from rooftile.numerics.precision import PRESETS, Precision  # noqa: E402
 from rooftile.numerics.recipe import quantise_qkv  # noqa: E402
-from rooftile.precision import PRESETS, Precision  # noqa: E402
-from rooftile.spec import Spec  # noqa: E402
 
 WORDS = {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.bfloat16: "bf16"}
 # shared memory of a program
@@ -33,7 +33,7 @@ def test_it_uses_the_chips_matrix_instructions(sm: int, dim: int, precision: Pre
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.backends.triton import flash_fwd_8bit
+    from rooftile.exact.backends.triton import flash_fwd_8bit
 
     x = torch.randn(1, 4, 1, dim, dtype=torch.bfloat16)
     qkv = quantise_qkv(x, x, x, precision)

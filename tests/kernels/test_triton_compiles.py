@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rooftile.masks import CAUSAL, FULL, Chunk, Prefix, Window
-from rooftile.spec import Spec
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Window
+from rooftile.exact.spec import Spec
 from tests.grids import swept
 from tests.kernels.recorded import accesses, innermost_loops, run
 
@@ -103,8 +103,8 @@ class Compiled(NamedTuple):
 
 def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     """(kernel, constants, tile) of every launch that a forward and a backward of this spec make."""
-    from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_bwd_repair, flash_fwd, tiles
-    from rooftile.backends.triton.call import constants_of
+    from rooftile.exact.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_bwd_repair, flash_fwd, tiles
+    from rooftile.exact.backends.triton.call import constants_of
 
     known = constants_of(spec)
     found = [

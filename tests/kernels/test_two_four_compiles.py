@@ -43,7 +43,7 @@ def widths(built: Any, what: str) -> set[str]:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("word", ["*i16", "*i32", "*u8"])
 def test_masks_and_compression_are_one_pass(word: str, sm: int) -> None:
-    from rooftile.sparsity import kernels
+    from rooftile.weights.two_four import kernels
 
     tiles, infinite = kernels.tiles_of(4096), {"*i16": 0x7F80, "*i32": 0x7F800000, "*u8": 0x7E}[word]
     built = {
@@ -63,7 +63,7 @@ def test_masks_and_compression_are_one_pass(word: str, sm: int) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("word", ["*bf16", "*fp32", "*u8"])
 def test_the_transposable_choice_stays_in_registers(word: str, sm: int) -> None:
-    from rooftile.sparsity import kernels
+    from rooftile.weights.two_four import kernels
 
     built = compiled(kernels._transposable_mask, sm, kernels.blocks_of(4096), w_ptr=word, o_ptr="*i8")
     assert stack(built) == 0
@@ -77,7 +77,7 @@ def test_the_transposable_choice_stays_in_registers(word: str, sm: int) -> None:
 @pytest.mark.parametrize(("N", "K"), [(28672, 4096), (4096, 14336)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> None:
-    from rooftile.matmul.two_four import kernels
+    from rooftile.weights.two_four.product import kernels
 
     is_fp8 = dtype == torch.float8_e4m3fn
     tile = kernels.tile_of(M, kernels.Product(N, K, torch.bfloat16, False), is_fp8, True)
@@ -96,7 +96,7 @@ def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> Non
 
 @pytest.mark.parametrize("word", ["*bf16", "*fp32", "*i32"])
 def test_results_are_transposed_in_whole_words(word: str) -> None:
-    from rooftile.matmul.two_four import transposed
+    from rooftile.weights.two_four.product import transposed
 
     is_scaled = word != "*bf16"
     for sm in (80, 90):

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.packing import OFFSET, unpack
-from rooftile.models.checkpoints.plan import plan_of
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.files.plan import plan_of
+from rooftile.weights.packing import OFFSET, unpack
 from scripts.write_layout_vectors import FOLDER, LIBRARIES, VERSIONS
 
 # computed by the library from what it stores

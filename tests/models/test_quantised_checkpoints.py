@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
 from rooftile.models.checkpoints import weights
+from rooftile.weights import QuantisedWeight
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts
 from tests.models.quantised import KINDS, configure, merged_modules, plain, quantised, words
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftile import InvalidInput
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints import weights
+from rooftile.weights.files.folder import files_of
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts, saved, theirs
 
 Tensors = dict[str, Tensor]
@@ -229,7 +230,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "shards"])
 def test_loading_needs_no_second_model_in_memory(name: str, checkpoints: Path) -> None:
     decoder = Decoder(ModelConfig.from_folder(checkpoints / name), dtype=torch.bfloat16)
-    files = weights.files_of(checkpoints / name)
+    files = files_of(checkpoints / name)
     with Allocations() as made:
         weights.load(decoder.config, decoder.tensors(), files)
     biggest = max(weight.numel() for weight in decoder.parameters())
@@ -241,7 +242,7 @@ def test_nothing_is_loaded_of_a_checkpoint_that_is_refused(checkpoints: Path, tm
     folder = changed(copied(checkpoints, "llama", tmp_path), lambda tensors: tensors.pop("model.norm.weight"))
     decoder = Decoder(ModelConfig.from_folder(folder), dtype=torch.float32)
     with pytest.raises(InvalidInput, match=r"lacks norm.weight"):
-        weights.load(decoder.config, decoder.tensors(), weights.files_of(folder))
+        weights.load(decoder.config, decoder.tensors(), files_of(folder))
     assert all(weight.isnan().all() for weight in decoder.parameters())
 
 

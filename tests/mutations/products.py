@@ -25,60 +25,60 @@ MUTATIONS = {
         ("tests/interpreter/test_fused_gradients.py", "-k", "parts"), interpreted=True,
     ),
     "weights in one pass, the bits of a scale": Mutation(
-        "matmul/kernels/weights.py", "scale.to(tl.bfloat16).to(tl.float32))", "scale)",
+        "weights/triton/weights.py", "scale.to(tl.bfloat16).to(tl.float32))", "scale)",
         ("tests/interpreter/test_quantised_weights.py", "-k", "bits and int4"), interpreted=True,
     ),
     "weights, scales rounded late": Mutation(
-        "matmul/quantise.py", "rounded = scales.clamp(min=smallest).bfloat16()", "rounded = scales.clamp(min=smallest)",
+        "weights/quantise.py", "rounded = scales.clamp(min=smallest).bfloat16()", "rounded = scales.clamp(min=smallest)",
         ("tests/unit/test_quantised_weight.py", "-k", "w8 or before_codes"),
     ),
     "weights, zero points": Mutation(
-        "matmul/weight.py", "numbers - parts.zeros", "numbers + parts.zeros",
+        "weights/weight.py", "numbers - parts.zeros", "numbers + parts.zeros",
         ("tests/unit/test_quantised_weight.py", "-k", "zero_points or near"),
     ),
     "weights, int8 sums in fp32": Mutation(
-        "matmul/definition.py", "EXACT = 1024", "EXACT = 16384", ("tests/matmul/test_linear.py", "-k", "int8_is_exact")
+        "weights/definition.py", "EXACT = 1024", "EXACT = 16384", ("tests/weights/test_linear.py", "-k", "int8_is_exact")
     ),
     "weights, nibbles": Mutation(
-        "matmul/kernels/unpacked.py", "tl.interleave(pairs & 15, pairs >> 4)", "tl.interleave(pairs >> 4, pairs & 15)",
+        "weights/triton/unpacked.py", "tl.interleave(pairs & 15, pairs >> 4)", "tl.interleave(pairs >> 4, pairs & 15)",
         ("tests/interpreter/test_quantised_products.py", "-k", "dequantised_bits"), interpreted=True,
     ),
     "weights, a split left out": Mutation(
-        "matmul/kernels/scaled.py", "for split in tl.static_range(1, SPLITS)", "for split in tl.static_range(2, SPLITS)",
+        "weights/triton/scaled.py", "for split in tl.static_range(1, SPLITS)", "for split in tl.static_range(2, SPLITS)",
         ("tests/interpreter/test_quantised_products.py", "-k", "test_products"), interpreted=True,
     ),
     "weights, a scale of x": Mutation(
-        "matmul/kernels/scaled.py", "x_scale = tl.load(x_scales_ptr + m, mask", "x_scale = tl.load(x_scales_ptr + 0 * m, mask",
+        "weights/triton/scaled.py", "x_scale = tl.load(x_scales_ptr + m, mask", "x_scale = tl.load(x_scales_ptr + 0 * m, mask",
         ("tests/interpreter/test_quantised_products.py", "-k", "not_split"), interpreted=True,
     ),
     "hopper, a partial's place": Mutation(
-        "matmul/hopper/schedule.py", "return gl.load(to.partial(program, 0,", "return gl.load(to.partial(program, 1,",
+        "weights/hopper/schedule.py", "return gl.load(to.partial(program, 0,", "return gl.load(to.partial(program, 1,",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
     "hopper, a gate's partial": Mutation(
-        "matmul/hopper/schedule.py", "acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block + 1, place, to)",
+        "weights/hopper/schedule.py", "acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block + 1, place, to)",
         "acc_2 = _in_rows(_sum_of_parts(start, last, tile_m, block, place, to)",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated_gates"),
     ),
     "hopper, the rows of a tile": Mutation(
-        "matmul/hopper/schedule.py", "across = self.tiles // self.spread", "across = self.tiles",
+        "weights/hopper/schedule.py", "across = self.tiles // self.spread", "across = self.tiles",
         ("tests/kernels/test_hopper_schedule.py", "tests/kernels/test_hopper_products.py", "-k", "share_all_steps or emulated"),
     ),
     "hopper, parts side by side": Mutation(
-        "matmul/hopper/schedule.py", ".permute((1, 4, 2, 0, 3, 5))", ".permute((1, 5, 2, 0, 3, 4))",
+        "weights/hopper/schedule.py", ".permute((1, 4, 2, 0, 3, 5))", ".permute((1, 5, 2, 0, 3, 4))",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated_products"),
     ),
     "hopper, order of x": Mutation(
-        "matmul/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",
+        "weights/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",
         ("tests/kernels/test_hopper_products.py", "tests/kernels/test_hopper_decoding.py", "-k", "emulated or order_of_codes"),
     ),
     "hopper, scales of a gate in codes": Mutation(
-        "matmul/hopper/gated_codes.py", "up = _scaled(up, n_0 + to.N, m,", "up = _scaled(up, n_0, m,",
+        "weights/hopper/gated_codes.py", "up = _scaled(up, n_0 + to.N, m,", "up = _scaled(up, n_0, m,",
         ("tests/kernels/test_hopper_products.py", "-k", "gates_of_codes"),
     ),
     "weights, gradient of x": Mutation(
-        "matmul/product.py", "dx = (dy.to(dtype) @ _weight_of(ctx.saved_tensors, ctx.rest, dtype)).to(ctx.dtype)",
-        "dx = torch.zeros(dy.shape[0], ctx.rest[3], dtype=ctx.dtype)", ("tests/matmul/test_linear.py", "-k", "gradients"),
+        "weights/product.py", "dx = (dy.to(dtype) @ _weight_of(ctx.saved_tensors, ctx.rest, dtype)).to(ctx.dtype)",
+        "dx = torch.zeros(dy.shape[0], ctx.rest[3], dtype=ctx.dtype)", ("tests/weights/test_linear.py", "-k", "gradients"),
     ),
     "fused, gradient of a norm": Mutation(
         "fused/kernels/norm_gradients.py", "dx = g - unit * (products * inverse / SIZE)", "dx = g",
@@ -116,41 +116,42 @@ MUTATIONS = {
         ("tests/qat/test_sparse.py", "tests/optim/test_adamw.py", "-k", "in_its_pass or leaves_out"),
     ),
     "weights, the bit of what lies inside": Mutation(
-        "matmul/kernels/weights.py", "eights << tl.arange", "eights << 7 - tl.arange",
+        "weights/triton/weights.py", "eights << tl.arange", "eights << 7 - tl.arange",
         ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
     ),
     "weights, scales of what is left out": Mutation(
-        "matmul/kernels/weights.py", "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 0, x, 0.0)",
+        "weights/triton/weights.py", "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 0, x, 0.0)",
         "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 2, x, 0.0)",
         ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
     ),
     "2:4, ties": Mutation(
-        "sparsity/definition.py", "ab, ac, ad, bc, bd, cd = a >= b,", "ab, ac, ad, bc, bd, cd = a > b,",
-        ("tests/sparsity/test_masks.py",),
+        "weights/two_four/definition.py", "ab, ac, ad, bc, bd, cd = a >= b,", "ab, ac, ad, bc, bd, cd = a > b,",
+        ("tests/weights/two_four/test_masks.py",),
     ),
     "2:4, the order of sums": Mutation(
-        "sparsity/patterns.py", "PAIRS = tuple(combinations(range(4), 2))", "PAIRS = tuple(combinations(range(3, -1, -1), 2))",
-        ("tests/sparsity/test_masks.py",),
+        "weights/two_four/patterns.py",
+        "PAIRS = tuple(combinations(range(4), 2))", "PAIRS = tuple(combinations(range(3, -1, -1), 2))",
+        ("tests/weights/two_four/test_masks.py",),
     ),
     "2:4, a place": Mutation(
-        "matmul/two_four/kernels.py", "(both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48)",
+        "weights/two_four/product/kernels.py", "(both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48)",
         "(both & 0xFFFF).to(tl.uint64) << ((four << 2) & 48)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
     "2:4, the last tile": Mutation(
-        "matmul/two_four/kernels.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
+        "weights/two_four/product/kernels.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
     "2:4 on Hopper, where a pattern's values are": Mutation(
-        "hopper/ptx.py", "5: (1, 3), 6: (2, 3), 7: (0, 1)}", "5: (0, 3), 6: (2, 3), 7: (0, 1)}",
+        "runtime/hopper/ptx.py", "5: (1, 3), 6: (2, 3), 7: (0, 1)}", "5: (0, 3), 6: (2, 3), 7: (0, 1)}",
         ("tests/kernels/test_hopper_two_four.py", "-k", "spreads"),
     ),
     "2:4 on Hopper, the last step": Mutation(
-        "matmul/hopper/two_four.py", "if step + 1 < run.stop:", "if step + 2 < run.stop:",
+        "weights/hopper/two_four.py", "if step + 1 < run.stop:", "if step + 2 < run.stop:",
         ("tests/kernels/test_hopper_two_four.py", "-k", "emulated and 13"),
     ),
     "INT8 of many rows, the last band of tiles": Mutation(
-        "matmul/hopper/many_rows.py", "size = gl.minimum(GROUP, self.rows - band * GROUP)", "size = GROUP",
+        "weights/hopper/many_rows.py", "size = gl.minimum(GROUP, self.rows - band * GROUP)", "size = GROUP",
         ("tests/kernels/test_hopper_products.py", "-k", "many_rows"),
     ),
 }  # fmt: skip

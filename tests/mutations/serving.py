@@ -6,55 +6,55 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS = {
     "text that cannot be made": Mutation(
-        "serve/engine.py", "            self._note_failure(request, error)\n            return output_of(request, prompt)",
-        "            raise", ("tests/serve/test_failures.py", "-k", "text_that"),
+        "engine/engine.py", "            self._note_failure(request, error)\n            return output_of(request, prompt)",
+        "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),
     ),
     "loki, recomputed": Mutation(
-        "serve/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
-        ("tests/serve/test_loki.py", "-k", "schedule"),
+        "engine/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
+        ("tests/engine/test_loki.py", "-k", "schedule"),
     ),
     "compressed keys, row": Mutation(
-        "serve/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
-        ("tests/serve/test_native_sparse.py", "-k", "without_a_cache"),
+        "engine/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
+        ("tests/engine/test_native_sparse.py", "-k", "without_a_cache"),
     ),
     "stop string, overlap": Mutation(
-        "serve/text/stops.py", "            while self.matched and self.text[self.matched] != character:\n"
+        "engine/text/stops.py", "            while self.matched and self.text[self.matched] != character:\n"
         "                self.matched = self._borders[self.matched]",
         "            if self.text[self.matched] != character:\n                self.matched = 0",
-        ("tests/serve/test_detokenizer.py",),
+        ("tests/engine/test_detokenizer.py",),
     ),
     "stop string, held back": Mutation(
-        "serve/text/detokenizer.py", "self._released.append(text[: len(text) - held])", "self._released.append(text)",
-        ("tests/serve/test_detokenizer.py",),
+        "engine/text/detokenizer.py", "self._released.append(text[: len(text) - held])", "self._released.append(text)",
+        ("tests/engine/test_detokenizer.py",),
     ),
     "stop string, hidden characters": Mutation(
-        "serve/text/stops.py", "left -= length", "left -= 0", ("tests/serve/test_ends.py", "-k", "another_stop"),
+        "engine/text/stops.py", "left -= length", "left -= 0", ("tests/engine/test_ends.py", "-k", "another_stop"),
     ),
     "text, the space behind a prompt": Mutation(
-        "serve/text/border.py", "            window.append(id)", "            pass",
-        ("tests/serve/test_continuations.py", "-k", "keeps_its_space"),
+        "engine/text/border.py", "            window.append(id)", "            pass",
+        ("tests/engine/test_continuations.py", "-k", "keeps_its_space"),
     ),
     "text, a character that a prompt begins": Mutation(
-        "serve/text/border.py", "len(text) - half + broken", "len(text) + broken",
-        ("tests/serve/test_continuations.py", "-k", "character_that"),
+        "engine/text/border.py", "len(text) - half + broken", "len(text) + broken",
+        ("tests/engine/test_continuations.py", "-k", "character_that"),
     ),
     "echo, where an answer begins": Mutation(
         "server/http/app.py", "start=len(echo)", "start=0", ("tests/server/test_prompt_logprobs.py", "-k", "offsets"),
     ),
     "ends of text of the tokenizer": Mutation(
-        "serve/engine.py", "() if tokenizer is None else tokenizer.eos_ids", "()",
-        ("tests/serve/test_ends.py", "-k", "every_end"),
+        "engine/engine.py", "() if tokenizer is None else tokenizer.eos_ids", "()",
+        ("tests/engine/test_ends.py", "-k", "every_end"),
     ),
     "text, half a character of several tokens": Mutation(
-        "serve/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",
-        ("tests/serve/test_detokenizer_lazy.py",),
+        "engine/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",
+        ("tests/engine/test_detokenizer_lazy.py",),
     ),
     "text, a token that ends an answer": Mutation(
         "server/engine/following.py", "detokenizer.take_ids()", "answer.ids[-1:]",
         ("tests/server/test_answer_texts.py", "-k", "belongs_to_no_text"),
     ),
     "gptq, zeros less one": Mutation(
-        "models/checkpoints/layouts/gptq.py", "words + one", "words",
+        "weights/files/layouts/gptq.py", "words + one", "words",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout"),
     ),
     "weights in a mapped file": Mutation(
@@ -62,15 +62,15 @@ MUTATIONS = {
         ("tests/models/test_reading_memory.py", "-k", "stay_in"),
     ),
     "fp8 on a gpu without it": Mutation(
-        "serve/build.py", "        check_device(reader, device)", "        pass",
-        ("tests/serve/test_quantised_weights.py", "-k", "without_it"),
+        "engine/build.py", "        check_device(reader, device)", "        pass",
+        ("tests/engine/test_quantised_weights.py", "-k", "without_it"),
     ),
     "awq, order in a word": Mutation(
-        "models/checkpoints/layouts/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
+        "weights/files/layouts/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout and awq"),
     ),
     "act-order": Mutation(
-        "models/checkpoints/tensors.py", "order = groups.argsort(stable=True)", "order = groups.argsort(stable=True).flip(0)",
+        "weights/files/tensors.py", "order = groups.argsort(stable=True)", "order = groups.argsort(stable=True).flip(0)",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout and order"),
     ),
     "parts in one product, orders": Mutation(
@@ -79,10 +79,10 @@ MUTATIONS = {
     ),
     "2:4, parts in one product": Mutation(
         "models/checkpoints/quantised.py", "isinstance(last, TwoFour) and _alike", "isinstance(last, QuantisedWeight) and _alike",
-        ("tests/serve/test_two_four_weights.py", "-k", "one_product or patterns"),
+        ("tests/engine/test_two_four_weights.py", "-k", "one_product or patterns"),
     ),
     "2:4, layouts counted twice": Mutation(
-        "serve/memory.py", "return peak - kept", "return peak", ("tests/serve/test_memory.py",),
+        "engine/memory.py", "return peak - kept", "return peak", ("tests/engine/test_memory.py",),
     ),
     "requests ahead": Mutation(
         "server/http/protocol.py", "if len(self.pipeline) > limits.PIPELINED:", "if len(self.pipeline) > 9999:",
@@ -99,40 +99,40 @@ MUTATIONS = {
         "server/http/body.py", "bodies.held -= taken", "bodies.held -= len(body)", ("tests/server/test_slow.py",)
     ),
     "ids as a whole": Mutation(
-        "serve/text/prompt.py", "0 <= min(prompt) <= max(prompt) < vocabulary", "0 <= min(prompt)",
-        ("tests/serve/test_prompts.py",),
+        "engine/text/prompt.py", "0 <= min(prompt) <= max(prompt) < vocabulary", "0 <= min(prompt)",
+        ("tests/engine/test_prompts.py",),
     ),
     "masks, nothing left": Mutation(
-        "serve/sampling/sampler.py", "return torch.where(drawn, best, NOTHING)", "return best",
-        ("tests/serve/test_forbidden.py", "-k", "reason or nan"),
+        "engine/sampling/sampler.py", "return torch.where(drawn, best, NOTHING)", "return best",
+        ("tests/engine/test_forbidden.py", "-k", "reason or nan"),
     ),
     "masks, nothing left, triton": Mutation(
-        "serve/sampling/kernels.py", "tl.where(drawn, token, NOTHING)", "token",
+        "engine/sampling/kernels.py", "tl.where(drawn, token, NOTHING)", "token",
         ("tests/interpreter/test_sampling.py", "-k", "without_a_token"),
     ),
     "masks, on the host": Mutation(
-        "serve/forbidden.py", "left[banned + never] = False", "left[never] = False",
-        ("tests/serve/test_forbidden.py", "-k", "known"),
+        "engine/forbidden.py", "left[banned + never] = False", "left[never] = False",
+        ("tests/engine/test_forbidden.py", "-k", "known"),
     ),
     "bad words, inside a text": Mutation(
-        "serve/text/prompt.py", 'INSIDE = ("\\n", "a", "e", "z")', 'INSIDE = ("a",)',
-        ("tests/serve/test_bad_words.py", "-k", "every_spelling"),
+        "engine/text/prompt.py", 'INSIDE = ("\\n", "a", "e", "z")', 'INSIDE = ("a",)',
+        ("tests/engine/test_bad_words.py", "-k", "every_spelling"),
     ),
     "bad words, begun in the prompt": Mutation(
-        "serve/forbidden.py", "request, ids = answer.request, answer.ids",
+        "engine/forbidden.py", "request, ids = answer.request, answer.ids",
         "request, ids = answer.request, answer.ids[len(answer.request.prompt) :]",
-        ("tests/serve/test_bad_words.py", "-k", "in_the_prompt"),
+        ("tests/engine/test_bad_words.py", "-k", "in_the_prompt"),
     ),
     "samples, a kept prompt": Mutation(
-        "serve/scheduler.py", "self.pool.truncate(request.kept, len(request.prompt) - 1)", "pass",
-        ("tests/serve/test_queued_samples.py", "-k", "read_once"),
+        "engine/scheduler.py", "self.pool.truncate(request.kept, len(request.prompt) - 1)", "pass",
+        ("tests/engine/test_queued_samples.py", "-k", "read_once"),
     ),
     "samples, a prompt that is being read": Mutation(
-        "serve/scheduler.py", "        self._read_now = request", "        pass",
-        ("tests/serve/test_queued_samples.py", "-k", "being_read"),
+        "engine/scheduler.py", "        self._read_now = request", "        pass",
+        ("tests/engine/test_queued_samples.py", "-k", "being_read"),
     ),
     "order of a schema": Mutation(
-        "serve/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
+        "engine/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
         ("tests/server/test_structured.py", "-k", "properties_come"),
     ),
     "metrics before tokens": Mutation(
@@ -141,7 +141,7 @@ MUTATIONS = {
         ("tests/server/test_answering.py",),
     ),
     "GPTQ, groups of columns in another order": Mutation(
-        "models/checkpoints/layouts/gptq.py", "((*codes, *groups), ()) if self.in_another_order else (codes, groups)",
+        "weights/files/layouts/gptq.py", "((*codes, *groups), ()) if self.in_another_order else (codes, groups)",
         "(codes, groups)", ("tests/models/test_quantised_checkpoints.py", "-k", "need_their_groups"),
     ),
 }  # fmt: skip

@@ -19,10 +19,10 @@ MUTATIONS = {
         ("tests/qat/test_prepare.py", "-k", "server"),
     ),
     "training for a format, another eps in the kernel": Mutation(
-        "matmul/kernels/weights.py", "1.1754943508222875e-38", "1e-30", ("tests/interpreter/test_quantised_weights.py",), True,
+        "weights/triton/weights.py", "1.1754943508222875e-38", "1e-30", ("tests/interpreter/test_quantised_weights.py",), True,
     ),
     "training for a format, scales rounded after codes were taken": Mutation(
-        "matmul/quantise.py",
+        "weights/quantise.py",
         "codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1)",
         "codes = (groups / divided(groups.abs().amax(-1, keepdim=True), half - 0.5)).round().clamp(-half, half - 1)",
         ("tests/qat/test_prepare.py", "-k", "server"),

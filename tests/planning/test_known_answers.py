@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 
 import rooftile as rt
 from rooftile.hardware import ceilings
-from rooftile.matmul import quantise_weight
-from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning import Plan
 from rooftile.planning.costs import Machine, Pass, passes_of, share_of_waves, verdict_of
 from rooftile.planning.formats import KEPT, weight_bytes
 from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
-from rooftile.sparsity import compress, two_four
+from rooftile.weights import quantise_weight
+from rooftile.weights.files.formats import SPARSE
+from rooftile.weights.two_four import compress, two_four
 from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
 

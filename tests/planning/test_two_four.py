@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import rooftile as rt
 from rooftile.models import Decoder
 from rooftile.planning import Plan
-from rooftile.sparsity import Recipe, TwoFour, two_four
+from rooftile.weights.two_four import Recipe, TwoFour, two_four
 from tests.planning.models import Blocks, inputs, llama, mlp, tokens
 
 # texts and steps of all plans of the checkpoint

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.sparsity import Recipe
+from rooftile.weights.two_four import Recipe
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_read_weights import first, made, prepared
 

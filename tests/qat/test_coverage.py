@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.sparsity import Recipe
+from rooftile.weights.two_four import Recipe
 from tests.qat.models import mlp
 from tests.qat.test_prepare import Tied
 from tests.qat.test_read_weights import made

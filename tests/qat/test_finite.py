@@ -8,9 +8,9 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.matmul import quantise
-from rooftile.operators import replaced
 from rooftile.qat import finite, learned
+from rooftile.runtime.operators import replaced
+from rooftile.weights import quantise
 from tests.qat.models import FORMATS, inputs, mlp
 
 OPTIMISERS = {"sgd": torch.optim.SGD, "adamw": rt.optim.AdamW}

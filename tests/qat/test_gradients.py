@@ -10,8 +10,8 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import Unsupported
-from rooftile.matmul import weight_format
 from rooftile.numerics import quantise_rows
+from rooftile.weights import weight_format
 from tests.qat.models import FORMATS, inputs, mlp
 
 # the least and the largest number of each format, in its scales

@@ -16,9 +16,9 @@ from torch.func import functional_call, grad
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
+from rooftile.nn.reading import ReadWeight
 from rooftile.qat.layers import Prepared
-from rooftile.qat.reading import ReadWeight
-from rooftile.sparsity import Recipe
+from rooftile.weights.two_four import Recipe
 from tests.qat.models import FORMATS, inputs, mlp
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -12,9 +12,9 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.matmul.packing import unpack
 from rooftile.models import Decoder
 from rooftile.numerics import quantise_blocks
+from rooftile.weights.packing import unpack
 from tests.qat.models import inputs, mlp
 from tests.qat.test_save import trained
 

@@ -15,8 +15,8 @@ import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder, TrainableDecoder
 from rooftile.qat import checkpoint
-from rooftile.qat.compressed import LAYOUTS
-from rooftile.sparsity import Recipe
+from rooftile.weights.files.compressed_tensors import LAYOUTS
+from rooftile.weights.two_four import Recipe
 from tests.qat.models import mlp
 
 VOCAB = 48

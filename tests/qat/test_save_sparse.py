@@ -14,7 +14,7 @@ from torch import nn
 import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.sparsity import Recipe, TwoFour, two_four
+from rooftile.weights.two_four import Recipe, TwoFour, two_four
 from rooftile_lab.bench.models import formats_of, weight_bytes
 from tests.qat import test_save
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.sparsity import Recipe, two_four
+from rooftile.weights.two_four import Recipe, two_four
 from tests.qat.models import inputs, mlp
 
 # torch.compile calls what torch deprecates

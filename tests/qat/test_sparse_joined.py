@@ -15,7 +15,7 @@ import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.numerics import quantise_blocks
 from rooftile.qat.learned import with_scales
-from rooftile.sparsity import Recipe, two_four
+from rooftile.weights.two_four import Recipe, two_four
 from tests.qat.models import inputs, mlp
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy
 

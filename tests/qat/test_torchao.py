@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rooftile as rt
-from rooftile.matmul.packing import OFFSET, unpack
 from rooftile.numerics import quantise_blocks, quantise_rows
 from rooftile.numerics.formats import FP4_E2M1, decode, encode
+from rooftile.weights.packing import OFFSET, unpack
 from scripts.write_qat_vectors import VECTORS, VERSION
 
 FOUND = load_file(VECTORS)

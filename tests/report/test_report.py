@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from rooftile import masks
 from rooftile.cli import main
 from rooftile.drawing import charts, svg, units
-from rooftile.masks import CAUSAL, FULL, Window
+from rooftile.exact import masks
+from rooftile.exact.masks import CAUSAL, FULL, Window
 from rooftile_lab.report import claims, experiments, page, probe, spread, top
 from rooftile_lab.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
 from rooftile_lab.report.experiments import Report

@@ -9,7 +9,7 @@ import torch
 
 from rooftile.drawing import charts
 from rooftile.drawing.charts import Series
-from rooftile.masks import CAUSAL
+from rooftile.exact.masks import CAUSAL
 from rooftile_lab.bench.methods.crossover import Found, Point
 from rooftile_lab.bench.methods.losses import Loss
 from rooftile_lab.bench.methods.way import Sizes

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from rooftile.serve import LLM
-from tests.serve.folders import core, save
+from rooftile.engine import LLM
+from tests.engine.folders import core, save
 from tests.server.live import Server
 from tests.server.small import KEY, LINE, OTHER_LINE, ROOM
 

@@ -12,16 +12,16 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from rooftile.serve import SamplingParams
-from rooftile.serve.text.detokenizer import Detokenizer
-from rooftile.serve.text.tokenizer import Tokenizer
+from rooftile.engine import SamplingParams
+from rooftile.engine.text.detokenizer import Detokenizer
+from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.server import limits
 from rooftile.server.engine.calls import Call
 from rooftile.server.engine.messages import Add, News, Piece
 from rooftile.server.http.texts import AnswerTexts, Texts
-from tests.serve.folders import KINDS
-from tests.serve.test_detokenizer import chunks, stream
-from tests.serve.test_detokenizer_lazy import NEVER, made
+from tests.engine.folders import KINDS
+from tests.engine.test_detokenizer import chunks, stream
+from tests.engine.test_detokenizer_lazy import NEVER, made
 from tests.server.test_loop import GREEDY, play
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from rooftile.engine import SamplingParams
 from rooftile.errors import InvalidInput
-from rooftile.serve import SamplingParams
 from rooftile_lab.bench import workloads
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.measures import measures

@@ -17,14 +17,14 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rooftile.engine import LLM
+from rooftile.engine.text.chat_template import text_of
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve import LLM
-from rooftile.serve.text.chat_template import text_of
 from rooftile.server.http.openai.conversation import CHANGING, read_messages
 from rooftile.server.observe.metrics import LIKE_VLLM
 from rooftile.server.refusals import Refusal
 from rooftile.server.settings import origins_of
-from tests.serve.asking import ROOM
+from tests.engine.asking import ROOM
 from tests.server.asking import CHATS, COMPLETIONS, TALK, TEXT, refused
 from tests.server.inside import ask
 from tests.server.live import ROOT, Server

@@ -28,7 +28,7 @@ def test_nothing_can_run_what_it_reads(file) -> None:
 
 
 def test_a_server_is_imported_when_one_is_started() -> None:
-    program = "import sys, rooftile.cli.app, rooftile.serve; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    program = "import sys, rooftile.cli.app, rooftile.engine; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     names = set(done.stdout.split())
     assert "rooftile" in names

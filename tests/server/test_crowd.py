@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from rooftile.serve import SamplingParams
+from rooftile.engine import SamplingParams
 from tests.server.live import PATIENCE_S
 from tests.server.small import KEY
 

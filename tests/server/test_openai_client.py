@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from rooftile.serve import SamplingParams
+from rooftile.engine import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Where is the tile?"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}

@@ -9,7 +9,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from rooftile.serve import SamplingParams
+from rooftile.engine import SamplingParams
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.inside import ask
 from tests.server.small import KEY

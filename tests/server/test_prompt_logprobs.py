@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from rooftile.serve import LLM, SamplingParams
+from rooftile.engine import LLM, SamplingParams
+from tests.engine.folders import core, save
 from tests.models.checkpoints import SMALL
-from tests.serve.folders import core, save
 from tests.server.live import Server
 
 # the parameters of lm-evaluation-harness's `local-completions` for loglikelihood

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rooftile import InvalidInput
-from rooftile.serve import SamplingParams
+from rooftile.engine import SamplingParams
 from tests.server.living import PATIENCE_S, living
 from tests.server.schemas import SCHEMAS, follows
 
@@ -98,7 +98,7 @@ def test_neighbours_without_a_grammar_are_untouched(llm) -> None:
 
 
 def test_a_grammar_survives_preemption(folder) -> None:
-    from rooftile.serve import LLM
+    from rooftile.engine import LLM
 
     tight = LLM(folder, device="cpu", num_blocks=10, max_model_len=128)
     params = SamplingParams(structured={"regex": "[ab]{60}"}, seed=3, max_tokens=100)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import rooftile as rt
+from rooftile.engine import LLM
 from rooftile.models import Decoder
-from rooftile.serve import LLM
 from rooftile_lab.bench.models import MODELS
 
 PACKAGE = f"{Path(rt.__file__).parent}/"

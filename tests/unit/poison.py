@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.masks import Mask, materialise
+from rooftile.exact.masks import Mask, materialise
 
 MASKS = (
     rt.FULL,

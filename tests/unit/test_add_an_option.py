@@ -15,21 +15,25 @@ ROOT = PACKAGE.parent
 
 # an option that adds a number to every score: (file, line that is there, what stands in its place)
 LIFT = (
-    ("spec.py", "    backend: Any = None\n", "    backend: Any = None\n    lift: Any = 0.0\n"),
-    ("spec.py", "    has_bias: bool = False\n", "    lift: float = 0.0\n    has_bias: bool = False\n"),
-    ("spec.py", '"bias": self.has_bias,', '"lift": self.lift != 0, "bias": self.has_bias,'),
-    ("spec.py", "deterministic=False, softcap=0.0,", "deterministic=False, lift=0.0, softcap=0.0,"),
-    ("spec.py", "{v_order} {size}", "{v_order} {size} {lift}"),
-    ("spec.py", "v_order, size = rest", "v_order, size, lift = rest"),
-    ("spec.py", "        softcap=float(softcap),\n", "        softcap=float(softcap),\n        lift=float(lift),\n"),
-    ("validate.py", "        has_alibi=", '        lift=_number("lift", asked.lift, -math.inf, math.inf),\n        has_alibi='),
-    ("reference/attention.py", "    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    lift: float = 0.0,\n"),
-    ("reference/attention.py", "    if alibi is not None:\n", "    x = x + lift\n    if alibi is not None:\n"),
-    ("backends/eager/__init__.py", 'OPTIONS = ("softcap",', 'OPTIONS = ("softcap", "lift",'),
-    ("backends/eager/__init__.py", '"softcap": spec.softcap,', '"softcap": spec.softcap, "lift": spec.lift,'),
-    ("api.py", "    dropout: float = 0.0,\n", "    dropout: float = 0.0,\n    lift: float = 0.0,\n"),
-    ("api.py", "precision, True, backend)\n", "precision, True, backend, lift)\n"),
-    ("api.py", "precision, False, backend)\n", "precision, False, backend, lift)\n"),
+    ("exact/spec.py", "    backend: Any = None\n", "    backend: Any = None\n    lift: Any = 0.0\n"),
+    ("exact/spec.py", "    has_bias: bool = False\n", "    lift: float = 0.0\n    has_bias: bool = False\n"),
+    ("exact/spec.py", '"bias": self.has_bias,', '"lift": self.lift != 0, "bias": self.has_bias,'),
+    ("exact/spec.py", "deterministic=False, softcap=0.0,", "deterministic=False, lift=0.0, softcap=0.0,"),
+    ("exact/spec.py", "{v_order} {size}", "{v_order} {size} {lift}"),
+    ("exact/spec.py", "v_order, size = rest", "v_order, size, lift = rest"),
+    ("exact/spec.py", "        softcap=float(softcap),\n", "        softcap=float(softcap),\n        lift=float(lift),\n"),
+    (
+        "exact/validate.py",
+        "        has_alibi=",
+        '        lift=_number("lift", asked.lift, -math.inf, math.inf),\n        has_alibi=',
+    ),
+    ("exact/reference/attention.py", "    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    lift: float = 0.0,\n"),
+    ("exact/reference/attention.py", "    if alibi is not None:\n", "    x = x + lift\n    if alibi is not None:\n"),
+    ("exact/backends/eager/__init__.py", 'OPTIONS = ("softcap",', 'OPTIONS = ("softcap", "lift",'),
+    ("exact/backends/eager/__init__.py", '"softcap": spec.softcap,', '"softcap": spec.softcap, "lift": spec.lift,'),
+    ("exact/api.py", "    dropout: float = 0.0,\n", "    dropout: float = 0.0,\n    lift: float = 0.0,\n"),
+    ("exact/api.py", "precision, True, backend)\n", "precision, True, backend, lift)\n"),
+    ("exact/api.py", "precision, False, backend)\n", "precision, False, backend, lift)\n"),
 )
 
 PROGRAM = """
@@ -60,7 +64,7 @@ def test_an_option_added_where_contributing_says_works(tmp_path: Path) -> None:
     section = re.search(r"## Add an option\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert section is not None
     for name in {name for name, _, _ in LIFT}:
-        place = "rooftile/backends/" if name.startswith("backends/") else f"rooftile/{name}"
+        place = "rooftile/exact/backends/" if name.startswith("exact/backends/") else f"rooftile/{name}"
         assert place in section[1], f"CONTRIBUTING does not say that an option touches {name}"
     copy = tmp_path / "rooftile"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))

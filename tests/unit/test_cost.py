@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rooftile import CAUSAL, FULL, Chunk, InvalidInput, Mask, Prefix, Window, reference
-from rooftile.cases import CASES
+from rooftile import CAUSAL, FULL, Chunk, InvalidInput, Mask, Prefix, Window
 from rooftile.cost import flops, io, roof
+from rooftile.exact import reference
+from rooftile.exact.cases import CASES
+from rooftile.exact.masks import materialise
+from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.hardware.chips import Rates
-from rooftile.masks import materialise
-from rooftile.spec import Problem, Sizes, Spec
 
 
 def problem(

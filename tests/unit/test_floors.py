@@ -17,33 +17,24 @@ PACKAGE = Path(rooftile.__file__).parent
 
 # the first part of a module's name below rooftile, and the floor it lives on. A line of its own: rooms that are coming
 FLOORS = {
-    # below all floors: every floor may raise an error, and every package may have late names
-    "errors": -1, "late_names": -1,
-    # ... and every floor may have results that show themselves in a notebook
-    "shown": -2, "explanation": -1,
-    "dtypes": 0, "hardware": 0, "hopper": 0, "launch": 0, "words": 0,
-    "masks": 1, "blocks": 1, "precision": 1, "operators": 1,
-    "spec": 2, "numerics": 2, "sparsity": 2,
-    "reference": 3, "cases": 3, "cost": 3, "fused": 3, "matmul": 3,
-    "recurrent": 3, "moe": 3,
-    "kvcache": 4,
-    "validate": 5,
-    "backends": 6,
-    "dispatch": 7,
-    "ops": 8,
-    "api": 9,
-    "approximate": 10, "optim": 10, "qat": 10,
-    # its modules call the functions of the floor below
-    "nn": 11, "parallel": 11,
-    "models": 12, "integrations": 12,
-    "serve": 13,
-    "drawing": 14,
-    "server": 14,
-    "diagnosis": 15,
+    # every room may raise an error, and draw what a notebook shows
+    "errors": 0, "drawing": 1,
+    "runtime": 2,
+    "hardware": 3, "numerics": 3,
+    "recurrent": 4, "fused": 4,
+    "weights": 5, "kvcache": 5, "optim": 5,
+    "exact": 6,
+    "cost": 7, "integrations": 7,
+    "approximate": 8,
+    # the layers of all of them
+    "nn": 9,
+    "qat": 10, "models": 10,
+    "engine": 11,
+    "server": 12, "diagnosis": 12,
     # it takes counts, roofs and fusions from the diagnosis
-    "planning": 16,
-    "cli": 18,
-    "__main__": 19,
+    "planning": 13,
+    "cli": 14,
+    "__main__": 15,
 }  # fmt: skip
 
 
@@ -57,7 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def place(module: str) -> str:
-    """Returns the room of a module: `rooftile.backends.tiled.forward` is in `backends`."""
+    """Returns the room of a module: `rooftile.exact.backends.tiled.forward` is in `backends`."""
     return module.split(".")[1]
 
 
@@ -80,7 +71,7 @@ def test_imports_go_down(path: Path) -> None:
     for module in imports(path):
         other = place(module)
         # an import from `rooftile` itself is the public API
-        floor = FLOORS.get(other, FLOORS["api"])
+        floor = FLOORS.get(other, FLOORS["exact"])
         lower = other == own or floor < FLOORS[own]
         assert lower, f"{name_of(path)} (floor {FLOORS[own]}) imports {module} (floor {floor})"
 
@@ -98,7 +89,7 @@ def graph() -> dict[str, set[str]]:
 
 def test_no_import_cycle() -> None:
     edges = graph()
-    assert "rooftile.spec" in edges["rooftile.validate"]
+    assert "rooftile.exact.spec" in edges["rooftile.exact.validate"]
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -110,7 +101,7 @@ def test_no_backend_imports_another() -> None:
         own = path.relative_to(PACKAGE / "backends").parts[0]
         for module in imports(path):
             # what gathers pages, and what kernels have in common belongs to no backend
-            shared = tuple(f"rooftile.backends.{name}" for name in ("paged_by_gather", "device."))
+            shared = tuple(f"rooftile.exact.backends.{name}" for name in ("paged_by_gather", "device."))
             if place(module) == "backends" and not module.startswith(shared):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
 

@@ -35,8 +35,8 @@ def test_importing_rooftile_does_not_import_torch() -> None:
 
 def test_no_module_imports_dynamo() -> None:
     """It takes seconds, of which a server that starts and a short script have none to lose."""
-    names = "approximate, diagnosis, fused, kvcache, models, nn, numerics, optim, planning, qat, serve, sparsity"
-    program = f"import sys; from rooftile import {names}; import rooftile.serve.llm; print('torch._dynamo' in sys.modules)"
+    names = "approximate, diagnosis, fused, kvcache, models, nn, numerics, optim, planning, qat, engine, sparsity"
+    program = f"import sys; from rooftile import {names}; import rooftile.engine.llm; print('torch._dynamo' in sys.modules)"
     assert run(program) == "False"
 
 
@@ -61,10 +61,10 @@ def test_transformers_without_the_interface_stays_usable(tmp_path: Path) -> None
 
 
 def test_a_module_that_imports_torch_itself_leaves_the_other_names_for_later() -> None:
-    program = "import rooftile.approximate; import rooftile; print(rooftile.nn.Attention, rooftile.masks, rooftile.LLM)"
+    program = "import rooftile.approximate; import rooftile; print(rooftile.nn.Attention, rooftile.exact.masks, rooftile.LLM)"
     assert run(program).split() == [
-        "<class", "'rooftile.nn.attention.Attention'>", "<module", "'rooftile.masks'", "from",
-        f"'{Path(rooftile.__file__).parent / 'masks.py'}'>", "<class", "'rooftile.serve.llm.LLM'>",
+        "<class", "'rooftile.nn.attention.Attention'>", "<module", "'rooftile.exact.masks'", "from",
+        f"'{Path(rooftile.__file__).parent / 'exact/masks.py'}'>", "<class", "'rooftile.engine.llm.LLM'>",
     ]  # fmt: skip
 
 
@@ -92,16 +92,16 @@ print(found[3] == rt.SamplingParams(n=2))
 def test_packages_with_late_names_have_no_others() -> None:
     program = """
 from rooftile import *
-import rooftile, rooftile.models, rooftile.serve
+import rooftile, rooftile.models, rooftile.engine
 assert all(name in globals() for name in rooftile.__all__)
-for each in (rooftile, rooftile.models, rooftile.serve):
+for each in (rooftile, rooftile.models, rooftile.engine):
     assert all(hasattr(each, name) for name in dir(each))
     try:
         each.nonsense
     except AttributeError as error:
         print(error)
 """
-    due = [f"module '{name}' has no attribute 'nonsense'" for name in ("rooftile", "rooftile.models", "rooftile.serve")]
+    due = [f"module '{name}' has no attribute 'nonsense'" for name in ("rooftile", "rooftile.models", "rooftile.engine")]
     assert run(program).splitlines() == due
 
 

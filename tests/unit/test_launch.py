@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.launch import BoundedCache, Kernel, empties, on_device
+from rooftile.runtime.launch import BoundedCache, Kernel, empties, on_device
 
 
 def test_a_bounded_cache_does_not_grow() -> None:
@@ -58,7 +58,7 @@ def test_a_prepared_call_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch)
         def __exit__(self, *_: object) -> None:
             current[0] = self.before
 
-    monkeypatch.setattr("rooftile.launch._current_device", lambda: current[0])
+    monkeypatch.setattr("rooftile.runtime.launch._current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Device)
     assert on_device(lambda x: (x, current[0]), torch.device("cuda", 0))(5) == (5, 0)
     assert on_device(lambda x: (x, current[0]), torch.device("cuda", 1))(5) == (5, 1)

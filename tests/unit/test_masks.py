@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile import Precision, masks, quantise_qkv
+from rooftile import Precision, quantise_qkv
 from rooftile.errors import InvalidInput
+from rooftile.exact import masks
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.kvcache import PagedKV
-from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 # the conditions of the docstrings: (name, numbers) -> whether position i sees key j
 CONDITIONS = {

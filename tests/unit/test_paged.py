@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact.masks import Mask
 from rooftile.kvcache import BlockPool, Copy, PagedKV, Pages
-from rooftile.masks import Mask
 
 BACKENDS = ["eager", "tiled"]
 backends = pytest.mark.parametrize("name", BACKENDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.reference.philox import keep_mask, threshold
+from rooftile.exact.reference.philox import keep_mask, threshold
 
 MASK = 0xFFFFFFFF
 

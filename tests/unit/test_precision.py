@@ -11,12 +11,12 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import numerics
-from rooftile.backends import eager
-from rooftile.masks import Mask
+from rooftile.exact.backends import eager
+from rooftile.exact.masks import Mask
+from rooftile.exact.spec import Spec
+from rooftile.exact.spec import decode as decode_spec
+from rooftile.numerics.precision import decode
 from rooftile.numerics.recipe import codes, columns_of, mean_key, scales_of_rows
-from rooftile.precision import decode
-from rooftile.spec import Spec
-from rooftile.spec import decode as decode_spec
 
 RECIPES = {
     "fp8": rt.Precision(),

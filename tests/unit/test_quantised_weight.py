@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.matmul import WEIGHT_FORMATS
-from rooftile.matmul.packing import pack, pack_words, unpack, unpack_words, words_to_bytes
 from rooftile.numerics import quantise, quantise_blocks
-from tests.matmul.cases import FORMATS, ordered, weight_of
+from rooftile.weights import WEIGHT_FORMATS
+from rooftile.weights.packing import pack, pack_words, unpack, unpack_words, words_to_bytes
+from tests.weights.cases import FORMATS, ordered, weight_of
 
 # the largest error of a weight, as a share of the largest of its group: half a step, of e4m3 and e2m1 half of the widest. Scales
 # in bf16 are up to a 256th too small, which cuts the largest number
@@ -110,7 +110,7 @@ def test_groups_of_zeros_and_of_extremes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_strides_and_halves_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.matmul import quantise as module
+    from rooftile.weights import quantise as module
 
     wide = torch.randn(384, 400)
     whole = rt.quantise_weight(wide.T[:, :384].contiguous(), **FORMATS[name])

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile import api, dispatch
 from rooftile.approximate import Loki
-from rooftile.approximate.paged import loki as paged
+from rooftile.approximate.loki import decoding as paged
+from rooftile.exact import api, dispatch
+from rooftile.exact.masks import CAUSAL
+from rooftile.exact.paged_route import MOST_GATHERED, Route, route, route_of
+from rooftile.exact.spec import Asked, Spec
 from rooftile.kvcache import PagedKV, Pages
-from rooftile.kvcache.route import MOST_GATHERED, Route, route, route_of
-from rooftile.masks import CAUSAL
-from rooftile.spec import Asked, Spec
 
 # bytes of a token's keys and values in bf16: 8 heads of 128
 TOKEN = 8 * (128 + 128) * 2

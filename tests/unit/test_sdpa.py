@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import dispatch, reference
-from rooftile.backends import sdpa
-from rooftile.backends.sdpa import stock
-from rooftile.masks import Mask
-from rooftile.spec import Spec
+from rooftile.exact import dispatch, reference
+from rooftile.exact.backends import sdpa
+from rooftile.exact.backends.sdpa import stock
+from rooftile.exact.masks import Mask
+from rooftile.exact.spec import Spec
 from tests.unit.poison import LENGTHS, assert_nan_only_where_seen
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import rooftile as rt
-from rooftile import masks, shown
+from rooftile.drawing import notebook as shown
+from rooftile.engine.output import CompletionOutput, RequestOutput
+from rooftile.exact import masks
 from rooftile.integrations.fusion.report import Fused
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.blocks import BlockPool
-from rooftile.serve.output import CompletionOutput, RequestOutput
 from rooftile_lab.bench.results import Row
 
 HOSTILE = "<script>alert('&')</script>"

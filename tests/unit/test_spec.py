@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import rooftile as rt
-from rooftile.spec import Spec
+from rooftile.exact.spec import Spec
 
 SPEC = Spec(
     dtype=torch.bfloat16, dim=64, dim_v=32, group=4, mask=rt.Window(9) & rt.CAUSAL, scale=0.3, has_sinks=True,
@@ -21,7 +21,7 @@ SPEC = Spec(
 
 PROGRAM = """
 import pickle, sys
-from rooftile.spec import decode
+from rooftile.exact.spec import decode
 spec = pickle.load(sys.stdin.buffer)
 fresh = decode(spec.code)
 assert spec == fresh and hash(spec) == hash(fresh) and {spec: 1}[fresh] == 1

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile import reference
-from rooftile.backends import tiled
-from rooftile.backends.tiled import tiles
-from rooftile.cases import CASES
-from rooftile.masks import FULL, Mask, materialise
-from rooftile.reference.philox import keep_mask
-from rooftile.spec import Options, Spec
+from rooftile.exact import reference
+from rooftile.exact.backends import tiled
+from rooftile.exact.backends.tiled import tiles
+from rooftile.exact.cases import CASES
+from rooftile.exact.masks import FULL, Mask, materialise
+from rooftile.exact.reference.philox import keep_mask
+from rooftile.exact.spec import Options, Spec
 from tests.unit.poison import LENGTHS, MASKS, assert_nan_only_where_seen
 
 CAUSAL, Chunk, Prefix, Window = rt.CAUSAL, rt.Chunk, rt.Prefix, rt.Window

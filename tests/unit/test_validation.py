@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.cases import CASES, Case, tagged
-from rooftile.dispatch import BACKENDS
-from rooftile.spec import Asked, Options, decode
-from rooftile.validate import SwappedAxes, problem_of, spec_code
+from rooftile.exact.cases import CASES, Case, tagged
+from rooftile.exact.dispatch import BACKENDS
+from rooftile.exact.spec import Asked, Options, decode
+from rooftile.exact.validate import SwappedAxes, problem_of, spec_code
 
 NAN = math.nan
 MASKS = "FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
@@ -252,7 +252,7 @@ def test_explain_checks_what_attention_checks() -> None:
 
 
 def test_nothing_runs_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.backends import eager
+    from rooftile.exact.backends import eager
 
     def run(*args: Any) -> None:
         raise AssertionError("a kernel ran on bad input")

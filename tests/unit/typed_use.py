@@ -5,11 +5,11 @@ from typing import assert_type
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.explanation import Explanation
+from rooftile.engine import AsyncEngine, EngineConfig, RequestOutput
 from rooftile.integrations import flash_attn, flash_attn_3
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
-from rooftile.serve import AsyncEngine, EngineConfig, RequestOutput
+from rooftile.runtime.explanation import Explanation
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cache: PagedKV) -> None:

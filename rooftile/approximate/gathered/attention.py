@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rooftile.approximate.gathered import plain
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.approximate.selected.attention import kernels_on
-from rooftile.launch import INTERPRETED, device_of
-from rooftile.operators import below_autograd, define, wants_grad, watched
+from rooftile.approximate.native_sparse.selected.attention import kernels_on
+from rooftile.runtime.launch import INTERPRETED, device_of
+from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 
 LARGEST_DIM = 128
 # the loop over the other rounds of a pair is unrolled

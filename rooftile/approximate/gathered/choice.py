@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.gathered.attention import refusal
-from rooftile.launch import device_of
-from rooftile.operators import transforms_active
+from rooftile.runtime.launch import device_of
+from rooftile.runtime.operators import transforms_active
 
 # the scores of a cluster that a program holds in registers
 MOST_SCORES = 32768

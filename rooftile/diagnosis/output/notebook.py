@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rooftile import shown
 from rooftile.diagnosis.output.page import HEAD, SHOWN, remedy_of, row_of
 from rooftile.diagnosis.output.pictures.bars import time_line
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.rows import Op, Step
 from rooftile.diagnosis.output.table import PHASES
 from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.drawing import notebook as shown
 from rooftile.drawing.page import in_notebook
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rooftile import shown
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.verdicts.findings import Finding
+from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
 
 # a call alone that takes so much more or less than in the step is reported

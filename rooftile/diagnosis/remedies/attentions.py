@@ -9,12 +9,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from rooftile.api import attention
 from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.remedies.alone import times_us
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.masks import CAUSAL, FULL, Mask
+from rooftile.exact.api import attention
+from rooftile.exact.masks import CAUSAL, FULL, Mask
 
 FUSED = "aten::_scaled_dot_product_"
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 
 import rooftile
-from rooftile.cases import Case as Problem
 from rooftile.cost import flops, io
 from rooftile.diagnosis.output.units import count, digits, duration
 from rooftile.diagnosis.tour.exhibit import Case, Exhibit, Expected, Lab, one_after_another
-from rooftile.hardware.arch import arch
+from rooftile.exact.cases import Case as Problem
+from rooftile.exact.masks import FULL
 from rooftile.hardware.clock import captured
-from rooftile.masks import FULL
+from rooftile.runtime.devices import arch
 
 CALLS, NUMBERS = 1000, 16
 # tokens, heads, head dim, dtype

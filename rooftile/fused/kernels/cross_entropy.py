@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # logits that a program reads at once
 BLOCK = 4096

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
 from rooftile.fused.kernels.tile import warps_for
-from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
-from rooftile.launch import Kernel
 from rooftile.numerics.activated import activated
 from rooftile.numerics.activations import KINDS
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
+from rooftile.runtime.launch import Kernel
 
 
 @triton.jit

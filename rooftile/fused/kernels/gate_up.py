@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import PIECE, warps_for
-from rooftile.launch import Kernel
 from rooftile.numerics.activated import activated
 from rooftile.numerics.activations import KINDS
+from rooftile.runtime.launch import Kernel
 
 
 @triton.jit

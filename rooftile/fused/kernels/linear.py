@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # tiles of this many rows of output share the columns of the weight that an L2 cache holds
 TOGETHER = tl.constexpr(8)

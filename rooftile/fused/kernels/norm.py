@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
 from rooftile.fused.kernels.tile import LONG_PIECE, PIECE, warps_for
-from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
-from rooftile.launch import Kernel
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
+from rooftile.runtime.launch import Kernel
 
 # numbers of a row that a program holds: more of them leave the registers
 WHOLE = 32768

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import LONG_PIECE, warps_for
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # programs that share the rows; each writes a part of dw
 PROGRAMS = 264

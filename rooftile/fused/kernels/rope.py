@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # numbers per program
 NUMBERS = 2048

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import LONG_PIECE, warps_for
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # numbers of a row that a program holds: more of them leave the registers
 WHOLE, WHOLE_OF_GRADIENT = 32768, 16384

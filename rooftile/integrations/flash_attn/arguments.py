@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL, FULL, Mask, Window
-from rooftile.validate import shown
+from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
+from rooftile.exact.validate import shown
 
 # out, softmax_lse, and the weights of a dense call with dropout
 WithLse = tuple[Tensor, Tensor, Tensor | None]

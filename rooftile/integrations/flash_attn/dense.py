@@ -6,10 +6,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from rooftile import api
+from rooftile.exact import api
+from rooftile.exact.validate import check_seed
 from rooftile.integrations.flash_attn.arguments import Output, WithLse, mask_of, options_of, unpacked
 from rooftile.integrations.flash_attn.weights import signed_weights
-from rooftile.validate import check_seed
 
 
 @overload

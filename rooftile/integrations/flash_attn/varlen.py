@@ -6,8 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from rooftile import api
 from rooftile.errors import Unsupported
+from rooftile.exact import api
 from rooftile.integrations.flash_attn.arguments import Output, WithLse, mask_of, options_of, unpacked
 from rooftile.kvcache import PagedKV
 

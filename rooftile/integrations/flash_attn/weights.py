@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import api
-from rooftile.masks import Mask
-from rooftile.reference.philox import keep_mask
+from rooftile.exact import api
+from rooftile.exact.masks import Mask
+from rooftile.exact.reference.philox import keep_mask
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 from rooftile.integrations.fusion import families
 from rooftile.integrations.fusion.classes import FusedModule, class_of
 from rooftile.integrations.fusion.report import Fused, others_of
-from rooftile.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words

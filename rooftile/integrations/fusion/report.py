@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from rooftile import shown
+from rooftile.drawing import notebook as shown
 
 
 class Fused(NamedTuple):

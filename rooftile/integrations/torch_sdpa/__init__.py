@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from rooftile import dispatch
-from rooftile.backends import eager
-from rooftile.backends.sdpa import stock
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import dispatch
+from rooftile.exact.backends import eager
+from rooftile.exact.backends.sdpa import stock
 from rooftile.integrations.torch_sdpa import dense, route, varlen
 from rooftile.integrations.torch_sdpa.route import RAN, REFUSED
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile.exact.masks import CAUSAL, FULL
+from rooftile.exact.spec import Options
 from rooftile.integrations.torch_sdpa import route
 from rooftile.integrations.torch_sdpa.route import laid_out_like, refuse, unused
-from rooftile.masks import CAUSAL, FULL
-from rooftile.spec import Options
 
 
 def cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):

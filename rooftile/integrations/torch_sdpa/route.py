@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import dispatch
-from rooftile.backends import eager, sdpa
-from rooftile.hardware.arch import arch
-from rooftile.masks import Mask
-from rooftile.spec import DTYPE_NAMES, Options, Spec
+from rooftile.exact import dispatch
+from rooftile.exact.backends import eager, sdpa
+from rooftile.exact.masks import Mask
+from rooftile.exact.spec import DTYPE_NAMES, Options, Spec
+from rooftile.runtime.devices import arch
 
 # these would run the stock kernel itself, or the O(T S) definition
 NO_GAIN = (sdpa.NAME, eager.NAME)

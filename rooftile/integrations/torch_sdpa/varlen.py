@@ -5,10 +5,10 @@ Causal masks and windows are aligned bottom-right here.
 
 from __future__ import annotations
 
+from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
+from rooftile.exact.spec import Options
 from rooftile.integrations.torch_sdpa import route
 from rooftile.integrations.torch_sdpa.route import laid_out_like, refuse, unused
-from rooftile.masks import CAUSAL, FULL, Mask, Window
-from rooftile.spec import Options
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import TILE
-from rooftile.matmul.weight import dequantised, rows_of
 from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.places import projections_of
-from rooftile.models.checkpoints.plan import Quantiser, Reader
 from rooftile.models.checkpoints.weights import Stored
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Projection
-from rooftile.sparsity import TwoFour
+from rooftile.weights import QuantisedWeight
+from rooftile.weights.files.plan import Quantiser, Reader
+from rooftile.weights.formats import TILE
+from rooftile.weights.two_four import TwoFour
+from rooftile.weights.weight import dequantised, rows_of
 
 # scales of a cache in FP8, which ours finds anew
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.methods import refuse_gguf, section_of
 from rooftile.models.config import ModelConfig
-from rooftile.models.settings import check_readable, read_json
+from rooftile.weights.files.folder import listed
+from rooftile.weights.files.settings import check_readable
 
 Places = Iterable[tuple[str, Tensor]]
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
-# how many names an error sentence lists
-SHOWN = 3
-_INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # tensors in older checkpoints that are not weights: tables of frequencies, and GPT-2's causal mask
 _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -44,44 +40,6 @@ def tell(share: float) -> None:
     """Tells who listens (`reading_told`) which share has been read."""
     if (told := _listener.get()) is not None:
         told(share)
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a checkpoint.
-
-    Raises:
-        InvalidInput: there are none, or some that the index names are missing.
-    """
-    if (folder / _INDEX).is_file():
-        shards = read_json(folder / _INDEX).get("weight_map")
-        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
-        # a downloaded index must not point at files outside the checkpoint
-        if not names or any(Path(name).name != name for name in names):
-            raise InvalidInput(f"{folder / _INDEX} has no weight_map of files beside it; download it again")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise InvalidInput(f"{folder} lacks {_some(missing)}, which {_INDEX} names; download it again")
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        raise InvalidInput(
-            f"{folder} has {_some(pickles)}, a pickle, which can run any code; only safetensors are read: "
-            f"{_converted(folder, pickles)}"
-        )
-    refuse_gguf(folder)
-    raise InvalidInput(f"{folder} has neither model.safetensors nor {_INDEX}; give the folder of a Hugging Face checkpoint")
-
-
-def _converted(folder: Path, pickles: list[str]) -> str:
-    """Says how to make safetensors of pickles: Transformers may not know what has quantised them."""
-    if len(pickles) == 1 and section_of(folder):
-        return (
-            f"write its tensors once, without running its code, by save_file(torch.load({pickles[0]!r}, weights_only=True), "
-            '"model.safetensors") of safetensors.torch'
-        )
-    return "convert it once with Transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
@@ -205,23 +163,17 @@ def _check_tie(found: dict[str, Stored], embedding: str) -> None:
 def _check(found: Mapping[str, Stored], places: Mapping[str, Tensor]) -> None:
     missing = [name for name in places if name not in found]
     if missing:
-        raise InvalidInput(f"the checkpoint lacks {_some(missing)}; its config.json asks for them")
+        raise InvalidInput(f"the checkpoint lacks {listed(missing)}; its config.json asks for them")
     unexpected = [stored.name for name, stored in found.items() if name not in places]
     if unexpected:
-        raise InvalidInput(f"the checkpoint has {_some(unexpected)}, which its config.json has no place for")
+        raise InvalidInput(f"the checkpoint has {listed(unexpected)}, which its config.json has no place for")
     wrong = [
         f"{found[name].name} {found[name].shape()}, due {tuple(place.shape)}"
         for name, place in places.items()
         if found[name].shape() != tuple(place.shape)
     ]
     if wrong:
-        raise InvalidInput(f"the checkpoint's shapes are not those of its config.json: {_some(wrong)}")
+        raise InvalidInput(f"the checkpoint's shapes are not those of its config.json: {listed(wrong)}")
     packed = [f"{stored.name} {stored.dtype()}" for stored in found.values() if stored.dtype() not in _PLAIN]
     if packed:
-        raise InvalidInput(f"the checkpoint has {_some(packed)}; must be bfloat16, float16 or float32, not quantised")
-
-
-def _some(names: list[str]) -> str:
-    """Lists the first few names, and says how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+        raise InvalidInput(f"the checkpoint has {listed(packed)}; must be bfloat16, float16 or float32, not quantised")

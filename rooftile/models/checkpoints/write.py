@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import ROW, parsed
-from rooftile.models.checkpoints import weights
-from rooftile.models.checkpoints.formats import SPARSE, check_fits, check_word, weight_in
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Memory
-from rooftile.models.settings import read_json
-from rooftile.qat import two_four
-from rooftile.qat.compressed import configuration, tensors_of
-from rooftile.sparsity import TwoFour
+from rooftile.weights.files import two_four
+from rooftile.weights.files.compressed_tensors import configuration, tensors_of
+from rooftile.weights.files.folder import files_of
+from rooftile.weights.files.formats import SPARSE, check_fits, check_word, weight_in
+from rooftile.weights.files.settings import read_json
+from rooftile.weights.formats import ROW, parsed
+from rooftile.weights.two_four import TwoFour
 
 
 def quantise_folder(
@@ -41,7 +41,7 @@ def quantise_folder(
     word = _word(format, group)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInput(f"{out} is there already; give a new folder")
-    config, files = ModelConfig.from_folder(folder), weights.files_of(folder)
+    config, files = ModelConfig.from_folder(folder), files_of(folder)
     settings = read_json(folder / "config.json")
     if settings.get("quantization_config"):
         raise InvalidInput(f"the checkpoint {folder} is quantised already; give the 16-bit checkpoint")

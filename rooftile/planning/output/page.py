@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rooftile import shown
 from rooftile.diagnosis.output.units import duration
+from rooftile.drawing import notebook as shown
 from rooftile.drawing import page
 from rooftile.drawing.charts import Series, log_chart
 from rooftile.drawing.page import Chart, Table, json_element, safe
 from rooftile.drawing.units import count
-from rooftile.planning.output.table import (
-    HEAD,
-    OTHER_HEAD,
-    groups_of,
-    layer_cells,
-    options_words,
-    other_cells,
-    sentences,
-)
+from rooftile.planning.output.table import HEAD, OTHER_HEAD, groups_of, layer_cells, options_words, other_cells, sentences
 from rooftile.planning.records import Whole
 
 

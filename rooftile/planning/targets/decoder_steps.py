@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rooftile.api import attention, attention_packed
+from rooftile.engine.attention import masks_of
 from rooftile.errors import InvalidInput
+from rooftile.exact.api import attention, attention_packed
 from rooftile.fused import Rotation, rotate
 from rooftile.models import Decoder
 from rooftile.models.layers import Attend
-from rooftile.serve.attention import masks_of
 
 # hidden states whose logits are made at once
 AT_ONCE = 1024

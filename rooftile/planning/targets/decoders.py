@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rooftile.cost import flops, io, traffic
 from rooftile.cost.io import Traffic
+from rooftile.engine.attention import masks_of
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.models import Decoder
-from rooftile.models.checkpoints.formats import weight_in
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.quantised import merged
 from rooftile.models.layers import Projection
@@ -24,8 +25,7 @@ from rooftile.planning.targets.decoder_steps import decoding, hidden_of, loss_of
 from rooftile.planning.targets.outputs import token_ids
 from rooftile.planning.targets.target import SAMPLE, Item
 from rooftile.qat.coverage import Coverage
-from rooftile.serve.attention import masks_of
-from rooftile.spec import Problem, Sizes, Spec
+from rooftile.weights.files.formats import weight_in
 
 # tokens whose inputs of projections are looked at
 TOKENS = 512

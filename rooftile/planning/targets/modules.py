@@ -14,10 +14,6 @@ from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.matmul.backends import lack_of_fp8
-from rooftile.matmul.formats import parsed
-from rooftile.models.checkpoints.formats import weight_in
-from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.others import others_of
@@ -30,6 +26,10 @@ from rooftile.qat.found import prepared_in
 from rooftile.qat.patterns import means, skipped
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear
+from rooftile.weights.dispatch import lack_of_fp8
+from rooftile.weights.files.formats import weight_in
+from rooftile.weights.formats import parsed
+from rooftile.weights.linear import linear
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

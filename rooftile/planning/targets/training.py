@@ -10,7 +10,6 @@ from torch import nn
 from rooftile import qat
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning.records import Layer
 from rooftile.planning.targets.applying import check_model
 from rooftile.planning.targets.modules import unwrapped
@@ -18,7 +17,8 @@ from rooftile.qat.found import prepared_in
 from rooftile.qat.layers import Prepared
 from rooftile.qat.patterns import Name
 from rooftile.qat.tensors import is_conv1d
-from rooftile.sparsity import Recipe
+from rooftile.weights.files.formats import SPARSE
+from rooftile.weights.two_four import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
 

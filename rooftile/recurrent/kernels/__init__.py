@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import Kernel
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.kernels import by_features
 from rooftile.recurrent.kernels.gradients import _key_gradients, _query_gradients, _row_gradients, _value_gradients
@@ -28,6 +27,7 @@ from rooftile.recurrent.kernels.outputs import _outputs
 from rooftile.recurrent.kernels.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.tiles import SEGMENT, is_hopper
 from rooftile.recurrent.problem import Recurrence
+from rooftile.runtime.launch import Kernel
 
 LARGEST_DIM = 128
 # numbers of a state that a program of the scan carries

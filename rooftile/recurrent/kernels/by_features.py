@@ -13,18 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.launch import Kernel
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
-from rooftile.recurrent.kernels.exponential_gradients import (
-    _exponential_keys,
-    _exponential_queries,
-    _exponential_values,
-)
+from rooftile.recurrent.kernels.exponential_gradients import _exponential_keys, _exponential_queries, _exponential_values
 from rooftile.recurrent.kernels.exponents import _exponents
 from rooftile.recurrent.kernels.gradients import _row_gradients
 from rooftile.recurrent.kernels.tiles import is_hopper
 from rooftile.recurrent.problem import Recurrence
+from rooftile.runtime.launch import Kernel
 
 # numbers of a state that a program of the scan carries
 _SCANNED = 1024

@@ -14,17 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import (
-    EMPTY,
-    SEGMENT,
-    features,
-    is_lost,
-    lost_after,
-    lost_before,
-    rows,
-    segment_of,
-    slope,
-)
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_after, lost_before, rows, segment_of, slope
 
 
 # fmt: off

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rooftile.engine.grammar import Grammars, Matcher
 from rooftile.errors import InvalidInput
-from rooftile.serve.grammar import Grammars, Matcher
 from rooftile.server import limits
 from rooftile.server.engine.messages import Add
 from rooftile.server.engine.pauses import give_way

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rooftile.serve.output import logprobs_at
-from rooftile.serve.request import Answer, Request
-from rooftile.serve.text.detokenizer import Detokenizer
+from rooftile.engine.output import logprobs_at
+from rooftile.engine.request import Answer, Request
+from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.server.engine.messages import News, Piece, Ranked, Scored
 
 

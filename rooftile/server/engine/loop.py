@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from rooftile.engine.engine import Engine
+from rooftile.engine.grammar import Matcher
+from rooftile.engine.request import Request
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.stats import stats_of
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.engine import Engine
-from rooftile.serve.grammar import Matcher
-from rooftile.serve.request import Request
-from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.stats import stats_of
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step

@@ -17,16 +17,16 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftile.engine.settings import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.settings import FLAGS
+from rooftile.runtime.words import rename
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.pauses import freeze_garbage
 from rooftile.server.engine.wire import FrameReader, frame
 from rooftile.server.observe.log import log, start_log
-from rooftile.words import rename
 
 if TYPE_CHECKING:
-    from rooftile.serve.llm import LLM
+    from rooftile.engine.llm import LLM
 
 RECEIVED = 1 << 20
 
@@ -68,7 +68,7 @@ def exit_with(connection: socket.socket) -> None:
 
 def ready_message(llm: LLM, folder: str | None) -> Ready:
     """Describes the engine to the server."""
-    from rooftile.serve.checkpoint import RECOMMENDED
+    from rooftile.engine.checkpoint import RECOMMENDED
 
     engine, params = llm.engine, llm.get_default_sampling_params()
     return Ready(
@@ -90,9 +90,9 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
             link.send(Reading(told))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
+    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.llm import LLM
     from rooftile.models.checkpoints.weights import reading_told
-    from rooftile.serve.checkpoint import find_folder
-    from rooftile.serve.llm import LLM
     from rooftile.server.engine.loop import Loop
 
     model = find_folder(settings.pop("model"), download=settings.get("download", False))

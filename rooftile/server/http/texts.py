@@ -21,8 +21,8 @@ from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
     # slow to import, and needed only when the engine is ready
-    from rooftile.serve.text.detokenizer import Detokenizer
-    from rooftile.serve.text.tokenizer import Tokenizer
+    from rooftile.engine.text.detokenizer import Detokenizer
+    from rooftile.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Texts:
 
     async def prompt_text(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Returns the text of a prompt, up to a character that only its answer may complete."""
-        from rooftile.serve.text.border import prompt_text
+        from rooftile.engine.text.border import prompt_text
 
         return await self._run(lambda own: prompt_text(own, ids, skip_special))
 
@@ -71,8 +71,8 @@ class Texts:
 
     def growing(self, skip_special: bool, prompt: Sequence[int]) -> Detokenizer:
         """Returns what makes the text of one answer to a prompt, whose tokens nobody searches for stop strings here."""
-        from rooftile.serve.sampling.params import SamplingParams
-        from rooftile.serve.text.detokenizer import Detokenizer
+        from rooftile.engine.sampling.params import SamplingParams
+        from rooftile.engine.text.detokenizer import Detokenizer
 
         assert self._tokenizer is not None, "tokens that belong to a text come from an engine with a tokenizer"
         return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special), prompt)
@@ -157,7 +157,7 @@ class AnswerTexts:
 
 def _load(folder: str, template: str | None) -> Tokenizer:
     """Loads a tokenizer; called in a thread that ends with it."""
-    from rooftile.serve.text.tokenizer import LONG, Tokenizer
+    from rooftile.engine.text.tokenizer import LONG, Tokenizer
 
     tokenizer = Tokenizer.from_folder(Path(folder), place="the checkpoint", template=template)
     # the tokenizer's own threads, which encode long texts, begin here and inherit this thread's priority

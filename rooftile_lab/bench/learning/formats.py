@@ -17,7 +17,7 @@ import torch
 
 from rooftile import qat
 from rooftile.models import TrainableDecoder
-from rooftile.sparsity import Recipe as Sparsity
+from rooftile.weights.two_four import Recipe as Sparsity
 from rooftile_lab.bench.learning.english import BYTES, English
 from rooftile_lab.bench.learning.study import loss_of
 from rooftile_lab.bench.learning.training import autocast, train

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rooftile.cost.session import Session
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
-from rooftile.spec import DTYPES
 from rooftile_lab.bench.methods.table import WAYS, WHOLE, sizes_of
 from rooftile_lab.bench.methods.way import Way, drawn_for, exact_roof, roof_of, step
 from rooftile_lab.bench.results import Row

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL
+from rooftile.exact.masks import CAUSAL
 from rooftile_lab.bench.accuracy import QKV
 from rooftile_lab.bench.methods.check import relative
 from rooftile_lab.bench.methods.table import WAYS, WHOLE

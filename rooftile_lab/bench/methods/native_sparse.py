@@ -10,12 +10,12 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.chosen.native_sparse import compressed_attention
+from rooftile.approximate.native_sparse import definition
+from rooftile.approximate.native_sparse.attention import compressed_attention
 from rooftile.cost import approximate as cost
 from rooftile.cost.approximate import Cost
-from rooftile.masks import CAUSAL, Window
-from rooftile.reference.approximate import native_sparse as definition
-from rooftile.reference.approximate import pairs
+from rooftile.exact.masks import CAUSAL, Window
+from rooftile.exact.reference import pairs
 from rooftile_lab.bench.methods.way import Sizes, Tensors, Way, words_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rooftile.masks import CAUSAL
+from rooftile.exact.masks import CAUSAL
 from rooftile_lab.bench.methods.crossover import rounded
 from rooftile_lab.bench.methods.table import WAYS
 from rooftile_lab.bench.results import Row, latest

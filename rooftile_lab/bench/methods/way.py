@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.cases import Case
 from rooftile.cost import Roof, roof
 from rooftile.cost.approximate import Cost
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, Mask
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.ceilings import Ceilings
-from rooftile.masks import CAUSAL, Mask
-from rooftile.spec import DTYPES
 
 
 class Sizes(NamedTuple):

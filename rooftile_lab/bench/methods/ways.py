@@ -11,12 +11,12 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.paged import loki as paged
+from rooftile.approximate.loki import decoding as paged
+from rooftile.approximate.routing.definition import normed
 from rooftile.cost import approximate as cost
 from rooftile.cost.approximate import Cost
-from rooftile.masks import CAUSAL, FULL, Mask
-from rooftile.reference.approximate.routing import normed
-from rooftile.spec import Asked
+from rooftile.exact.masks import CAUSAL, FULL, Mask
+from rooftile.exact.spec import Asked
 from rooftile_lab.bench.methods.way import Sizes, Tensors, Way, words_of
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import Clock, Work, clock_for
-from rooftile.spec import DTYPES
 from rooftile_lab.bench.methods.check import Check, Run
 from rooftile_lab.bench.methods.peers import OTHERS, peers_of
 from rooftile_lab.bench.methods.table import WAYS, sizes_of

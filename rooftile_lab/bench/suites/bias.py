@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rooftile as rt
-from rooftile.cases import Case
 from rooftile.cost.session import Session
 from rooftile.errors import Unsupported
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.hardware.clock import Work, clock_for
-from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
 from rooftile_lab.bench.run import Progress, words_of

@@ -22,8 +22,8 @@ import rooftile as rt
 from rooftile import Blocks
 from rooftile.cost.flops import PHASES
 from rooftile.cost.session import Session
+from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.hardware.clock import Work, clock_for
-from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
 from rooftile_lab.bench.run import Progress

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 import rooftile as rt
-from rooftile.cases import Case
 from rooftile.cost.session import Session
+from rooftile.exact.cases import Case
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row
 from rooftile_lab.bench.run import Progress, words_of

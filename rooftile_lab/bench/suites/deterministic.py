@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import rooftile as rt
-from rooftile.cases import CASES as PROBLEMS
-from rooftile.cases import Case
 from rooftile.cost import roof
 from rooftile.cost.session import Session
+from rooftile.exact.cases import CASES as PROBLEMS
+from rooftile.exact.cases import Case
 from rooftile.hardware.clock import Work, clock_for
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures

@@ -26,8 +26,8 @@ import torch
 
 from rooftile.cost.session import Session
 from rooftile.diagnosis import decode_step
+from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
-from rooftile.serve.llm import LLM
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures

@@ -20,8 +20,8 @@ from rooftile import fused
 from rooftile.cost import memory_roof
 from rooftile.cost.io import Traffic
 from rooftile.cost.session import Session
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import Work, clock_for
-from rooftile.spec import DTYPES
 from rooftile_lab.bench.fused_peers import Call, compiled, many, named, refusal
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures

@@ -26,9 +26,10 @@ import rooftile as rt
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
 from rooftile.hardware.clock import ReplayClock, Work, clock_for
-from rooftile.matmul import QuantisedWeight, backends, weight_format
-from rooftile.matmul.hopper.early import weights_stay
 from rooftile.numerics import QuantisedRows, quantise_rows
+from rooftile.weights import QuantisedWeight, weight_format
+from rooftile.weights import dispatch as backends
+from rooftile.weights.hopper.early import weights_stay
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile_lab.bench.run import Progress

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from rooftile.cases import CASES as PROBLEMS
 from rooftile.cost import roof
 from rooftile.cost.session import Session
 from rooftile.diagnosis import ncu
+from rooftile.exact.cases import CASES as PROBLEMS
 from rooftile.hardware.clock import Work
 from rooftile_lab.bench.peers import provider_named
 from rooftile_lab.bench.results import Row

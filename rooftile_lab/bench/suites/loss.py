@@ -22,8 +22,8 @@ from torch.nn import functional
 from rooftile import fused
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import Clock, clock_for
-from rooftile.spec import DTYPES
 from rooftile_lab.bench.fused_peers import Call, compiled, named, refusal
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures

@@ -8,14 +8,14 @@ from functools import partial
 import torch
 
 import rooftile as rt
-from rooftile.approximate.paged import native_sparse
-from rooftile.cases import Case, Inputs
+from rooftile.approximate.native_sparse import decoding as native_sparse
 from rooftile.cost import Roof, memory_roof, traffic
 from rooftile.cost import approximate as cost
 from rooftile.cost.session import Session
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.masks import CAUSAL
 from rooftile.hardware.clock import Sampler, Work
 from rooftile.kvcache import PagedKV
-from rooftile.masks import CAUSAL
 from rooftile.models import NativeSparseSizes
 from rooftile_lab.bench.methods.way import roof_of
 from rooftile_lab.bench.peers import provider_named

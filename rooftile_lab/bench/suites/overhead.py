@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rooftile as rt
-from rooftile.cases import CASES as PROBLEMS
 from rooftile.cost.session import Session
+from rooftile.exact.cases import CASES as PROBLEMS
+from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import CallClock, Work, take_turns
 from rooftile.hardware.profiler import kernel_times
 from rooftile.kvcache import PagedKV
-from rooftile.spec import DTYPES
 from rooftile_lab.bench import peers
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import measured, timed_row

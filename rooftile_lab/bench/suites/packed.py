@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rooftile.cases import Case
 from rooftile.cost import roof
 from rooftile.cost.session import Session
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.hardware.clock import Work, clock_for
-from rooftile.masks import CAUSAL, FULL
 from rooftile_lab.bench.peers import provider_named
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, with_measures

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.cases import Case
 from rooftile.cost import Roof, memory_roof, roof, traffic
 from rooftile.cost.session import Session
+from rooftile.exact.cases import Case
+from rooftile.exact.masks import CAUSAL
 from rooftile.hardware.clock import Clock, ReplayClock, Work, captured, clock_for, medians
 from rooftile.kvcache import PagedKV
-from rooftile.masks import CAUSAL
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
 from rooftile_lab.bench.run import Progress, words_of

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.cases import CASES as PROBLEMS
-from rooftile.cases import Case, Inputs
 from rooftile.cost import Roof, flops, memory_roof, traffic
 from rooftile.cost.session import Session
+from rooftile.exact.cases import CASES as PROBLEMS
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.masks import CAUSAL
 from rooftile.hardware.clock import Work, clock_for
-from rooftile.masks import CAUSAL
 from rooftile.numerics.recipe import MEAN_OF
 from rooftile_lab.bench.peers import provider_named
 from rooftile_lab.bench.results import Row

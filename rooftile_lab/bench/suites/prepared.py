@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rooftile import qat
 from rooftile.cost.session import Session
-from rooftile.sparsity import Recipe as Sparsity
+from rooftile.weights.two_four import Recipe as Sparsity
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress

@@ -15,7 +15,7 @@ from statistics import mean
 import torch
 
 from rooftile.cost.session import Session
-from rooftile.sparsity import Recipe as Sparsity
+from rooftile.weights.two_four import Recipe as Sparsity
 from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
 from rooftile_lab.bench.learning.training import one_thread

@@ -31,10 +31,10 @@ import rooftile as rt
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
 from rooftile.hardware.clock import ReplayClock, Work, clock_for
-from rooftile.matmul.two_four import cusparselt
-from rooftile.matmul.two_four.backends import NAMES
 from rooftile.numerics import quantise_rows
-from rooftile.sparsity import TwoFour, compress, two_four
+from rooftile.weights.two_four import TwoFour, compress, two_four
+from rooftile.weights.two_four.product import cusparselt
+from rooftile.weights.two_four.product.dispatch import NAMES
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile_lab.bench.run import Progress

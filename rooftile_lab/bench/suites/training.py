@@ -31,7 +31,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.cost.session import Session
-from rooftile.spec import DTYPES
+from rooftile.exact.spec import DTYPES
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress

@@ -19,9 +19,9 @@ import torch
 import rooftile as rt
 from rooftile.cost.io import tiles
 from rooftile.cost.session import Session, open_session
+from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.fused.gated import gated as gate
 from rooftile.fused.norm import Weights, normalise
-from rooftile.spec import Problem, Sizes, Spec
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures
 

@@ -14,9 +14,9 @@ Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3, arXiv:24
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper.device.config import LN2, LOG2E
-from rooftile.backends.hopper.tma import descriptor
-from rooftile.hopper.gluon import (
+from rooftile.exact.backends.hopper.device.config import LN2, LOG2E
+from rooftile.exact.backends.hopper.tma import descriptor
+from rooftile.runtime.hopper.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -28,7 +28,7 @@ from rooftile.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.hopper.pipeline import Ring, named_barrier, ring
+from rooftile.runtime.hopper.pipeline import Ring, named_barrier, ring
 
 RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.cases import CASES, Case, Inputs
 from rooftile.cost import roof
 from rooftile.cost.session import open_session
 from rooftile.diagnosis import ncu
+from rooftile.exact.cases import CASES, Case, Inputs
 from rooftile.hardware.clock import clock_for, take_turns
 from rooftile_lab.bench.peers import provider_named
 from rooftile_lab.bench.rows import timed_row

@@ -23,14 +23,14 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.chosen.native_sparse import compressed_attention
-from rooftile.approximate.selected.gated_sum import gated_sum
-from rooftile.cases import Case, Inputs
+from rooftile.approximate.native_sparse.attention import compressed_attention
+from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from rooftile.cost import approximate as cost
 from rooftile.cost import roof
 from rooftile.cost.session import Session, open_session
+from rooftile.exact.cases import Case, Inputs
+from rooftile.exact.masks import CAUSAL, Window
 from rooftile.hardware.clock import Clock, clock_for, take_turns
-from rooftile.masks import CAUSAL, Window
 from rooftile_lab.bench.methods.peers import fla_selection
 from rooftile_lab.bench.methods.way import roof_of, step
 from rooftile_lab.bench.peers import provider_named

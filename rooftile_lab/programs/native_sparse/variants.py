@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.approximate.chosen.selection import choose_from
-from rooftile.approximate.selected import attend
-from rooftile.approximate.selected.tiles import Tiles, queries_for
+from rooftile.approximate.native_sparse.selected import attend
+from rooftile.approximate.native_sparse.selected.tiles import Tiles, queries_for
+from rooftile.approximate.native_sparse.selection import choose_from
 
 if TYPE_CHECKING:
-    from rooftile.approximate.selected.kernels import KeyLists
+    from rooftile.approximate.native_sparse.selected.kernels import KeyLists
 
 KINDS = {"random": 1, "alike": 16}
 # by rows of a tile: with fewer warps a head dim of 128 spills, as dk and dv do with fewer than four
@@ -102,7 +102,7 @@ class Prepared(NamedTuple):
         q, k, v, do = (torch.randn(sizes.N, *shape, device=device, dtype=dtype) for shape in shapes)
         cu = torch.tensor([0, sizes.N], dtype=torch.int32, device=device)
         chosen = choices(kind, sizes, device)
-        from rooftile.approximate.selected import kernels
+        from rooftile.approximate.native_sparse.selected import kernels
 
         tiles = kernels.unions(chosen, cu, cu, sizes.block, queries_for(sizes.H // sizes.Hk))
         o, lse = kernels.forward(q, k, v, tiles, sizes.scale, sizes.block)
@@ -110,20 +110,20 @@ class Prepared(NamedTuple):
         return cls(q, k, v, do, lse, delta, o, chosen, cu, sizes.scale, sizes.block)
 
     def tiles(self, variant: Variant) -> Tiles:
-        from rooftile.approximate.selected import kernels
+        from rooftile.approximate.native_sparse.selected import kernels
 
         return kernels.unions(self.chosen, self.cu, self.cu, self.block, variant.queries)
 
     def lists(self) -> KeyLists:
-        from rooftile.approximate.selected import kernels
+        from rooftile.approximate.native_sparse.selected import kernels
 
         return kernels.key_lists(self.chosen, self.cu, self.cu, self.k.shape[0], self.block)
 
 
 def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[str, Callable[[], Any]]:
     """The kernels of a variant, by their phase."""
-    from rooftile.approximate.selected import kernels
-    from rooftile.approximate.selected.kernels.shape import Launch
+    from rooftile.approximate.native_sparse.selected import kernels
+    from rooftile.approximate.native_sparse.selected.kernels.shape import Launch
 
     # dq fills in the rests of rows, which dk and dv read
     known, launch = (x.do, x.lse, x.delta, torch.zeros_like(x.lse), x.q, x.k, x.v), Launch(variant.warps, variant.stages)

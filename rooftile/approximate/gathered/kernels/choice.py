@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.approximate.gathered.kernels.shape import padded, strides_of
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # random vectors and dimensions to a product
 VECTORS, DIMS = 64, 32

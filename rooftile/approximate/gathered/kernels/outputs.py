@@ -25,8 +25,8 @@ from rooftile.approximate.gathered.kernels.shape import (
     weights,
 )
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
-from rooftile.launch import Kernel
+from rooftile.exact.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
+from rooftile.runtime.launch import Kernel
 
 
 @triton.jit

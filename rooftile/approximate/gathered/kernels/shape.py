@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # a place after all others
 HIDDEN = tl.constexpr(2**30)

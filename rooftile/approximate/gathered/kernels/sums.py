@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile.approximate.gathered.kernels.shape import padded, store_lse, strides_of
 from rooftile.approximate.gathered.lists import Slots
-from rooftile.launch import Kernel
+from rooftile.runtime.launch import Kernel
 
 # numbers that a program holds
 NUMBERS = 4096

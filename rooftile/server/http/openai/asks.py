@@ -8,23 +8,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rooftile.engine.settings import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.settings import FLAGS
+from rooftile.runtime.words import rename
 from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http.openai.conversation import read_messages
 from rooftile.server.http.openai.fields import read_part
-from rooftile.server.http.openai.forms import (
-    ChatForm,
-    CompletionForm,
-    Sampling,
-    StreamOptions,
-    StructuredOutputs,
-)
+from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Sampling, StreamOptions, StructuredOutputs
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.refusals import Refusal
-from rooftile.words import rename
 
 if TYPE_CHECKING:
     from rooftile.server.http.texts import Texts
@@ -205,7 +199,7 @@ def check_params(
     Raises:
         Refusal: with its sentence.
     """
-    from rooftile.serve.sampling.params import SamplingParams
+    from rooftile.engine.sampling.params import SamplingParams
 
     try:
         SamplingParams(**params).check_vocabulary(vocabulary)

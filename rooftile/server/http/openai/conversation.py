@@ -9,8 +9,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from rooftile.engine.text.chat_template import text_of
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.serve.text.chat_template import text_of
 from rooftile.server import limits
 from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import Message

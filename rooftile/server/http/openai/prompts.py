@@ -10,7 +10,7 @@ from rooftile.server.http.openai.objects import legacy_logprobs, number
 
 if TYPE_CHECKING:
     # slow to import, and needed only when the engine is ready
-    from rooftile.serve.text.tokenizer import Tokenizer
+    from rooftile.engine.text.tokenizer import Tokenizer
 
 
 class ScoredPrompt(NamedTuple):
@@ -77,8 +77,8 @@ def _offsets(tokenizer: Tokenizer | None, ids: Sequence[int], skip_special: bool
     """Returns where the tokens of a prompt begin in its text."""
     if tokenizer is None:
         return [0] * len(ids)
-    from rooftile.serve.text.border import prompt_text
-    from rooftile.serve.text.pieces import Pieces
+    from rooftile.engine.text.border import prompt_text
+    from rooftile.engine.text.pieces import Pieces
 
     pieces, most = Pieces(tokenizer, skip_special), len(prompt_text(tokenizer, ids, skip_special))
     for id in ids:

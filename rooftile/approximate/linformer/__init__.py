@@ -1,0 +1,1 @@
+"""Linformer: keys and values projected to fewer rows."""

@@ -1,0 +1,1 @@
+"""Loki: keys are chosen by scores of their leading principal components."""

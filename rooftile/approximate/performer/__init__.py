@@ -1,0 +1,1 @@
+"""Performer: linear attention by random features of the softmax kernel."""

@@ -1,0 +1,139 @@
+"""Performer: softmax attention estimated by random features, in time and memory that grow with T.
+
+Choromanski et al., Rethinking Attention with Performers, arXiv:2009.14794.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.approximate.arguments import (
+    check_backend,
+    check_causal_lengths,
+    check_deterministic,
+    check_flag,
+    check_qkv,
+    check_states,
+    is_causal,
+)
+from rooftile.approximate.linear.attention import BACKENDS
+from rooftile.approximate.performer import definition
+from rooftile.approximate.performer.features import Features, check_positive_scale
+from rooftile.errors import InvalidInput
+from rooftile.exact.masks import FULL, Mask
+from rooftile.exact.validate import shown
+from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.chunked import recur
+from rooftile.recurrent.problem import Recurrence
+from rooftile.runtime.words import answers_foreign_words
+
+# the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W
+_MAPS = {"positive": "exp", "hyperbolic": "exp", "trigonometric": "wave", "relu": "random relu"}
+
+
+@answers_foreign_words
+def performer(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask | None = FULL,
+    *,
+    features: Features,
+    backend: str | None = None,
+    cu: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_state: bool = False,
+    scale: float | None = None,
+    state: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Any:
+    """Performer's attention: sum_j A_ij v_j / sum_j A_ij, with A_ij = phi(q_i) . phi(k_j) for random features phi.
+
+    On average A_ij is exp(scale q_i . k_j), so o estimates `rooftile.attention`. The exponents are taken relative to the largest
+    key so far, which is carried with the state: under CAUSAL no row depends on later tokens. There is no epsilon. A row whose
+    weights sum to less than 2^-110 of the largest gives 0: its query has no feature in common with any key.
+
+    Args:
+        q: queries (B, T, H, D), float32, bfloat16, float16 or float64, any strides; with cu (total, H, D).
+        k: keys (B, S, Hk, D). Hk divides H. Under CAUSAL, S is T: earlier keys come as `state`.
+        v: values (B, S, Hk, Dv).
+        mask: FULL or CAUSAL.
+        features: made by `Features.draw(D, m)`; the projection has no gradient.
+        backend: "triton" (kernels), "tiled" (plain operations, chunk by chunk) or "eager" (the definition, which holds
+            T x S x m numbers); None or "auto" takes the fastest that runs.
+        cu: offsets (B + 1,), int32, of packed sequences; a state then has a row for each sequence.
+        deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
+        return_state: return (o, (S, z, largest)) with the sums after the last key.
+        scale: of the scores, above 0; 1 / sqrt(D) if None.
+        state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
+            (float64 for float64 inputs). Gradients flow to S and z, and from those that are returned.
+
+    Returns:
+        o (B, T, H, Dv), contiguous, in the dtype of q; with return_state also (S, z, largest).
+
+    Raises:
+        InvalidInput: an argument is wrong; says what came and what is due.
+        Unsupported: the named backend does not run this problem.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> performer(q, k, v, CAUSAL, features=Features.draw(64, 256, seed=0)).shape
+        torch.Size([1, 128, 8, 64])
+
+    The class is strict and decodable: a step is a call with one token and `state`. Choromanski et al., arXiv:2009.14794.
+    """
+    q, k, v, cu = check_qkv(q, k, v, cu)
+    causal = is_causal("Performer", mask)
+    if causal:
+        check_causal_lengths("Performer", q, k)
+    return_state, chosen = check_flag("return_state", return_state), check_backend(backend, BACKENDS)
+    check_deterministic(deterministic)
+    projection = _projection_for(features, q)
+    number = check_positive_scale(scale, q.shape[-1])
+    B, Hk = q.shape[0] if cu is None else cu.shape[0] - 1, k.shape[-2]
+    given = None
+    if state is not None:
+        shapes = {"S": (B, Hk, features.m, v.shape[-1]), "z": (B, Hk, features.m), "largest": (B, Hk)}
+        given = State(*check_states(state, shapes, q))
+    if chosen == "eager":
+        o, last = _as_defined(q, k, v, causal, features.kind, projection, number, given, cu)
+    else:
+        if features.kind == "hyperbolic":
+            projection = torch.cat((projection, -projection))
+        problem = Recurrence(_MAPS[features.kind], causal, True, number, chosen)
+        o, last = recur(q, k, v, given, problem, cu=cu, projection=projection)
+    return (o, tuple(last)) if return_state else o
+
+
+def _projection_for(features: Any, q: Tensor) -> Tensor:
+    if not isinstance(features, Features):
+        raise InvalidInput(f"features is {shown(features)}; must be made by rooftile.approximate.Features.draw(D, m)")
+    if features.dim != q.shape[-1]:
+        raise InvalidInput(f"features were drawn for head dim {features.dim}; q has {q.shape[-1]}, and they must agree")
+    if features.projection.device != q.device:
+        raise InvalidInput(f"features are on {features.projection.device}; q is on {q.device}: write Features.draw(..., device=)")
+    return features.projection
+
+
+def _as_defined(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: str, projection: Tensor, scale: float, state: State | None,
+    cu: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """The definition, of each packed sequence by itself."""
+    if cu is None:
+        return definition.performer(q, k, v, causal, projection, kind, scale=scale, state=state)
+    parts = []
+    ends = cu.tolist()
+    for b in range(len(ends) - 1):
+        q_b, k_b, v_b = (x[None, ends[b] : ends[b + 1]] for x in (q, k, v))
+        own = None if state is None else State(*(x[b : b + 1] for x in state))
+        parts.append(definition.performer(q_b, k_b, v_b, causal, projection, kind, scale=scale, state=own))
+    if not parts:
+        # an empty batch
+        no_q, no_k, no_v = (x.new_zeros((1, 0, *x.shape[1:])) for x in (q, k, v))
+        _, last = definition.performer(no_q, no_k, no_v, causal, projection, kind, scale=scale)
+        return q.new_zeros((*q.shape[:-1], v.shape[-1])), tuple(x[:0] for x in last)
+    columns = zip(*(last for _, last in parts), strict=True)
+    return torch.cat([o[0] for o, _ in parts]), tuple(torch.cat(column) for column in columns)

@@ -1,0 +1,1 @@
+"""Reformer: queries attend to keys of the same hash."""

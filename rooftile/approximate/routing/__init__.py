@@ -1,0 +1,1 @@
+"""Routing Transformer: queries attend to keys of the same cluster."""

@@ -1,0 +1,1 @@
+"""Sparse Transformer: fixed and strided patterns of keys."""

@@ -1,6 +1,0 @@
-"""Lists of key blocks, which say what an attention computes and what it skips."""
-
-from rooftile.blocks.blocks import Blocks
-from rooftile.blocks.lists import packed, unpacked
-
-__all__ = ["Blocks", "packed", "unpacked"]

@@ -1,0 +1,354 @@
+"""`LLM`: a language model that answers prompts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from rooftile.approximate import LokiLayers
+from rooftile.engine.build import build_engine, current_device
+from rooftile.engine.checkpoint import RECOMMENDED, find_folder, recommended_params
+from rooftile.engine.config import EngineConfig
+from rooftile.engine.output import RequestOutput
+from rooftile.engine.process_lock import ProcessLock
+from rooftile.engine.progress import progress_bar
+from rooftile.engine.request import Request
+from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
+from rooftile.engine.text.tokenizer import Tokenizer
+from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
+from rooftile.errors import InvalidInput
+from rooftile.models import Decoder
+from rooftile.runtime.words import answers_with
+from rooftile.weights.files.plan import Weights
+
+# words that callers of `generate` may mean for something else: fields of SamplingParams, and vLLM's
+ASKED = GENERATE_WORDS | {
+    name: f"write SamplingParams({name}=...), after the prompts"
+    for name in (*(each.name for each in fields(SamplingParams)), *SAMPLING_RENAMED)
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """One call of `generate` or `stream`: its requests, and which of them have changed since it last looked."""
+
+    places: dict[Request, tuple[int, str | None]] = field(default_factory=dict)
+    """For each request the place of its prompt in the call, and the prompt's text."""
+    news: dict[Request, None] = field(default_factory=dict)
+    unfinished: int = 0
+
+
+@takes_vllm_names(LLM_RENAMED, LLM_REFUSED)
+class LLM:
+    """A language model that answers prompts together, with a paged KV cache and continuous batching.
+
+    Several threads may call it at once; their prompts are answered together. A forked process cannot use its parent's LLM.
+
+    Args:
+        model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), the name of a model in the Hugging Face
+            Hub's cache on this machine ("Qwen/Qwen3-0.6B"), or a `rooftile.models.Decoder`.
+        dtype: the dtype of weights and computation, as torch.bfloat16, "bfloat16" or "bf16"; "auto" takes the checkpoint's.
+        device: None or "auto" takes a GPU if there is one.
+        max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
+            or what the cache has room for if that is less.
+        block_size: tokens per block of the KV cache, a power of two of at least 8.
+        num_blocks: blocks in the KV cache; None takes what fits into memory.
+        max_batched_tokens: the most tokens that the model reads in one step.
+        gpu_memory_utilization: the share of a GPU's memory that model and cache may take.
+        kv_dtype: the dtype of the KV cache: "auto" takes the model's, which may be named, too; "fp8" takes half of 16 bits, plus
+            a scale per token, head, key and value.
+        allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
+        tensor_parallel_size: must be 1.
+        max_num_seqs: the most answers that run at once.
+        enforce_eager: run without CUDA graphs.
+        enable_prefix_caching: whether prompts that begin alike share what is cached.
+        deterministic: whether tokens, logprobs and scores of a request are the same bits whatever runs beside it: alone or in
+            any batch, its prompt read at once or in chunks, preempted, or with a prefix found in the cache. Sampled tokens need
+            a seed besides. This holds on one machine with the same versions, dtypes and number of threads. It costs speed: a GPU
+            computes by Triton's kernels alone, a CPU reads the weights for each sequence.
+        seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
+        tokenizer: a folder with another tokenizer than the model's.
+        chat_template: a file with a chat template, or its text, in place of the model's.
+        download: whether a model that is named, and not in that cache, is downloaded.
+        generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
+            from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
+        approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
+            then read only a share of the cached keys. Prompts are read exactly. None for exact attention.
+        weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
+            word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
+            the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
+            {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
+
+    vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
+    one by one, with the reason, unless they ask for what happens anyway.
+
+    Raises:
+        InvalidInput: the folder holds no model that can be loaded, or a setting makes no sense; the sentence says which and why.
+        Unsupported: a setting names a feature that is missing here.
+
+    Example:
+        >>> llm = LLM("Llama-3.2-1B")                                                           # doctest: +SKIP
+        >>> llm.generate(["The roof"], SamplingParams(temperature=0))[0].outputs[0].text        # doctest: +SKIP
+
+    Kwon et al., PagedAttention, arXiv:2309.06180; Yu et al., Orca, OSDI 2022.
+    """
+
+    def __init__(
+        self, model: str | Path | Decoder, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
+        max_model_len: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
+        tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
+        enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
+        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
+        generation_config: Literal["auto", "none"] = "auto", approximate: LokiLayers | str | Path | None = None,
+        weights: Weights = "auto",
+    ) -> None:  # fmt: skip
+        self.config = EngineConfig(
+            dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
+            max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
+            allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
+            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
+            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
+            generation_config=generation_config, approximate=approximate, weights=weights,
+        )  # fmt: skip
+        self.model = "a decoder" if isinstance(model, Decoder) else str(model)
+        self._default_params = SamplingParams()
+        if not isinstance(model, Decoder):
+            model = find_folder(model, download=download)
+            if generation_config == "auto":
+                self._default_params = recommended_params(model)
+        self._has_told_defaults = self._default_params == SamplingParams()
+        self.engine = build_engine(model, self.config)
+        self.pages = self.engine.runner.pages
+        self.tokenizer = self.engine.tokenizer
+        self.owned = False
+        """Whether an AsyncEngine owns it at present."""
+        self._readers: dict[Request, _Reader] = {}
+        # held to add a request, run a step or read outputs; re-entrant, since a stream may be opened inside another
+        self._lock = ProcessLock()
+        if self.pages.storage.is_cuda:
+            self._warm_up()
+
+    @classmethod
+    def from_config(cls, model: str | Path | Decoder, config: EngineConfig) -> LLM:
+        """Makes an LLM with the settings of `config`."""
+        return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})
+
+    @answers_with(ASKED)
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answers prompts; returns when all answers are complete.
+
+        Args:
+            prompts: texts or lists of token ids, or a single one of them. Like in vLLM, a prompt may also be a dictionary with
+                "prompt" or "prompt_token_ids", and "cache_salt": the prefix cache is shared only between equal salts.
+            sampling_params: one for all prompts, or a list with one for each; None takes `get_default_sampling_params()`.
+            use_tqdm: whether to show a progress bar on stderr; None shows one on a terminal.
+
+        Returns:
+            One RequestOutput per prompt, in the order of the prompts. If a prompt cannot be answered, its `error` says why, and
+            its `outputs` is empty.
+
+        Raises:
+            InvalidInput: prompts or sampling_params are no such lists, or an AsyncEngine owns the LLM.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        several = list_prompts(prompts)
+        with progress_bar(len(several), use_tqdm) as answered:
+            for place, found, prompt in self._run(several, sampling_params):
+                if isinstance(found, RequestOutput):
+                    outputs[place] = found
+                elif not found.live:
+                    with self._lock:
+                        # a text that cannot be made is noted in the books, which another thread may be changing
+                        outputs[place] = self.engine.output_of(found, prompt)
+                if place in outputs:
+                    answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
+        return [outputs[place] for place in sorted(outputs)]
+
+    @answers_with(ASKED)
+    def chat(
+        self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, add_generation_prompt: bool = True, use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answers conversations, which the checkpoint's chat template writes.
+
+        Args:
+            messages: a conversation, or a list of them: dictionaries with a role and content each.
+            sampling_params, use_tqdm: see `generate`.
+            add_generation_prompt: whether a prompt ends where the model's answer begins.
+
+        Returns:
+            One RequestOutput per conversation, in their order.
+
+        Raises:
+            InvalidInput: there is no tokenizer or chat template, or it refuses these messages.
+        """
+        tokenizer = self.get_tokenizer()
+        one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
+        prompts = [tokenizer.chat(each, add_generation_prompt) for each in cast("Any", [messages] if one else messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises InvalidInput if the model has none."""
+        if self.tokenizer is None:
+            raise InvalidInput(f"{self.model} has no tokenizer; give a folder with one as tokenizer=")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters of requests that come without; those of generation_config.json are logged once."""
+        params = self._default_params
+        if not self._has_told_defaults:
+            self._has_told_defaults = True
+            said = ", ".join(f"{name}={getattr(params, name)}" for name in RECOMMENDED)
+            logging.getLogger(__name__).warning(
+                'generation_config.json of %s gives requests without SamplingParams %s; generation_config="none" turns this off',
+                self.model, said,
+            )  # fmt: skip
+        return params
+
+    def __repr__(self) -> str:
+        decoder, engine = self.engine.runner.decoder, self.engine
+        return (
+            f"LLM({self.model}: {decoder.config.family} in {str(decoder.embedding.dtype).removeprefix('torch.')} on "
+            f"{decoder.embedding.device}; cache of {engine.pool.total:,} blocks of {engine.pool.size} tokens in "
+            f"{str(self.pages.storage.dtype).removeprefix('torch.')}; at most {engine.max_answers:,} answers at once, "
+            f"{engine.max_len:,} tokens per sequence)"
+        )
+
+    @answers_with(ASKED)
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answers prompts like `generate`, and yields answers while they grow.
+
+        Yields:
+            The place of a prompt in the list and its answers so far, each time they have changed. A later step changes nothing
+            in what was yielded before.
+        """
+        for place, found, prompt in self._run(list_prompts(prompts), sampling_params):
+            with self._lock:
+                # another thread may be about to take in this request's next token
+                output = found if isinstance(found, RequestOutput) else self.engine.output_of(found, prompt)
+            yield place, output
+
+    def check_process(self) -> None:
+        """Raises InvalidInput in a process that was forked from the LLM's."""
+        self._lock.check()
+
+    def lend(self) -> None:
+        """Hands the LLM over to an AsyncEngine, in whose thread it runs from now on.
+
+        Raises:
+            InvalidInput: the LLM is in use.
+        """
+        with self._lock:
+            self._check_free()
+            if self._readers:
+                count = len(self._readers)
+                raise InvalidInput(f"the LLM is answering {count} prompts; read their streams to the end, or close them")
+            self.owned = True
+
+    def _warm_up(self) -> None:
+        """Captures CUDA graphs and answers one prompt, so that the first request waits for neither."""
+        with current_device(self.pages.storage.device):
+            self.engine.runner.capture()
+        self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        self.engine.pool.forget_prefixes()
+
+    def _check_free(self) -> None:
+        if self.owned:
+            raise InvalidInput("the LLM is an AsyncEngine's until that is closed; ask that engine")
+
+    def _run(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
+        """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
+        self.check_process()
+        each = _params_for(prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        reader = _Reader()
+        try:
+            for place, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+                refused = self._add(reader, place, prompt, params)
+                if refused is not None:
+                    yield place, refused, refused.prompt
+            while (changed := self._next_changes(reader)) is not None:
+                for request in changed:
+                    place, text = reader.places[request]
+                    yield place, request, text
+        finally:
+            # the caller may have left early
+            with self._lock:
+                for request in reader.places:
+                    self._readers.pop(request, None)
+                    self.engine.abort(request)
+
+    def _add(self, reader: _Reader, place: int, prompt: Prompt, params: SamplingParams) -> RequestOutput | None:
+        """Adds a prompt to the engine; returns the output with the reason if the prompt is refused."""
+        with self._lock:
+            self._check_free()
+            try:
+                text, tokens, cache_salt = parse_prompt(prompt, self.tokenizer)
+                request = self.engine.add(tokens, params, cache_salt=cache_salt)
+            except InvalidInput as error:
+                # a subclass may raise again
+                ids: list[int] = [*prompt] if type(prompt) is list or type(prompt) is tuple else []
+                text = prompt if isinstance(prompt, str) else None
+                return RequestOutput(-1, text, ids, finished=True, error=str(error))
+            reader.places[request] = place, text
+            reader.unfinished += 1
+            self._readers[request] = reader
+        return None
+
+    def _next_changes(self, reader: _Reader) -> list[Request] | None:
+        """Runs a step if there is one to run; returns the reader's requests that have changed, or None after the last."""
+        engine = self.engine
+        with self._lock:
+            # also finish the step in flight whose requests were all aborted
+            if not reader.unfinished and not (engine.scheduler.idle and not engine.idle):
+                return None
+            if not engine.idle:
+                self._step()
+            elif not reader.news:
+                # another caller has aborted these requests
+                reader.news |= {request: None for request in reader.places if request in self._readers}
+            changed = list(reader.news)
+            reader.news.clear()
+            for request in changed:
+                if not request.live:
+                    del self._readers[request]
+                    reader.unfinished -= 1
+            return changed
+
+    def _step(self) -> None:
+        """Runs a step and tells each reader which of its requests have changed; the readers may be several."""
+        try:
+            with current_device(self.engine.runner.device):
+                changed = self.engine.step()
+        except BaseException:
+            # a failed step has aborted every request; the other threads learn it from their news
+            for request, reader in self._readers.items():
+                reader.news[request] = None
+            raise
+        for request in changed:
+            if request in self._readers:
+                self._readers[request].news[request] = None
+
+
+def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Returns one SamplingParams per prompt."""
+    if not isinstance(params, SamplingParams | list | tuple):
+        raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+    return each

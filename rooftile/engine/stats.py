@@ -1,0 +1,55 @@
+"""`EngineStats`: how an engine stands after a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rooftile.engine.engine import Engine
+
+
+class EngineStats(NamedTuple):
+    """An engine after a step; counts are those since its start.
+
+    Args:
+        running: answers that the model computes.
+        waiting: answers that wait for their first step, or for one after a preemption.
+        waiting_tokens: prompt tokens of the requests of which no answer runs.
+        free_blocks, used_blocks, cached_blocks: blocks of the KV cache by what they hold: nothing, a running request's tokens,
+            or tokens that only the prefix cache still knows.
+        waste: the share of the slots in used blocks that hold no token.
+        steps, tokens: steps that the engine ran, and tokens that it read and wrote in them.
+        preemptions: how often a running answer, or a search, had to give its blocks back.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    waste: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+
+
+def stats_of(engine: Engine) -> EngineStats:
+    """Returns how an engine stands; called by the thread that runs its steps."""
+    scheduler, pool = engine.scheduler, engine.pool
+    # an answer gives its table back when it ends; each that runs has a slot, also before it has a table
+    answers = [answer for request in scheduler.running for answer in request.answers]
+    held = [(len(answer.table.blocks), answer.planned) for answer in answers if answer.table is not None]
+    empty = sum([blocks for blocks, _ in held]) * pool.size - sum([tokens for _, tokens in held])
+    used = pool.used_blocks
+    return EngineStats(
+        engine.max_answers - scheduler.free_slots, *waiting_in(engine), pool.free_blocks, used, pool.cached_blocks,
+        min(1.0, max(0, empty) / (used * pool.size)) if used else 0.0,
+        engine.steps["steps"], engine.steps["tokens"], scheduler.preemptions,
+    )  # fmt: skip
+
+
+def waiting_in(engine: Engine) -> tuple[int, int]:
+    """Returns the answers that wait, and their prompts' tokens; called by the thread that runs the engine's steps."""
+    scheduler = engine.scheduler
+    queued = sum(len(request.queued) for request in [*scheduler.running, *scheduler.waiting])
+    return queued, sum(len(request.prompt) for request in scheduler.waiting)

@@ -1,0 +1,12 @@
+"""What every kernel stands on.
+
+devices            what a device runs: its architecture, and whether Triton, Gluon and FP8 are there
+launch             launches of Triton kernels, prepared once and repeated
+dependent_launch   kernels that begin before the kernel in front of them has ended
+hopper             Gluon's dialect for Hopper: descriptors, barriers, PTX
+operators          operators of torch.library, their autograd and autocast
+explanation        which backend runs a call, and why the others do not
+words              names of arguments, and the words of other libraries
+late_names         names that are imported when they are first used
+dtypes             dtypes by their names
+"""

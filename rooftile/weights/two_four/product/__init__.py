@@ -1,0 +1,14 @@
+"""Products with 2:4 weights.
+
+definition  the product in plain operations
+product     x times a `TwoFour`, with gradients for x and the bias
+masked      x times a masked weight that is trained, with gradients for all three
+backends    what runs a product, with refusals
+cusparselt  NVIDIA's library, for many rows
+kernels     Triton, for few rows
+"""
+
+from rooftile.weights.two_four.product.masked import multiply_masked
+from rooftile.weights.two_four.product.operators import multiply_two_four
+
+__all__ = ["multiply_masked", "multiply_two_four"]
