@@ -1,4 +1,4 @@
-"""What every kernel stands on.
+"""The ground of every kernel: devices, launches, operators, words.
 
 devices            what a device runs: its architecture, and whether Triton, Gluon and FP8 are there
 launch             launches of Triton kernels, prepared once and repeated

@@ -1,4 +1,4 @@
-"""A weight in few bits, and its product.
+"""Quantised and 2:4 weights, and products with them.
 
 formats     the words, and what shares a scale
 weight      `QuantisedWeight`, and the numbers that it stands for
