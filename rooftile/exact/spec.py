@@ -152,6 +152,21 @@ class Asked(NamedTuple):
     block_size: tuple[int, int] | None = None  # the size of a listed block
 
 
+class Call(NamedTuple):
+    """An attention call as its caller gave it, or normalised (`rooftile.exact.normalise`): still unchecked.
+
+    q, k and v are dense (B, T, H, D), or packed (total, H, D) with offsets among the options.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    options: Options
+    asked: Asked
+    is_packed: bool = False
+
+
 def replaced(options: Options, **new: Tensor | None) -> Options:
     """Returns the options with new ones in place of their own, as `_replace` does, which older Dynamos do not trace."""
     return Options(*[new.get(name, options[n]) for n, name in enumerate(Options._fields)])
