@@ -1,4 +1,4 @@
-"""The map of the design stays a map: it is short, has every room on its floor, and leads to every page of docs/design."""
+"""Pages that grow stay short: the map of the design, which has every room, its pages, and the changelog."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import rooftile
 from tests.docs.pages import ROOT
 from tests.unit.test_floors import FLOORS
 
@@ -33,3 +34,14 @@ def test_the_map_has_every_room_on_its_floor():
 def test_the_map_leads_to_every_page():
     linked = set(re.findall(r"\]\(docs/design/([\w-]+\.md)", MAP.read_text(encoding="utf-8")))
     assert linked == {page.name for page in PAGES}
+
+
+# lines of a version that a reader takes in
+MOST_CHANGES = 60
+
+
+def test_the_changelog_of_a_version_is_short():
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    counts = {version.split()[0]: len(re.findall(r"^- ", version, re.MULTILINE)) for version in versions}
+    assert rooftile.__version__ in counts
+    assert {version: count for version, count in counts.items() if not 0 < count <= MOST_CHANGES} == {}
