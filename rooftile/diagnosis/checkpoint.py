@@ -41,7 +41,7 @@ def diagnose_checkpoint(
         ncu: also count bytes by Nsight Compute.
 
     Returns:
-        The diagnosis of the decode step, and that of the prompt.
+        The diagnoses of the decode step and of the prompt.
 
     Raises:
         InvalidInput: batch or context is not positive, or the model has fewer positions.
@@ -50,7 +50,7 @@ def diagnose_checkpoint(
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise InvalidInput(f"{name} is {value}; must be at least 1")
-    # warm-up, timed, watched, profiled and recorded steps, and those of each remedy that is tried
+    # warm-up, timed, watched, profiled and recorded steps, and the steps of each remedy that is tried
     steps = 2 * (16 + 20 * len([name for name in apply if name in BY_RUNNING]) + SPARE)
     config = EngineConfig(
         device=device, max_model_len=context + steps, max_num_seqs=batch, max_batched_tokens=max(context, batch),

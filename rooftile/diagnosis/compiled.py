@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
         return [x for use, x in given if use != "out"], [x for use, x in given if use != "in"]
 
     def arithmetic(self, args: Sequence[Any]) -> tuple[int | None, int | None]:
-        """FLOPs and special functions: those of the operators in its name, each once for every element of its largest tensor.
+        """FLOPs and special functions of the operators in its name, each once for every element of its largest tensor.
 
         None for a kernel from a template.
         """

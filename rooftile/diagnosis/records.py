@@ -31,7 +31,7 @@ class Operation:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its tensors, as a profiler names them: without those of single numbers."""
+        """The shapes of its tensors, as a profiler names them: without shapes of single numbers."""
         return tuple(kind[0] for kind in self.key[4:] if isinstance(kind, tuple) and kind[0])
 
 

@@ -127,7 +127,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
         finally:
             alarm.off()
             if steps.is_elsewhere:
-                # a process that the script has forked has reached the script's end: nobody asked for its diagnosis
+                # a process that the script has forked has reached the script's end: its diagnosis was not asked for
                 os._exit(0)
     if function is not None:
         raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")

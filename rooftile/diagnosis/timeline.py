@@ -213,7 +213,7 @@ def _read(
 def _is_work(event: Any) -> bool:
     """A kernel, a copy or a fill; the profiler also reports ranges and synchronisations as events of the device.
 
-    A range, such as that of an optimiser's step, would cover the gaps between its kernels.
+    A range, such as an optimiser's step, would cover the gaps between its kernels.
     """
     is_range = event.is_user_annotation() or "Synchron" in event.name()
     return bool(event.duration_ns() > 0 and not is_range and event.correlation_id() != 0)

@@ -122,7 +122,7 @@ class Record(Dispatched):
             return None
         self._left -= size
         copies: dict[int, Tensor] = {}
-        # experiments count the versions of what they write, and inference tensors have none
+        # experiments count the versions of tensors that they write, and inference tensors have no version
         with torch.inference_mode(False):
             return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
 

@@ -3,7 +3,7 @@
     torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
     transformers    attn_implementation="rooftile", registered as soon as Rooftile and Transformers are imported
     flash_attn      the functions of the flash-attn package, under their names and in their argument order. flash_attn_3 and
-                    flash_attn_4 have those of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
+                    flash_attn_4 have the functions of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
 
 The first waits for `enable`. The last ones are imported in place of flash-attn, and by other libraries after
 `flash_attn.install()`.
@@ -71,7 +71,7 @@ def is_enabled() -> bool:
 def enabled(*, backend: str | None = None) -> Iterator[None]:
     """`enable` inside a `with` block; afterwards all is as before, also if it was enabled with another backend.
 
-    Args and errors are those of `enable`. The whole process sees it, other threads too.
+    Args and errors are as in `enable`. The whole process sees it, other threads too.
 
     Example:
         >>> with rooftile.enabled(backend="tiled"):

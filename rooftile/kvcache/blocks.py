@@ -306,7 +306,7 @@ class BlockPool:
         return {}
 
     def row_copies(self) -> list[Copy]:
-        """Returns the copies of rows that go with those of blocks."""
+        """Returns the copies of rows that go with the copies of blocks."""
         return []
 
     def forget_prefixes(self) -> None:

@@ -41,7 +41,7 @@ class Scaled:
         return (decode(self.values, self.format) * self.row_scales()).to(dtype)
 
     def row_scales(self) -> Tensor:
-        """Returns scales that broadcast over the values: those of blocks are repeated for each position."""
+        """Returns scales that broadcast over the values: scales of blocks are repeated for each position."""
         if self.granularity != "block":
             return self.scales
         return self.scales.repeat_interleave(BLOCK, dim=-3)[..., : self.values.shape[-3], :, :]

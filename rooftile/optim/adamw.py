@@ -39,7 +39,7 @@ class AdamW(Optimizer):
         master: "split" keeps the low 16 bits of each bf16 weight beside it: weight and rest are exactly an fp32 weight, which is
             trained, and nothing is stored twice. Weights in fp32 need none. Weights that others set between steps, by `copy_`,
             `load_state_dict` or through `.data`, lose the low bits that they had, and so do their neighbours: 2,048 weights that
-            lie together are told from those of the last step by a sum over their bits.
+            lie together are told from the weights of the last step by a sum over their bits.
 
     Raises:
         InvalidInput: a number is out of range, a weight is sparse, complex or in fp16 under a split master.
@@ -102,7 +102,7 @@ class AdamW(Optimizer):
     def decay_left_out(self, weight: Tensor, mask: Tensor, decay: float) -> None:
         """Adds decay * (1 - mask) * weight to the gradient of the next step, inside its pass: SR-STE, for 2:4 weights.
 
-        The gradient is clipped first, and its norm is that of the gradient alone. Under a split master the fp32 weight decays.
+        The gradient is clipped first, by the norm of the gradient alone. Under a split master the fp32 weight decays.
         `rooftile.qat` calls this before each step for the layers that it made 2:4.
 
         Args:
@@ -189,7 +189,7 @@ class AdamW(Optimizer):
         return join(high, own_rests(high, state["rest"], state["sums"])) if "rest" in state else high.float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads states of this class or of `torch.optim.AdamW`, in the dtypes that they had: PyTorch would round those of bf16.
+        """Loads states of this class or of `torch.optim.AdamW`, in the dtypes that they had: PyTorch would round bf16's.
 
         `master` and `capturable` stay as this optimiser was made.
 

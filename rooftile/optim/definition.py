@@ -37,10 +37,10 @@ def update(
         first, second: moments, in the dtype of the weight, or wider.
         rest: int16; weight and rest are one fp32 number (`rooftile.optim.split`).
         sums: of the weights that the rests belong to, int32; where there is a rest.
-        step: of this weight, counted; None takes that of the numbers.
-        lr: a number on the device that stands for that of the numbers.
+        step: the number of this weight's step, from 1; None takes the step in `numbers`.
+        lr: a number on the device in place of the rate in `numbers`.
         clip: the factor of all gradients, on the device.
-        numbers: those of the step.
+        numbers: the numbers of the step.
         maximize: whether the weight follows the gradient upwards.
         mask: bool, like weight; numbers.left_out * weight is added to the gradient where it is False.
     """

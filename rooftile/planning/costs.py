@@ -7,7 +7,7 @@ matrix units have nothing to do, and its first step waits for its tiles.
 
 A layer in its own dtype is one product. Formats that quantise activations have a kernel before it that reads rows and writes
 their codes. A CPU computes quantised products by their definition: it writes the dequantised weight, and multiplies in fp32.
-Roofs are those of the diagnosis.
+Roofs come from the diagnosis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rooftile.weights.formats import parsed
 SPARSE_GAIN = 1.45
 # a launch of more than half of the time is what bounds it
 MOST_LAUNCH = 0.5
-# times of twice the rows over those of the rows, below and above which memory and compute bound
+# times of twice the rows over the times of the rows, below and above which memory and compute bound
 FLAT, STEEP = 1.2, 1.6
 
 # These four describe a product on a GPU: its tile, the most parts that its K is split into, the time in which its first tiles

@@ -68,7 +68,7 @@ class Layer:
         flops, nbytes: of a step, in its own dtype; bytes through memory.
         ridge: FLOPs per byte where arithmetic begins to take longer than memory.
         bounds: "memory", "compute" or "overhead" for each load, in its own dtype.
-        doubled: the time of twice the rows over that of the rows, for each load; None where it was not measured.
+        doubled: the time of twice the rows over the time of the rows, for each load; None where it was not measured.
         options: its formats; the first is its own dtype where that is among those asked for.
         why_not: the reasons of formats that it cannot have.
         chosen: the format.

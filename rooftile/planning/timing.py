@@ -68,7 +68,7 @@ class Stopwatch(Protocol):
 class DeviceStopwatch:
     """Times calls on a device: the least of the medians of a few rounds, as others on the machine only ever lengthen one.
 
-    A single call is timed with a cold L2 cache. In a graph, calls follow each other as those of a server's step do, and products
+    A single call is timed with a cold L2 cache. In a graph, calls follow each other as in a server's step, and products
     begin while the one in front of them ends. A short product then takes far less time than a single call.
     """
 
@@ -152,7 +152,7 @@ def products_of(item: Item, word: str, *, copied: bool = False) -> Callable[[Any
 def training_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
     """Returns what computes an item's products in a format and their gradients, as a prepared layer does.
 
-    In training nobody waits for a look at a weight (`qat.finite`), so here nobody does either.
+    In training the host does not wait for a look at a weight (`qat.finite`), so it does not here either.
     """
     weights = [w.to(item.dtype).requires_grad_() for w in item.weights()]
     biases = [None if b is None else b.detach().to(item.dtype).requires_grad_() for b in item.biases]

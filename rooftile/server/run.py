@@ -32,7 +32,7 @@ FAREWELL_S = 1.0
 WRONG = 2
 SWITCH_S = 0.001
 BACKLOG = 1024
-# files beside those of connections that count: connections that have just come, the engine, the log
+# files beside the counted connections: connections that have just come, the engine, the log
 SPARE_FILES = BACKLOG + 256
 TOLD_S = 60.0
 
@@ -93,7 +93,7 @@ class Run:
             await self._service.close()
 
     async def _serve(self, stopping: asyncio.Task[bool], serving: asyncio.Task[None]) -> int:
-        """Serves until a signal comes, the engine dies, or nobody listens any more."""
+        """Serves until a signal comes, the engine dies, or the server stops listening."""
         engine = self._service.engine
         assert engine is not None
         over = asyncio.create_task(engine.over.wait())

@@ -120,7 +120,7 @@ class _Measurement:
         return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
 
     def _smaller(self) -> Any:
-        """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as that of a mask."""
+        """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as a mask's."""
         pieces = smaller(self._call, self._axes)
         for made in pieces:
             made.call.run()
@@ -141,7 +141,7 @@ class _Measurement:
         return times, times.slope
 
     def _laddered(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
-        """A slope between those of the two references."""
+        """A slope between the slopes of the two references."""
         ladder = Ladder(self._call, end)
         read = references(ladder.dtype, self._timer, self._call.device, end)
         times = sweep(ladder, self._call, self._axes, self._timer, found.time_us, end)

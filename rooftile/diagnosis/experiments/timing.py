@@ -253,7 +253,7 @@ class ThreadTimes:
         return sum(_thread_time(clock) for clock in self._clocks)
 
     def wait_until_idle(self) -> None:
-        """Waits for threads that still wait actively for the next parallel region: that time is nobody's."""
+        """Waits for threads that still wait actively for the next parallel region: that time belongs to no run."""
         for _ in range(50):
             before = self.now() - time.thread_time()
             time.sleep(5e-4)

@@ -195,7 +195,7 @@ def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
 
 
 def counted(row: Mapping[str, Any]) -> str:
-    """Returns one operator's predicted numbers beside those of the counters."""
+    """Returns one operator's predicted numbers beside the numbers of the counters."""
     words = [
         f"{count(row['bytes'], 'B')} predicted, {count(row['dram_bytes'], 'B')} counted in main memory and "
         f"{count(row['l2_bytes'], 'B')} in L2"

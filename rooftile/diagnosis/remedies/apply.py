@@ -172,7 +172,7 @@ def tried(found: Diagnosis, names: Sequence[str], device: torch.device, run: Cal
                 with suppress(Finished):
                     run(trial)
             except Exception as error:
-                # a compiler's errors, and those of a step that does not bear the change, have no common class
+                # errors of a compiler, and of a step that cannot run the change, have no common class
                 found = found.noted(f"{name} could not be tried: {_first_line(error)}")
             else:
                 found = found.measured(NAMES[name], trial.saved_us)

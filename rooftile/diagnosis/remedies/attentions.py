@@ -30,7 +30,7 @@ DROPPED = 0.1
 class Attention:
     """One attention of a step."""
 
-    rows: frozenset[int]  # all of its operators, those of its backward too
+    rows: frozenset[int]  # all of its operators, the backward's too
     calls: int
     main: int  # the row of the fused operator or the softmax
     q: tuple[int, ...]  # in Rooftile's order, batch, length, heads, head dim
@@ -188,7 +188,7 @@ def _inputs(
 
 
 def _mask_of(scores: Tensor) -> Mask | None:
-    """The mask that scores show: those of hidden keys are -inf, or nearly."""
+    """The mask that scores show: scores of hidden keys are -inf, or nearly."""
     hidden = scores.flatten(0, -3)[0] < -1e4
     if not hidden.any():
         return FULL

@@ -59,9 +59,9 @@ def propose(seen: Seen) -> list[Remedy]:
 
 
 def _fixed_us(seen: Seen) -> float | None:
-    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may have none.
+    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may lack it.
 
-    It is the time that launches take, and that of the optimiser.
+    It is the time that launches and the optimiser take.
     """
     if not any(f.operation.module for f in seen.findings):
         return None
@@ -158,7 +158,7 @@ def _breaks(seen: Seen, affected: Set[int]) -> int:
 
 
 def why_not_compiled(seen: Seen) -> list[str]:
-    """Returns a note where nobody knows what torch.compile saves."""
+    """Returns a note where the saving of torch.compile is unknown."""
     if _draws_on_cpu(seen):
         reason = "on a CPU compiled code draws its random numbers in another, slower way"
     elif _is_custom(seen):

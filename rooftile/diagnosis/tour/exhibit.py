@@ -24,7 +24,7 @@ class Expected(NamedTuple):
 
 
 def one_after_another(parts: Sequence[Expected]) -> Expected:
-    """Returns the time of operators of which each waits for the one before; its bound is that of the longest."""
+    """Returns the time of operators of which each waits for the one before; its bound is the bound of the longest."""
     return Expected(sum(part.us for part in parts), max(parts, key=lambda part: part.us).bound)
 
 
@@ -90,7 +90,7 @@ class Lab:
             bytes: read and written.
             flops: multiplications and additions.
             special: exponentials and the like, at the rate of an exponential.
-            product: the dtype, if the FLOPs are those of matrix products.
+            product: the dtype, if matrix products have the FLOPs.
             calls: operators.
         """
         c = self.ceilings

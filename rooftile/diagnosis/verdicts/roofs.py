@@ -17,7 +17,7 @@ FAR = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofs:
-    """The ceilings that one operator meets: those of its device, dtype and kind of arithmetic.
+    """The ceilings that one operator meets, by its device, dtype and kind of arithmetic.
 
     A rate is None where nothing was measured.
     """

@@ -124,7 +124,7 @@ def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, St
 
 
 def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modules: Iterable[str]) -> None:
-    """Leaves biases out that are zeros, where the model has none: AutoGPTQ wrote one for each projection."""
+    """Leaves biases out that are zeros, where the model has no bias: AutoGPTQ wrote one for each projection."""
     for name in [f"{module}.bias" for module in modules]:
         if name in found and name not in places and not found[name].get_tensor().any():
             del found[name]

@@ -76,7 +76,7 @@ class ModuleTarget:
             raise InvalidInput(f"{self.name} has no linear layer of the class nn.Linear itself, so there is nothing to plan")
         skip = skipped(skip, self._model, list(layers))
         self._recording = Recording(layers)
-        # losses come later, and are those of the buffers as they are now
+        # losses are measured later, with the buffers as they are now
         with unchanged(self._model.buffers()), self._recording:
             self.run()
         calls = self._recording.calls

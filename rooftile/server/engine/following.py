@@ -20,7 +20,7 @@ class Followed:
     def __init__(self, id: int, request: Request, *, streams: bool) -> None:
         self.id = id
         self.request = request
-        # logprobs are sent as they come, since those of a long answer at once would be too long for a message; a search changes
+        # logprobs are sent as they come, since all of a long answer at once would be too long for a message; a search changes
         # its mind about every token until its end
         self.streams = (streams or request.params.logprobs is not None) and request.search is None
         self.started = False
@@ -76,7 +76,7 @@ class Followed:
         )  # fmt: skip
 
     def _offsets(self, detokenizer: Detokenizer, first: int, last: int) -> list[int]:
-        """Returns where the texts of tokens begin; a token that ends the answer has none, and comes after it."""
+        """Returns where the texts of tokens begin; a token that ends the answer has no text, and comes after it."""
         offsets = detokenizer.begins[first:last]
         return offsets + [detokenizer.length] * (last - first - len(offsets))
 

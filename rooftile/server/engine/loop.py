@@ -102,7 +102,7 @@ class Loop:
             message.refused.append(Refused(order.id, str(error)))
             return
         except Exception as error:
-            # the engine has not taken it yet, so nobody else is hurt
+            # the engine has not taken it yet, so no other request is hurt
             log.exception("request %d could not be taken", order.id)
             message.refused.append(Refused(order.id, f"the request could not be taken: {type(error).__name__}", ours=True))
             return

@@ -44,7 +44,7 @@ class Ready(Struct, tag="ready"):
 
     cache: str
     folder: str | None
-    """The folder of the tokenizer; None if the model has none."""
+    """The folder of the tokenizer; None if the model has no tokenizer."""
     max_len: int
     vocabulary: int
     max_answers: int

@@ -1,6 +1,6 @@
 """The engine's process: `python -m rooftile.server.engine.process FD`, with its settings as JSON on stdin.
 
-The socket FD is one end of a pair that the server made, so nobody else can connect to it. When the other end closes, this process
+The socket FD is one end of a pair that the server made, so no other process can connect. When the other end closes, this process
 ends at once, also in the middle of a step: no engine outlives its server and keeps a GPU. Signals of a terminal or of a service
 manager are the server's to obey; this process obeys the server only.
 """

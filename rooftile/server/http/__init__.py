@@ -1,7 +1,7 @@
 """HTTP: everything between a socket and a request to the engine.
 
 protocol    limits of single HTTP messages, below the application
-envelope    around every request: its id, its line in the log, errors that nobody foresaw
+envelope    around every request: its id, its line in the log, unforeseen errors
 app         the routes
 guard       who may come in: Host headers and keys
 body        reads a body and parses its JSON

@@ -22,7 +22,7 @@ _OF_CURL = ("", "application/x-www-form-urlencoded")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection; an answer would not be read."""
 
 
 class Bodies:

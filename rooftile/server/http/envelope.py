@@ -1,4 +1,4 @@
-"""`Envelope`: around every request its id, its line in the log, and an answer to errors that nobody foresaw."""
+"""`Envelope`: around every request its id, its line in the log, and an answer to unforeseen errors."""
 
 from __future__ import annotations
 
@@ -139,5 +139,5 @@ class _Talk:
 
 
 def mistake(id: str) -> Refusal:
-    """Returns the answer to an error that nobody foresaw: it shows no path, no address and no stack."""
+    """Returns the answer to an unforeseen error: it shows no path, no address and no stack."""
     return Refusal("server_error", f"the server has made a mistake; its log has it under {id}")

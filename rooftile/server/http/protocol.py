@@ -1,4 +1,4 @@
-"""Limits of an HTTP message, below the application: uvicorn's parser has none for headers, and waits for them for ever."""
+"""Limits of an HTTP message, below the application: uvicorn's parser has no limit for headers, and waits for them for ever."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-# many clients cut a stream at every line end of Unicode, of which JSON escapes only those of ASCII
+# many clients cut a stream at every line end of Unicode, and JSON escapes only the line ends of ASCII
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\u0085", "\u2028", "\u2029"))
 
 

@@ -1,4 +1,4 @@
-"""Prometheus's series. Those of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
+"""Prometheus's series. The series of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
 
 Each has the label `model_name`, the name of the served model. No label has a value that a client chose, so clients cannot make
 new series.

@@ -21,7 +21,7 @@ SLACK = 2.0
 def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
     """Returns the share of its time that the whole call would take if its data were in the cache; 1 - g.
 
-    A slice runs again and again; on a CPU on each thread by itself, whose time is compared with that of all threads of the whole.
+    A slice runs again and again; on a CPU on each thread by itself, whose time is compared with all threads' time for the whole.
     The cost of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
 
     Raises Unsupported where no slice fits the cache.

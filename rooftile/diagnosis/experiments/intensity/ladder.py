@@ -64,7 +64,7 @@ class Ladder:
         """Returns the call with `count` multiply-adds more per element; compiled, and run once."""
         key = (*self._key, count, str(self._call.device))
         if count and (*self._key, 0, key[-1]) not in _COMPILED:
-            # without added arithmetic, a kernel can only be that of the operator itself
+            # without added arithmetic, a kernel can only be the operator's own
             self.rung(0)
         if key not in _COMPILED:
             if not self.has_time_for(count):

@@ -45,7 +45,7 @@ class References:
     multiply_adds: float
 
     def read(self, slope: float) -> float:
-        """Returns a slope between the two: 0 is an addition's, 1 that of 256 multiply-adds.
+        """Returns a slope between the two: 0 is the slope of an addition, 1 of 256 multiply-adds.
 
         Example:
             >>> References(0.2, 1.0).read(0.6)
@@ -97,7 +97,7 @@ def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> Referenc
 
 def _slope(call: Call, timer: Timer, counts: tuple[int, ...]) -> float:
     ladder, end = Ladder(call), time.perf_counter() + NEEDED_S[call.device.type] / 2
-    # the operator itself runs in many kernels outside of a compiler, so its own time is that of its first rung
+    # the operator itself runs in many kernels outside of a compiler, so its own time is the time of its first rung
     own = ladder.rung(0)
     time_us = median(timer.once(own, cold=True) for _ in range(5))
     found = sweep(ladder, call, axes(call), timer, time_us, end, steps=(1 / 2, 1 / 4), counts=counts)

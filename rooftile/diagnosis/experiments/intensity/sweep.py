@@ -21,11 +21,11 @@ from rooftile.errors import Unsupported
 # in the order in which they are compiled: where the budget ends, the slope is there before the knee
 STEPS = (1 / 2, 1 / 4, 1.0, 2.0, 1 / 8, 4.0)
 MOST = 512  # multiply-adds
-# the slope is that of the first part, where memory can still hide what is added
+# the slope of the first part, where memory can still hide the added arithmetic
 SLOPE_UP_TO = 0.75
 LEAST_RISE = 1.05
 PLANNED_ROUNDS = 5
-# seconds for the time of one multiply-add, and for those of the rungs
+# seconds for the time of one multiply-add, and for the times of the rungs
 STEP_S, TIMED_S = 1.0, 2.0
 # the operator and its first rung may differ by so much
 SAME = 2.0
@@ -113,7 +113,7 @@ def sweep(
 
 
 def _check_same(first_us: float, time_us: float) -> None:
-    """Inductor's kernel must be about as fast as the operator's own, else its slope is that of another program."""
+    """Inductor's kernel must be about as fast as the operator's own, else its slope is the slope of another program."""
     if not time_us / SAME <= first_us <= time_us * SAME:
         raise Unsupported(f"the kernel that Inductor makes of it takes {first_us / time_us:.2g} times as long as its own")
 

@@ -56,7 +56,7 @@ def axes(call: Call) -> list[Axis]:
 
 
 def with_result(call: Call, choices: Sequence[Places]) -> list[Places]:
-    """Returns a rule's axes with those of the tensor in `out=`, if there is one; none where no rule has them."""
+    """Returns a rule's axes with the axes of the tensor in `out=`, if there is one; no axes where no rule has them."""
     if not isinstance(call.kwargs.get("out"), torch.Tensor):
         return list(choices)
     dims = RESULTS.get(operator_name(call.function), ())[-len(choices) :]

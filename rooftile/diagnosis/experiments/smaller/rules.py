@@ -29,7 +29,7 @@ def _addmm(t: Sequence[torch.Tensor]) -> list[Places]:
 
 def _convolution(t: Sequence[torch.Tensor]) -> list[Places]:
     outputs: Places = ((1, 0), (2, 0)) if len(t) > 2 else ((1, 0),)
-    # with groups, the inputs of the weight are fewer than those of the image
+    # with groups, the weight has fewer input channels than the image
     return [((0, 0),), outputs] if t[0].shape[1] == t[1].shape[1] else [((0, 0),)]
 
 

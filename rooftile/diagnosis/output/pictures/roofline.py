@@ -95,7 +95,7 @@ def _note(lines: Sequence[Roof], moves: Sequence[object], without: int, small: i
     if moves:
         words.append(
             "Arrows: the operators of a remedy together, before and after it was tried; upwards is faster. FLOPs and bytes are "
-            "those of before."
+            "the program's before."
         )
     for roof in lines:
         if roof.measured:

@@ -87,7 +87,7 @@ def _merged(found: Sequence[Roof]) -> list[Roof]:
     joined: list[Roof] = []
     for roof in sorted(found, key=lambda roof: -roof.rate):
         if joined and joined[-1].rate <= SAME * roof.rate:
-            # "fp32" has room for its label, "fp32, fp32 without products" often has none
+            # "fp32" has room for its label, "fp32, fp32 without products" often has no room
             names = [*joined[-1].name.split(", "), roof.name]
             kept = [name for name in names if not any(name.startswith(f"{other} ") for other in names)]
             joined[-1] = replace(joined[-1], name=", ".join(kept))

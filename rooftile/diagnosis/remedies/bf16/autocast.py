@@ -101,7 +101,7 @@ def narrowed(
 
 
 def _deciding(call: Call, operation: Operation, name: str) -> set[int]:
-    """The tensors whose dtypes decide that of the result."""
+    """The tensors whose dtypes decide the dtype of the result."""
     of_one_dtype = all(kind[2] == "torch.float32" for kind in operation.key[4:] if isinstance(kind, tuple))
     if of_one_dtype and "norm" not in name:
         return {tensor for tensor, size in call.reads.items() if size > NUMBER}

@@ -239,7 +239,7 @@ def _chain(
 ) -> Chain:  # fmt: skip
     """The chain of some calls.
 
-    readers: the calls that read each tensor; a tensor that has none is a result.
+    readers: the calls that read each tensor; a tensor without a reader is a result.
     """
     own, its = set(members), [calls[index] for index in members]
     inputs: dict[int, int] = {}
@@ -250,7 +250,7 @@ def _chain(
                 inputs[tensor] = max(size, inputs.get(tensor, 0))
         for tensor, size in call.writes.items():
             written[tensor] = max(size, written.get(tensor, 0))
-    # a tensor that nobody reads is a result; one that is an input too was written in place, and outlives the chain
+    # a tensor that no call reads is a result; a result that is an input too was written in place, and outlives the chain
     outputs = {
         t: size
         for t, size in written.items()
@@ -295,7 +295,7 @@ def _saving_us(chain: Chain, findings: Sequence[Finding]) -> float:
         traffic_us *= chain.bytes_fused / chain.bytes_now
     arithmetic_us = sum(f.compute_us for f in as_now) + sum(model.compute_us or 0.0 for model in anew)
     arithmetic_us += sum(findings[call.row].compute_us for call in chain.again)
-    # nobody knows whether a fused kernel does away with a time that the model does not explain
+    # it is unknown whether a fused kernel does away with a time that the model does not explain
     fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in as_now)
     return max(0.0, sum(f.call_us for f in members) - fused_us)
 

@@ -19,7 +19,7 @@ def recompute(chains: Sequence[Chain], calls: Sequence[Call], kept: Collection[i
     """Returns the chains of a step with fewer bytes: a backward's chain makes again what it would read of a forward's.
 
     Args:
-        chains: all of them, also those of one call.
+        chains: all of them, also chains of one call.
         calls: of the step, in order.
         kept: tensors that outlive the step.
     """
