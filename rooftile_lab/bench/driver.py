@@ -51,7 +51,7 @@ class Trace:
     """The history of a request; times are in seconds from the start."""
 
     prompt: int
-    """Tokens of the prompt, with those of the conversation before it."""
+    """Tokens of the prompt and of the conversation before it."""
     arrived: float = 0.0
     times: list[float] = field(default_factory=list)
     """When it got tokens, one for each answer that was running."""
@@ -82,7 +82,7 @@ class Course:
     """The host's time in steps without waiting for a GPU; on a CPU without the model's computation."""
     steps: int
     read: int
-    """Tokens that the model has read, with those of answers."""
+    """Tokens that the model has read, tokens of answers included."""
     preemptions: int
 
 

@@ -1,6 +1,6 @@
 """Drives workloads over HTTP against any server with OpenAI's API: the rows of `rooftile bench serving --url`.
 
-The numbers are those of `measures.Measures`, so that a server and an engine compare line by line. What a client cannot see
+The numbers are the fields of `measures.Measures`, so that a server and an engine compare line by line. What a client cannot see
 (steps, the cache) is left out.
 """
 

@@ -1,8 +1,8 @@
 """The workloads of serving benchmarks: requests as data, the same on every machine.
 
     W1      256 requests at once, prompts and answers of 100 to 1,024 tokens, as small engines publish it
-    W2      lengths like those of ShareGPT's conversations
-    W3      lengths like those of Alpaca's instructions
+    W2      lengths like ShareGPT's conversations
+    W3      lengths like Alpaca's instructions
     W4-p    64 questions after the same p tokens
     W5-..   several samples, or beams, for each prompt of W3 and W2
     W6      conversations of five turns

@@ -131,7 +131,7 @@ def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float
     """Serves the checkpoint in a folder, a model of bytes, with both allocators, and checks the answers. Needs transformers.
 
     The two take turns, so that other load on the machine affects both. Raises ArithmeticError if the answers of the paged cache
-    differ from those of Transformers.
+    differ from Transformers'.
     """
     on_step(0.0, "loading the trained Llama twice")
     asks = requests(plan, bytes(corpus().tolist()))

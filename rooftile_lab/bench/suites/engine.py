@@ -5,7 +5,7 @@
                    a whole run first, then RUNS that count
     decode-step    milliseconds per step while all requests decode, each step begun before the last has ended
     idle           a second process, which finds Triton's cache filled: how long its engine takes to start, and how long
-                   no kernel, copy or fill runs in such steps, from the profiler and beside steps that nobody profiled
+                   no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
     peers          the first requests of W1 on ours, then on Transformers on the same weights
 
