@@ -91,7 +91,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="Loki",
-            # for decoding alone: there is no prefill that its rows could be those of
+            # for decoding alone: its rows belong to no prefill
             causality={"token": CLASSES - {"decodable"}, "page": CLASSES - {"decodable"}},
             takes=frozenset({"groups", "decode"}),
             cost=cost.loki,

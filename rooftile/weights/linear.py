@@ -48,7 +48,7 @@ def linear(
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
         weight: from `quantise_weight`, from `rooftile.sparsity.compress`, or a tensor, which is multiplied by PyTorch.
         bias: any float dtype.
-        out_dtype: the dtype of the result; None takes that of x.
+        out_dtype: the dtype of the result; None takes the dtype of x.
         deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
         backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "hopper", "triton", "library"
             (cuSPARSELt), "dense" or "definition". None takes the fastest that runs.

@@ -5,7 +5,7 @@ are small and rings leave room for the next kernel. Above, it is bound by what t
 are enough of them. The choice between two tiles, and the number of programs, follow from the steps that a program takes and from
 what a shared tile costs; the constants were fitted to measurements of `rooftile_lab/programs/products.py` on an H100.
 
-Under `deterministic` the tile's rows of the weight and the programs are those of one row of x, so that the split of K follows
+Under `deterministic` the tile's rows of the weight and the programs are as for one row of x, so that the split of K follows
 from N and K.
 """
 
@@ -46,7 +46,7 @@ BYTES = 64
 # steps that a kernel which orders them once is faster
 ORDERS, ORDERS_IN_MANY_STEPS, MANY_STEPS = 32, 16, 16
 # steps that a program loses by sharing tiles: where each tile has as many programs, and where not. Parts of up to
-# ORDERS rows of x are small. Steps of codes take half as long as those of 16-bit numbers.
+# ORDERS rows of x are small. Steps of codes take half as long as steps of 16-bit numbers.
 SHARING_FEW, SHARING, SHARING_CODES = (3, 12), (9, 16), (16, 28)
 # time of a step of a tile twice as large, in steps: it reads less from the L2 cache
 TWICE = 1.86
@@ -150,7 +150,7 @@ def _divided(total: int, part: int) -> int:
 def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
     """Returns how many programs share a product of `rows` rows of x, at most one for each multiprocessor.
 
-    Under `deterministic` they are those of one row.
+    Under `deterministic` they are chosen as for one row.
     """
     return _programs_of(sizes, processors, sharing_of(rows, is_codes))[0]
 

@@ -89,7 +89,7 @@ class CompressedTensors:
                 )
 
     def formats(self) -> Collection[str]:
-        """Returns those of its groups."""
+        """Returns the formats of its groups."""
         return {scheme.format for scheme in self.schemes}
 
     def _stays(self, module: str) -> bool:
