@@ -13,6 +13,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import dispatch
 from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
 from rooftile.exact.validate import shown
+from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import mapped, transforms_active
 
 
@@ -36,12 +37,14 @@ def check_way(backend: Any, deterministic: Any, scale: float) -> dict[str, Any] 
     return {"backend": None if way == "auto" else way, "deterministic": deterministic, "scale": scale}
 
 
-def in_kernels(method: str, options: dict[str, Any], reason: str | None) -> bool:
+def in_kernels(method: str, options: dict[str, Any], reason: str | None, q: Tensor) -> bool:
     """Whether kernels of the method's own run a call, which they refuse for a reason or not; transforms take plain operations."""
     if options["backend"] not in (None, "triton") or transforms_active():
         return False
     if options["backend"] == "triton" and reason is not None:
         raise Unsupported(f"backend 'triton' cannot run {method}: {reason}")
+    if options["backend"] is None:
+        warn_without_triton(q.is_cuda)
     return reason is None
 
 

@@ -10,6 +10,7 @@ from rooftile.diagnosis.compiled import NAMESPACE, TEMPLATE
 from rooftile.diagnosis.records import Operation
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
+from rooftile.runtime.devices import capability
 
 
 def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> Roofs:
@@ -44,7 +45,7 @@ def _has_products(op: str) -> bool:
 
 def runs_in_tf32(name: str, device: torch.device) -> bool:
     """Whether PyTorch computes an fp32 product in TF32: convolutions and recurrent layers do unless told otherwise."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    if capability(device) < (8, 0):
         return False
     kind = "conv" if "conv" in name else "rnn" if "rnn" in name else "matmul"
     if hasattr(torch.backends, "fp32_precision"):

@@ -24,10 +24,11 @@ from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, Sam
 from rooftile.engine.scheduler import Plan, Work
 from rooftile.engine.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
 from rooftile.exact.spec import Asked
-from rooftile.fused import linear, runs_on
+from rooftile.fused import linear
 from rooftile.kvcache import Pages
 from rooftile.models import Decoder
 from rooftile.models.layers import Multiply
+from rooftile.runtime.devices import runs_kernels
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class Runner:
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
-        if graphs and self.attention.captures and self.table.is_cuda and runs_on(self.table):
+        if graphs and self.attention.captures and self.table.is_cuda and runs_kernels(self.table):
             self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
 
     @torch.inference_mode()

@@ -1,8 +1,6 @@
 """Chooses the backend for a problem, and explains why the others do not run it.
 
-ORDER is a decision, fastest first, written where a reader sees it. A backend's `refusals` are pure, so choosing touches no
-tensor, launches nothing and imports no kernel language; nothing here catches an exception. A backend that was named and
-refuses is never replaced.
+ORDER is a decision, fastest first, written where a reader sees it. Choosing touches no tensor and imports no kernel language.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.exact.spec import Grads, Spec, decode
 from rooftile.numerics.precision import ValueOrder
-from rooftile.runtime.explanation import Explanation
+from rooftile.runtime.devices import warn_without_triton
+from rooftile.runtime.dispatch import Dispatcher
 
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
@@ -47,64 +45,28 @@ def prepare_backward_of(name: str) -> Callable[..., Callable[..., Grads] | None]
     return partial(prepare, **LENT[name]) if prepare is not None and name in LENT else prepare
 
 
-def verdicts(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Every backend's reasons against running `spec`, in ORDER; none for one that runs it."""
-    return {name: tuple(backend.refusals(spec)) for name, backend in BACKENDS.items()}
+def _refusals(name: str, spec: Spec) -> tuple[str, ...]:
+    return tuple(BACKENDS[name].refusals(spec))
+
+
+DISPATCHER: Dispatcher[Spec] = Dispatcher(
+    "run this attention problem",
+    order=lambda spec: [backend.NAME for backend in ORDER],
+    refusals=_refusals,
+    describe=lambda spec: f"problem  {spec}",
+)
+verdicts, explain = DISPATCHER.verdicts, DISPATCHER.explain
 
 
 def select(spec: Spec, backend: str | None = None) -> ModuleType:
-    """The backend that runs `spec`: the named one, or the first of ORDER that does not refuse.
-
-    Raises:
-        InvalidInput: no backend has that name.
-        Unsupported: the named backend refuses, or every one does; the message lists the reasons.
-    """
-    if backend is not None and backend not in BACKENDS:
-        raise InvalidInput(f"backend is {backend!r}; has {', '.join(BACKENDS)}, or None for the fastest that runs")
-    candidates = (BACKENDS[backend],) if backend is not None else ORDER
-    for candidate in candidates:
-        if next(candidate.refusals(spec), None) is None:
-            return candidate
-    raise Unsupported(_refusal(spec, backend))
+    """Returns the backend that runs `spec`; see `Dispatcher.select`."""
+    name = DISPATCHER.select(spec, backend)
+    if backend is None and spec.device.startswith(("sm", "gfx")):
+        warn_without_triton(is_gpu=True)
+    return BACKENDS[name]
 
 
 @cache
 def choose(code: str, backend: str | None) -> str:
     """`select` by a spec's string, for the operators: the name of the backend that runs it."""
     return str(select(decode(code), backend).NAME)
-
-
-def explain(spec: Spec) -> Explanation:
-    """The table that `rooftile.explain` prints: which backend runs `spec`, and why not each other."""
-    reasons = verdicts(spec)
-    chosen = next((name for name, against in reasons.items() if not against), None)
-    lines = [f"problem  {spec}"]
-    for name, against in reasons.items():
-        if name == chosen:
-            lines.append(f"{name:8} runs it")
-        else:
-            lines += _reasons(name, against) or [f"{name:8} could, but {chosen} comes first"]
-    return Explanation("\n".join(lines), chosen, reasons.items())
-
-
-def _refusal(spec: Spec, backend: str | None) -> str:
-    reasons = verdicts(spec)
-    if backend is not None:
-        head = f"backend {backend!r} cannot run this attention problem"
-        able = [name for name, against in reasons.items() if not against]
-        tail = f"instead  {', '.join(able)} can; backend=None picks the fastest" if able else _nearest(reasons)
-        listed = _reasons(backend, reasons[backend])
-    else:
-        head = "no backend can run this attention problem"
-        tail = _nearest(reasons)
-        listed = [line for name, against in reasons.items() for line in _reasons(name, against)]
-    return "\n  ".join([head, f"problem  {spec}", *listed, tail])
-
-
-def _reasons(name: str, against: tuple[str, ...]) -> list[str]:
-    return [f"{name if n == 0 else '':8} - {reason}" for n, reason in enumerate(against)]
-
-
-def _nearest(reasons: dict[str, tuple[str, ...]]) -> str:
-    name = min(reasons, key=lambda name: len(reasons[name]))
-    return f"nearest  {name}: {len(reasons[name])} thing(s) to change"

@@ -17,10 +17,9 @@ from rooftile.fused.norm import Norm, add_norm, normalise
 from rooftile.fused.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rooftile.fused.rope import Rotation, rotary, rotate
 from rooftile.fused.softmax import softmax
-from rooftile.fused.where import runs_on
 from rooftile.numerics.activations import ACTIVATIONS
 
 __all__ = [
     "ACTIVATIONS", "Norm", "Rotation", "add_layer_norm", "add_norm", "add_rms_norm", "cross_entropy", "gated", "geglu",
-    "layer_norm", "linear", "linear_cross_entropy", "normalise", "rms_norm", "rotary", "rotate", "runs_on", "softmax", "swiglu",
+    "layer_norm", "linear", "linear_cross_entropy", "normalise", "rms_norm", "rotary", "rotate", "softmax", "swiglu",
 ]  # fmt: skip

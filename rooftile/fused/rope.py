@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, kernels_run_on, runs_on
+from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.rows import as_rows
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_foreign_words
 
@@ -51,7 +52,7 @@ def rotated_as_defined(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if runs_on(x):
+    if runs_kernels(x):
         from rooftile.fused.kernels import rope as kernels
 
         return kernels.rotate(x, cos, sin)

@@ -1,10 +1,7 @@
-"""The devices of the Triton kernels outside attention: CUDA tensors, and CPU tensors in Triton's interpreter."""
+"""Checks of the fused operations, and where their kernels run."""
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-from importlib import util
 from typing import Any
 
 import torch
@@ -12,36 +9,14 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.rows import quantise_rows
-from rooftile.runtime.launch import INTERPRETED
+from rooftile.runtime.devices import runs_kernels
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def runs_on(x: Tensor) -> bool:
-    """Whether Triton's kernels run on x. Otherwise PyTorch's own operations compute the same.
-
-    That includes CUDA tensors without Triton, with one warning: the result is correct, but slower.
-    """
-    if not x.is_cuda:
-        return INTERPRETED and x.device.type == "cpu"
-    return _triton_is_installed()
-
-
 def kernels_run_on(x: Tensor) -> bool:
     """Whether kernels run on x that compute in fp32, which is too little for float64."""
-    return runs_on(x) and x.dtype != torch.float64
-
-
-@cache
-def _triton_is_installed() -> bool:
-    if util.find_spec("triton") is not None:
-        return True
-    warnings.warn(
-        "Triton is not installed, so CUDA tensors are normalised, gated, rotated, cached and sampled by PyTorch's own "
-        "operations, which are slower: install triton 3.6 or newer",
-        stacklevel=3,
-    )
-    return False
+    return runs_kernels(x) and x.dtype != torch.float64
 
 
 def check_floats(**tensors: object) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from rooftile.hardware.clock import captured
 from rooftile.hardware.device import describe
+from rooftile.runtime.devices import capability
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Work = Callable[[], Any]
@@ -47,7 +48,7 @@ def matmuls(device: torch.device) -> dict[str, Callable[[], float]]:
     """
     found: dict[str, Callable[[], float]] = {name: partial(_matmul, dtype, device) for name, dtype in DTYPES.items()}
     # AMD's first fp8 format is a different one
-    has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    has_fp8 = capability(device) >= (8, 9)
     if has_fp8:
         found["fp8"] = partial(_fp8_matmul, device)
     if has_int8(device):
@@ -57,7 +58,7 @@ def matmuls(device: torch.device) -> dict[str, Callable[[], float]]:
 
 def has_int8(device: torch.device) -> bool:
     """Whether PyTorch has a product of int8 that the device's matrix units compute."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability(device) >= (8, 0)
 
 
 def multiply_adds(device: torch.device, product: float) -> float:

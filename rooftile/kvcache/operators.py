@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.fused import Rotation, runs_on
+from rooftile.fused import Rotation
 from rooftile.fused.rope import rotated_as_defined
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
 # the largest number of torch.float8_e4m3fn
@@ -106,7 +107,7 @@ def _write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, cos: Tensor | None, sin: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    if runs_on(k_cache):
+    if runs_kernels(k_cache):
         from rooftile.kvcache import kernels
 
         kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
@@ -118,7 +119,7 @@ def _write_and_rotate(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, cos: Tensor, sin: Tensor,
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    if runs_on(k_cache):
+    if runs_kernels(k_cache):
         from rooftile.kvcache import kernels
 
         rotated: Tensor = kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale, q)  # type: ignore[assignment]
@@ -132,7 +133,7 @@ def _gather(
     k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if runs_on(k_cache):
+    if runs_kernels(k_cache):
         from rooftile.kvcache import kernels
 
         return kernels.gather(k_cache, v_cache, table, lengths, k_scale, v_scale, dtype, PAST)
@@ -154,7 +155,7 @@ def _gather_fake(
 
 
 def _copy_blocks(storage: Tensor, pairs: Tensor) -> None:
-    if runs_on(storage):
+    if runs_kernels(storage):
         from rooftile.kvcache import kernels
 
         kernels.copy_blocks(storage, pairs)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rooftile.drawing import notebook as shown
-from rooftile.fused import Rotation, runs_on
+from rooftile.fused import Rotation
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.words import answers_words
 
 
@@ -143,7 +144,7 @@ class Pages:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
-        if runs_on(self.storage):
+        if runs_kernels(self.storage):
             # zeroed, since a NaN in a slot that was never written would send kernels down their slow path
             self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
-from rooftile.runtime.launch import INTERPRETED, triton_is_installed
+from rooftile.runtime.devices import capability, runs_kernels
 from rooftile.runtime.operators import call, define, replaced
 from rooftile.runtime.words import answers_foreign_words
 
@@ -109,10 +109,9 @@ def _run(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 def _kernel_runs_on(x: Tensor, format: str) -> bool:
     if x.dtype == torch.float64 or not 0 < x.shape[-1] <= LONGEST_ROW:
         return False
-    if not x.is_cuda:
-        return INTERPRETED and x.device.type == "cpu"
-    needed = (8, 0) if format == "int8" else (8, 9)
-    return triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
+    if not runs_kernels(x):
+        return False
+    return not x.is_cuda or capability(x.device) >= ((8, 0) if format == "int8" else (8, 9))
 
 
 def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.fused.where import runs_on
 from rooftile.optim.definition import Numbers, update
 from rooftile.optim.split import is_channels_last
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
 
@@ -34,7 +34,7 @@ def _run(
     if not weights:
         return
     named = Numbers(*numbers)
-    if runs_on(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
+    if runs_kernels(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
         from rooftile.optim import kernels
 
         kernels.step(weights, gradients, first, second, rests, sums, steps, masks, lr, clip, named, maximize)

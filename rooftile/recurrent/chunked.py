@@ -7,8 +7,6 @@ decays from outside.
 from __future__ import annotations
 
 import math
-from functools import cache
-from importlib import util
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.features import width
 from rooftile.recurrent.plain import wide_dtype
 from rooftile.recurrent.problem import Recurrence, decode
-from rooftile.runtime.launch import INTERPRETED, device_of
+from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
+from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
 
 
@@ -77,8 +76,8 @@ _IN_KERNELS = ("identity", "relu", "elu", "exp")
 
 def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
     """Why the kernels do not run this problem, or None: what came; what they have."""
-    if not (q.is_cuda and _kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
-        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    if lack := lack_of_kernels(arch(q.device)):
+        return lack
     if q.dtype == torch.float64:
         return "float64; has float32, bfloat16, float16"
     if problem.feature not in _IN_KERNELS or (problem.feature == "exp" and not problem.normalise):
@@ -90,17 +89,9 @@ def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
 
 def runs_kernels(q: Tensor, v: Tensor, problem: Recurrence) -> bool:
     """Whether Triton's kernels run this problem; otherwise plain operations do."""
+    if problem.backend == "auto":
+        warn_without_triton(q.is_cuda)
     return problem.backend in ("auto", "triton") and refusal(q, v, problem) is None
-
-
-@cache
-def _kernels_on(index: int) -> bool:
-    return _triton_is_installed() and torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return util.find_spec("triton") is not None
 
 
 def _run(

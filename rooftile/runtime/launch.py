@@ -11,11 +11,9 @@ Private names of PyTorch and Triton that concern launching are used in this file
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from importlib import util
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,18 +29,9 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
-# Triton's interpreter runs the kernels on CPU tensors, for tests
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 # products and sums become one operation where a kernel does not say otherwise. Triton 3.9 warns where nothing is said, since its
 # default changes in 3.10
 FUSION = {"enable_fp_fusion": True}
-
-
-@cache
-def triton_is_installed() -> bool:
-    """Whether kernels in Triton can be compiled here."""
-    return util.find_spec("triton") is not None
 
 
 _observers: list[Callable[[str], None]] = []

@@ -7,19 +7,25 @@ operator, where they are known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import cache
-from importlib import util
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import Unsupported
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
-from rooftile.runtime.devices import lacks_fp8
+from rooftile.runtime.devices import (
+    INTERPRETED,
+    capability,
+    lack_of_gluon,
+    lack_of_triton,
+    lacks_fp8,
+    runs_kernels,
+    warn_without_triton,
+)  # fmt: skip
+from rooftile.runtime.dispatch import Dispatcher
 from rooftile.runtime.explanation import Explanation
-from rooftile.runtime.launch import INTERPRETED, triton_is_installed
 from rooftile.weights import definition, library
 from rooftile.weights.definition import Product
 from rooftile.weights.formats import weight_format
@@ -107,22 +113,19 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def chosen(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product, name: str) -> Backend:
-    """Returns the named backend, or the fastest that takes this call.
+def chosen(call: Call, name: str) -> Backend:
+    """Returns the named backend, or without a name the fastest that takes this call.
 
     Raises:
         Unsupported: the named one does not take it, or none is named and the chip has no FP8.
     """
-    asked = Call(x, x_scales, parts, bias, product)
-    if not name and (reason := lack_of_fp8(product.format, x.device)):
+    if not name and (reason := lack_of_fp8(call.product.format, call.x.device)):
         # the definition has it, many times slower than 16 bits: who wants that says so
         raise Unsupported(f"{reason}; backend='definition' computes the same, slowly")
-    if name:
-        reasons = list(refusals(name, asked))
-        if reasons:
-            raise Unsupported(f"backend {name!r} cannot multiply this weight: {'; '.join(reasons)}")
-        return BACKENDS[name]
-    return BACKENDS[next(each for each in order(asked) if next(refusals(each, asked), None) is None)]
+    found = DISPATCHER.select(call, name or None)
+    if not name:
+        warn_without_triton(call.x.is_cuda)
+    return BACKENDS[found]
 
 
 def order(asked: Call) -> tuple[str, ...]:
@@ -152,22 +155,23 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
     """Yields why a backend does not take a call: what came; what it has."""
     if name == "definition":
         return
-    if name not in NAMES:
-        raise InvalidInput(f"backend is {name!r}; must be one of {', '.join(NAMES)}, or None")
     x, product = asked.x, asked.product
     interpreted = INTERPRETED and x.device.type == "cpu" and name == "triton"
-    if not interpreted and not (x.is_cuda and triton_is_installed()):
+    if not interpreted and not x.is_cuda:
         yield f"tensors are on {x.device}; needs a CUDA GPU and Triton"
         return
-    capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
-    if capability < (8, 0):
-        yield f"compute capability {capability[0]}.{capability[1]}; needs 8.0 (Ampere)"
+    if not interpreted and (lack := lack_of_triton()):
+        yield lack
+        return
+    chip = (9, 0) if interpreted else capability(x.device)
+    if chip < (8, 0):
+        yield f"compute capability {chip[0]}.{chip[1]}; needs 8.0 (Ampere)"
     if reason := lack_of_fp8(product.format, x.device):
         yield reason
     if torch.float64 in (x.dtype, product.out_dtype):
         yield "float64; has float32, bfloat16, float16"
     if name == "hopper":
-        yield from _hopper_refusals(asked, capability)
+        yield from _hopper_refusals(asked, chip)
     else:
         yield from (library.refusals if name == "library" else _triton_refusals)(asked)
 
@@ -176,22 +180,24 @@ def lack_of_fp8(format: str, device: torch.device) -> str:
     """Says why a device does not multiply a format; nothing if it does."""
     if format not in ("fp8", "fp8_tile") or not lacks_fp8(device):
         return ""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     return f"FP8 products on compute capability {major}.{minor}; needs 8.9: w8 and int4 multiply in 16 bits everywhere"
 
 
-def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
-    if capability != (9, 0):
-        yield f"compute capability {capability[0]}.{capability[1]}; needs 9.0 (Hopper)"
-        return
-    if not gluon_is_installed():
-        yield "Triton without Gluon; needs Triton 3.6"
+def _hopper_refusals(asked: Call, chip: tuple[int, int]) -> Iterator[str]:
+    if lack := lack_of_hopper(chip):
+        yield lack
         return
     from rooftile.weights.hopper import launch
 
     yield from launch.refusals(asked)
     if asked.product.activations is not None:
         yield from _triton_refusals(asked)
+
+
+def lack_of_hopper(chip: tuple[int, int]) -> str:
+    """Says why our kernels for Hopper do not run on a chip of this compute capability; an empty text if they do."""
+    return f"compute capability {chip[0]}.{chip[1]}; needs 9.0 (Hopper)" if chip != (9, 0) else lack_of_gluon()
 
 
 def _triton_refusals(asked: Call) -> Iterator[str]:
@@ -211,32 +217,8 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
     """Whether the kernel dequantises such a weight."""
     if dtype == torch.float64 or format == "fp8_tile" or not _fits(group, K):
         return False
-    if INTERPRETED and parts.codes.device.type == "cpu":
-        return True
-    return parts.codes.is_cuda and triton_is_installed() and torch.cuda.get_device_capability(parts.codes.device) >= (8, 0)
-
-
-@cache
-def gluon_is_installed() -> bool:
-    """Whether Triton has Gluon here."""
-    return util.find_spec("triton.experimental.gluon") is not None
-
-
-def explain(asked: Call) -> Explanation:
-    """Says which backend takes a call, and why those before it do not."""
-    return explained((name, list(refusals(name, asked)), _runs(name, asked)) for name in order(asked))
-
-
-def explained(backends: Iterable[tuple[str, list[str], str]]) -> Explanation:
-    """Returns a line for each backend up to the first that runs, from their names, refusals, and words for "runs"."""
-    lines, asked, chosen = [], [], None
-    for name, reasons, runs in backends:
-        lines.append(f"{name:<11} {'; '.join(reasons) or runs}")
-        asked.append((name, reasons))
-        if not reasons:
-            chosen = name
-            break
-    return Explanation("\n".join(lines), chosen, asked)
+    codes = parts.codes
+    return runs_kernels(codes) and (not codes.is_cuda or capability(codes.device) >= (8, 0))
 
 
 def _runs(name: str, asked: Call) -> str:
@@ -248,3 +230,13 @@ def _runs(name: str, asked: Call) -> str:
     if asked.x.shape[0] > best and (asked.product.format == "fp8_tile" or asked.product.activations is None):
         return "runs; a weight in 16 bits is faster for so many rows"
     return "runs"
+
+
+DISPATCHER: Dispatcher[Call] = Dispatcher(
+    "multiply this weight", order=order, refusals=lambda name, asked: tuple(refusals(name, asked))
+)
+
+
+def explain(asked: Call) -> Explanation:
+    """Says which backend takes a call, and why the faster ones do not."""
+    return DISPATCHER.explain_choice(asked, _runs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.runtime.launch import triton_is_installed
+from rooftile.runtime.devices import runs_kernels
 from rooftile.weights.definition import Product
 from rooftile.weights.weight import Parts
 
@@ -43,7 +43,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
     w_scales = parts.scales.float().T.contiguous()  # (1, N)
     if product.format == "int8":
         sums = torch._int_mm(x, parts.codes.T)
-        if x.is_cuda and triton_is_installed():
+        if x.is_cuda and runs_kernels(x):
             from rooftile.weights.triton import launch
 
             # 6 bytes of a number are moved, and 22 by PyTorch's operations one after the other

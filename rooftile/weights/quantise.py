@@ -19,8 +19,7 @@ from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
 from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
-from rooftile.runtime.devices import lacks_fp8
-from rooftile.runtime.launch import triton_is_installed
+from rooftile.runtime.devices import lacks_fp8, runs_kernels
 from rooftile.runtime.operators import replaced, transforms_active
 from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights.formats import LONGEST_INT8, TILE, WeightFormat, group_of, weight_format
@@ -182,7 +181,7 @@ def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
     if kind.codes == torch.float8_e4m3fn and lacks_fp8(w.device):
         return False
     is_row = kind.name not in ("fp8_tile", "nvfp4") and w.shape[1] <= LONGEST_ROW and group % (1 + kind.is_packed) == 0
-    return is_row and triton_is_installed()
+    return is_row and runs_kernels(w)
 
 
 def _in_one_pass(

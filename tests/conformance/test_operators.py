@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import rooftile as rt
 from rooftile.cost import counts
-from rooftile.fused import Rotation, add_norm, gated, normalise, rotate, where
+from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.runtime.operators import DEFINED
 from tests.conformance.operator_calls import CALLS
@@ -105,21 +105,6 @@ def test_fused_operations_have_the_gradients_of_their_definitions(watched: bool,
     rotate(heads, Rotation(angles.cos().float(), angles.sin().float())).sum().backward()
     assert heads.grad is not None
     assert heads.grad.abs().sum() > 0
-
-
-def test_without_triton_a_cuda_tensor_is_computed_by_the_definition_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class OnCuda:
-        is_cuda = True
-
-    where._triton_is_installed.cache_clear()
-    monkeypatch.setattr(where.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="Triton is not installed, so CUDA tensors are .* install triton 3.6 or newer"):
-        assert not where.runs_on(OnCuda())
-    # a second warning would be an error
-    assert not where.runs_on(OnCuda())
-    where._triton_is_installed.cache_clear()
 
 
 def test_a_profiler_sees_operators(device: torch.device) -> None:

@@ -31,7 +31,7 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without FP8 units."""
     for module in (backends, quantise):
         monkeypatch.setattr(module, "lacks_fp8", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(backends, "capability", lambda device: (8, 0))
     monkeypatch.setattr(product, "COMPILED", slow.Told())
 
 
@@ -118,7 +118,7 @@ def test_the_kernel_that_quantises_weights_is_for_devices_that_have_its_numbers(
     lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantise, "lacks_fp8", lambda device: lacks)
-    monkeypatch.setattr(quantise, "triton_is_installed", lambda: True)
+    monkeypatch.setattr(quantise, "runs_kernels", lambda w: True)
     w = torch.randn(4, 128)
     for name, group in (("fp8", 128), ("mxfp8", 32), ("int8", 128), ("w8", 128), ("int4", 32), ("mxfp4", 32)):
         runs = quantise._runs_kernel(w, quantise.weight_format(name), group)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rooftile.approximate.gathered import plain
 from rooftile.approximate.gathered.lists import Lists
-from rooftile.approximate.native_sparse.selected.attention import kernels_on
-from rooftile.runtime.launch import INTERPRETED, device_of
+from rooftile.runtime.devices import arch, lack_of_kernels
+from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 
 LARGEST_DIM = 128
@@ -51,8 +51,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lists: Lists, *, scale: float, backe
 
 def refusal(q: Tensor, v: Tensor, rounds: int = 1) -> str | None:
     """Why the kernels do not run such a call, or None: what came; what they have."""
-    if not _has_kernels(q.device):
-        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    if lack := lack_of_kernels(arch(q.device)):
+        return lack
     if q.dtype == torch.float64:
         return "float64; has float32, bfloat16, float16"
     if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
@@ -60,16 +60,6 @@ def refusal(q: Tensor, v: Tensor, rounds: int = 1) -> str | None:
     if rounds > MOST_ROUNDS:
         return f"{rounds} rounds whose pairs count once; has up to {MOST_ROUNDS}"
     return None
-
-
-def _has_kernels(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return kernels_on(device.index or 0)
-    return INTERPRETED and device.type == "cpu"
-
-
-# torch.compiler.assume_constant_result sets this mark; calling it would import Dynamo, over a second
-_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kind(lists: Lists) -> str:

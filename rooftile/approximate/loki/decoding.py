@@ -23,8 +23,8 @@ from rooftile.approximate.gathered.pieces import in_pieces
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import Asked
-from rooftile.fused import runs_on
 from rooftile.kvcache import PagedKV
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
 
@@ -56,7 +56,7 @@ def page_scores(q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, s
 def _page_scores(
     q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None
 ) -> Tensor:  # fmt: skip
-    if runs_on(leading):
+    if runs_kernels(leading):
         from rooftile.approximate.loki import decoding_kernels as kernels
 
         return kernels.page_scores(q, leading, table, lengths, scale, softcap)
@@ -112,7 +112,7 @@ def counts_of(lengths: Tensor, size: int, keep: float) -> tuple[Tensor, Tensor]:
 
 
 def _choose_pages(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
-    if runs_on(scores):
+    if runs_kernels(scores):
         from rooftile.approximate.loki import decoding_kernels as kernels
 
         if scores.shape[-1] <= kernels.MOST_PAGES:

@@ -22,7 +22,7 @@ from rooftile.approximate.chosen_arguments import as_given
 from rooftile.approximate.gathered.pieces import in_pieces
 from rooftile.approximate.native_sparse.selection import choose_from, scores_of_blocks
 from rooftile.exact.reference import pairs
-from rooftile.fused import runs_on
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
 Pair = tuple[Tensor, Tensor]
@@ -63,7 +63,7 @@ def _run(
     scale: float,
 ) -> Tensor:  # fmt: skip
     sizes = dict(zip(SIZES, numbers, strict=True))
-    if runs_on(q):
+    if runs_kernels(q):
         from rooftile.approximate.native_sparse import decoding_kernels as sparse_kernels
 
         if sparse_kernels.refusal(q, cache[1].shape[2], cache[1].shape[3], sizes) is None:

@@ -21,6 +21,7 @@ from rooftile.approximate.native_sparse.selected.choice import refusal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
 from rooftile.exact.validate import shown
+from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transformed
 from rooftile.runtime.words import answers_foreign_words
 
@@ -93,6 +94,8 @@ def choose_blocks(
     reason = "a transform of torch.func or a compiler sees the call; has neither" if watched and not reason else reason
     if way == "triton" and reason is not None:
         raise Unsupported(f"backend 'triton' cannot make this choice: {reason}")
+    if way == "auto":
+        warn_without_triton(q.is_cuda)
     if reason is None and way in ("auto", "triton"):
         sizes = {"length": length, "stride": stride, "block": block, "count": count, "first": first, "local": local}
         lse = None if lse is None else lse.detach()

@@ -118,7 +118,7 @@ def reformer(
             return v.repeat_interleave(H // v.shape[2], dim=2) + qk.sum()
         once = duplicates == "once"
         reason = gathered.refusal(qk, v, hashes.shape[-1] if once else 1)
-        if in_kernels("reformer", options, reason):
+        if in_kernels("reformer", options, reason, qk):
             return _gathered(qk, v, gathered.from_hashes(hashes, chunk, causal, strict, once, below), scale)
         sort = _Sort(hashes, chunk, causal, strict)
         (q, lost_q), (values, lost_v) = cleaned(qk), cleaned(v)

@@ -110,7 +110,7 @@ def routing(
         members = choose_members(q, k, centroids, width) if members is None else check_members(members, q, k, centroids)
         if options is None:
             return definition.routing(q, k, v, *members, **own).contiguous(), members
-        if in_kernels("routing", options, gathered.refusal(q, v)):
+        if in_kernels("routing", options, gathered.refusal(q, v), q):
             # 16k rows of 16 heads take PyTorch's own kernel 290 us, where the bytes of its rows take 32
             w = torch.ones(q.shape[-1], dtype=q.dtype, device=q.device)
             q, k = (layer_norm(x, w, torch.zeros_like(w), 1e-5) for x in (q, k))

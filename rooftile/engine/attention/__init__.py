@@ -18,9 +18,9 @@ from rooftile.engine.attention.native_sparse import SparseAttention
 from rooftile.engine.attention.step import Step
 from rooftile.exact.masks import CAUSAL, Mask, Window
 from rooftile.exact.spec import Asked
-from rooftile.fused import runs_on
 from rooftile.kvcache import Pages, Rotation
 from rooftile.models import Attend, Decoder, ModelConfig
+from rooftile.runtime.devices import runs_kernels
 
 __all__ = ["CacheAttention", "Step", "masks_of"]
 
@@ -54,7 +54,7 @@ class CacheAttention:
     @property
     def captures(self) -> bool:
         """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
-        return (self._sparse is None and self._loki is None) or runs_on(self.pages.storage)
+        return (self._sparse is None and self._loki is None) or runs_kernels(self.pages.storage)
 
     def on(self, step: Step) -> Attend:
         """Returns what computes attention in one step."""

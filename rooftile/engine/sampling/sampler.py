@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rooftile.engine.sampling.state import SamplingFeatures, SamplingState, features_of
 from rooftile.exact.reference import philox
-from rooftile.fused import runs_on
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import define, watched
 
 __all__ = ["NOTHING", "SamplingFeatures", "SamplingState", "features_of", "logprobs", "sample"]
@@ -64,7 +64,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
 
 
 def _choose(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    if runs_on(logits):
+    if runs_kernels(logits):
         from rooftile.engine.sampling.kernels import sample as launch
 
         return launch(logits, slots, positions, state, features)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rooftile.runtime.devices import capability
+
 # tokens per segment: its sum of states costs as many bytes as 256 tokens of bf16, and a text of 16k gives 16 programs per head
 SEGMENT = tl.constexpr(1024)
 # a sum of weights below this counts as zero: rooftile.recurrent.by_chunks.EMPTY
@@ -21,7 +23,7 @@ EMPTY = tl.constexpr(2.0**-110)
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Whether products run on wgmma; the interpreter takes the same tiles."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cuda" or capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.runtime.devices import capability
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.dispatch import lack_of_fp8
 from rooftile.weights.files.formats import SPARSE, check_word, weight_in
@@ -113,7 +114,7 @@ def check_device(reader: Reader | None, device: torch.device) -> None:
         return
     for format in reader.formats():
         if lack_of_fp8(format, device):
-            major, minor = torch.cuda.get_device_capability(device)
+            major, minor = capability(device)
             raise Unsupported(
                 f"weights in {format} need FP8 products, and {device} has compute capability {major}.{minor}; needs 8.9 (Ada): "
                 'give the 16-bit checkpoint and weights="w8" or "int4", which multiply in 16 bits on every GPU'

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.runtime.launch import INTERPRETED, is_capturing, triton_is_installed
+from rooftile.runtime.devices import runs_kernels
+from rooftile.runtime.launch import is_capturing
 
 # a mask is chosen from a weight of these
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -16,9 +17,7 @@ HELD = (*DTYPES, torch.int8)
 
 def kernels_run_on(w: Tensor) -> bool:
     """Whether Triton's kernels take w; otherwise PyTorch's operations compute the same bits."""
-    if w.element_size() == 8:
-        return False
-    return triton_is_installed() if w.is_cuda else INTERPRETED and w.device.type == "cpu"
+    return w.element_size() < 8 and runs_kernels(w)
 
 
 def check_weight(w: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:

@@ -13,6 +13,7 @@ import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.numerics import quantise_rows
 from rooftile.planning.timing import passes_for
+from rooftile.weights import dispatch
 from rooftile.weights.linear import explain_linear
 from rooftile.weights.two_four import TwoFour, compress, two_four
 from rooftile.weights.two_four.product import cusparselt, masked, multiply_masked
@@ -141,7 +142,7 @@ def test_transforms_and_compilation() -> None:
 def test_refusals() -> None:
     weight, x = weight_of(), torch.randn(2, K)
     for name in ("hopper", "triton", "library", "dense"):
-        sentence = f"backend '{name}' cannot multiply this 2:4 weight: tensors are on cpu; needs a CUDA GPU"
+        sentence = f"backend '{name}' cannot multiply this 2:4 weight\n  {name:8} - tensors are on cpu; needs a CUDA GPU"
         with pytest.raises(Unsupported, match=sentence):
             rt.linear(x, weight, backend=name)
     with pytest.raises(InvalidInput, match="backend is 'cuda'; must be one of hopper, triton, library, dense, definition"):
@@ -339,8 +340,8 @@ def test_hoppers_kernel_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = backends.Call(torch.empty(3, 128), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert list(backends._hopper_refusals(asked, (8, 9))) == ["compute capability 8.9; needs 9.0 (Hopper)"]
     assert not list(backends._hopper_refusals(asked, (9, 0)))
-    monkeypatch.setattr(backends, "gluon_is_installed", lambda: False)
-    assert list(backends._hopper_refusals(asked, (9, 0))) == ["Triton without Gluon; needs Triton 3.6"]
+    monkeypatch.setattr(dispatch, "lack_of_gluon", lambda: "Triton 3.5.1; needs 3.6 or newer")
+    assert list(backends._hopper_refusals(asked, (9, 0))) == ["Triton 3.5.1; needs 3.6 or newer"]
 
 
 def weight_tensors(weight: TwoFour) -> tuple[Tensor, Tensor, Tensor | None]:

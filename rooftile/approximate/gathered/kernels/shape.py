@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.approximate.gathered.lists import Lists
+from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 
 # a place after all others
@@ -147,7 +148,7 @@ def _most(dtype: torch.dtype, dim: int, phase: str, hopper: bool) -> tuple[int, 
 
 @cache
 def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+    return capability(torch.device("cuda", index)) >= (9, 0)
 
 
 def padded(size: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import util
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +11,8 @@ from torch import Tensor
 from rooftile.approximate.native_sparse.selected import by_block, plain
 from rooftile.approximate.native_sparse.selected.tiles import queries_for
 from rooftile.errors import Unsupported
-from rooftile.runtime.launch import INTERPRETED, device_of
+from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
+from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
 
 LARGEST_DIM = 256
@@ -54,6 +53,8 @@ def attend(
     """
     if backend == "triton" and (reason := refusal(q, v, k.shape[-2], block)) is not None:
         raise Unsupported(f"backend 'triton' cannot run attention to chosen blocks: {reason}")
+    if backend == "auto":
+        warn_without_triton(q.is_cuda)
     if cu_q is not None:
         o, lse = _attend(q, k, v, chosen, cu_q, cu_k, scale, block, backend)
         return o, lse.T
@@ -124,15 +125,9 @@ def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
 
 def refusal_of_device(q: Tensor) -> str | None:
     """Why no kernel runs where q is, or in its dtype."""
-    if not (q.is_cuda and kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
-        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    if lack := lack_of_kernels(arch(q.device)):
+        return lack
     return "float64; has float32, bfloat16, float16" if q.dtype == torch.float64 else None
-
-
-@cache
-def kernels_on(index: int) -> bool:
-    """Whether the kernels run on a GPU."""
-    return util.find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def _runs_kernels(q: Tensor, v: Tensor, Hk: int, block: int, backend: str) -> bool:

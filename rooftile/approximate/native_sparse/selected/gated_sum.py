@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.fused import runs_on
+from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
 
@@ -40,7 +40,7 @@ def _plain(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:
 
 
 def _runs_kernels(a: Tensor) -> bool:
-    return runs_on(a) and a.dtype != torch.float64
+    return runs_kernels(a) and a.dtype != torch.float64
 
 
 def _run(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import metadata, util
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -31,6 +29,7 @@ from rooftile.exact.spec import Grads, Options, Spec
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.precision import Precision
 from rooftile.numerics.recipe import QuantisedQKV
+from rooftile.runtime.devices import lack_of_gluon
 from rooftile.runtime.launch import device_of, on_device
 
 NAME = "hopper"
@@ -53,8 +52,8 @@ ROWS_LISTED, ROWS_LISTED_WITH_GRAD = 64, 128
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.device != "sm90":
         yield f"tensors are on {spec.device}; needs sm90 (Hopper)"
-    elif (missing := _missing()) is not None:
-        yield missing
+    elif lack := lack_of_gluon():
+        yield lack
     if spec.dtype not in DTYPES:
         yield f"{str(spec.dtype).removeprefix('torch.')}; has {', '.join(DTYPES.values())}"
     if (spec.dim, spec.dim_v) not in DIMS:
@@ -133,20 +132,6 @@ def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
 
 
 @cache
-def _missing() -> str | None:
-    """Why Gluon cannot be imported here, found without importing Triton."""
-    found = util.find_spec("triton")
-    if found is None or found.origin is None:
-        return "Triton is not installed; needs 3.6 or newer"
-    version = metadata.version("triton")
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    gluon = Path(found.origin).parent / "experimental" / "gluon" / "language" / "nvidia" / "hopper"
-    if numbers < (3, 6) or not gluon.exists():
-        return f"Triton {version}; needs 3.6 or newer with Gluon for Hopper"
-    return None
-
-
-@cache
 def _launch() -> ModuleType:
     """Imports Gluon at the first call."""
     from rooftile.exact.backends.hopper.flash_fwd import run
@@ -170,7 +155,7 @@ def _launch_8bit() -> ModuleType:
 
 def import_kernels() -> None:
     """Imports the kernels for inference now, if possible, instead of at the first call."""
-    if _missing() is None:
+    if not lack_of_gluon():
         _launch()
         _launch_decode()
 

@@ -24,7 +24,8 @@ from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.precision import Precision
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
-from rooftile.runtime.launch import INTERPRETED, device_of, on_device
+from rooftile.runtime.devices import lack_of_kernels
+from rooftile.runtime.launch import device_of, on_device
 
 NAME = "triton"
 
@@ -35,8 +36,8 @@ OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout", "blocks")
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    if not _runs_on(spec.device):
-        yield f"tensors are on {spec.device}; needs a CUDA GPU of sm80 (Ampere) or newer"
+    if lack := lack_of_kernels(spec.device):
+        yield lack
     if spec.dtype not in DTYPES:
         yield f"{str(spec.dtype).removeprefix('torch.')}; has {', '.join(DTYPES.values())}"
     if max(spec.dim, spec.dim_v) > LARGEST_DIM:
@@ -68,13 +69,6 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
         yield f"dropout with precision {precision}; has none with it"
     if precision.incoherent and precision.qk != "native" and spec.dim % SHORTEST:
         yield f"head dim {spec.dim} has no Hadamard transform; has multiples of {SHORTEST}, or Precision(incoherent=False)"
-
-
-def _runs_on(device: str) -> bool:
-    if device == "cpu":
-        return INTERPRETED
-    # AMD's words are gfx90a, gfx942, ...
-    return device.startswith("gfx") or (device.startswith("sm") and int(device[2:]) >= 80)
 
 
 @cache

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rooftile.runtime.launch import is_capturing, triton_is_installed
+from rooftile.runtime.devices import capability, runs_kernels
+from rooftile.runtime.launch import is_capturing
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product.definition import Product, Sparse, scales_of
 
@@ -122,7 +123,7 @@ def algorithm_for(device: torch.device, dtype: torch.dtype) -> Algorithm:
     """Returns the library's fastest algorithm for a dtype where it is known, else its default."""
     if device.type != "cuda":
         return DEFAULT
-    return FASTEST.get((torch.backends.cusparselt.version(), torch.cuda.get_device_capability(device), dtype), DEFAULT)
+    return FASTEST.get((torch.backends.cusparselt.version(), capability(device), dtype), DEFAULT)
 
 
 def sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, algorithm: Algorithm) -> Tensor:
@@ -139,7 +140,7 @@ def _transposed(
     y: Tensor, M: int, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """The first M columns of a product (N, M) as rows, with scales and bias, rounded once."""
-    if y.is_cuda and triton_is_installed():
+    if y.is_cuda and runs_kernels(y):
         from rooftile.weights.two_four.product.transposed import transposed
 
         return transposed(y, M, x_scales, w_scales, bias, out_dtype)

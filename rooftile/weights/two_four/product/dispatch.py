@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile import weights as matmul
-from rooftile.errors import InvalidInput, Unsupported
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
+from rooftile.runtime.devices import INTERPRETED, capability, lack_of_triton, warn_without_triton
+from rooftile.runtime.dispatch import Dispatcher
 from rooftile.runtime.explanation import Explanation
-from rooftile.runtime.launch import INTERPRETED, triton_is_installed
-from rooftile.weights.dispatch import explained, gluon_is_installed
+from rooftile.weights.dispatch import lack_of_hopper
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product import cusparselt, definition
 from rooftile.weights.two_four.product.definition import CODES, Product, Sparse, scales_of
@@ -45,12 +45,9 @@ def run(asked: Call, name: str) -> Tensor:
     Raises:
         Unsupported: the named one does not take it.
     """
-    if name:
-        reasons = list(refusals(name, asked))
-        if reasons:
-            raise Unsupported(f"backend {name!r} cannot multiply this 2:4 weight: {'; '.join(reasons)}")
-    else:
-        name = next(each for each in order(asked) if next(refusals(each, asked), None) is None)
+    if not name:
+        warn_without_triton(asked.x.is_cuda)
+    name = DISPATCHER.select(asked, name or None)
     if asked.weight.values.dtype in CODES and asked.x_scales is None:
         codes, scales = _quantised(asked.x, CODES[asked.weight.values.dtype], name)
         asked = asked._replace(x=codes, x_scales=scales)
@@ -69,15 +66,13 @@ def order(asked: Call) -> tuple[str, ...]:
 
 def last_of_ours(device: torch.device) -> int:
     """Returns the rows up to which one of our kernels is first on a GPU."""
-    return FEW_ON_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else FEW
+    return FEW_ON_HOPPER if capability(device) == (9, 0) else FEW
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
     """Yields why a backend does not take a call: what came; what it has."""
     if name == "definition":
         return
-    if name not in NAMES:
-        raise InvalidInput(f"backend is {name!r}; must be one of {', '.join(NAMES)}, or None")
     x, weight, product = asked.x, asked.weight, asked.product
     if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu" and name == "triton"):
         yield f"tensors are on {x.device}; needs a CUDA GPU"
@@ -94,15 +89,15 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
 
 def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
     x, values = asked.x, asked.weight.values
-    if not triton_is_installed():
-        yield "no Triton; needs Triton 3.6"
+    if lack := lack_of_triton():
+        yield lack
         return
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    chip = capability(x.device) if x.is_cuda else (9, 0)
     least = (8, 9) if values.dtype == FP8 else (8, 0)
     if name == "hopper":
-        yield from _hopper_refusals(asked, capability)
-    elif capability < least:
-        yield f"compute capability {capability[0]}.{capability[1]}; needs {least[0]}.{least[1]}"
+        yield from _hopper_refusals(asked, chip)
+    elif chip < least:
+        yield f"compute capability {chip[0]}.{chip[1]}; needs {least[0]}.{least[1]}"
     if values.dtype == torch.int8:
         yield "values in int8; has bfloat16, float16, FP8"
     yield from _refusals_of_dtypes(asked, (torch.bfloat16, torch.float16))
@@ -110,15 +105,13 @@ def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
         yield f"rows of {asked.product.K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
 
 
-def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
-    if capability != (9, 0):
-        yield f"compute capability {capability[0]}.{capability[1]}; needs 9.0 (Hopper)"
-    elif not gluon_is_installed():
-        yield "Triton without Gluon; needs Triton 3.6"
-    else:
-        from rooftile.weights.two_four.product import hopper
+def _hopper_refusals(asked: Call, chip: tuple[int, int]) -> Iterator[str]:
+    if lack := lack_of_hopper(chip):
+        yield lack
+        return
+    from rooftile.weights.two_four.product import hopper
 
-        yield from hopper.refusals(asked.x, asked.weight, asked.product)
+    yield from hopper.refusals(asked.x, asked.weight, asked.product)
 
 
 def _library_refusals(asked: Call) -> Iterator[str]:
@@ -141,7 +134,7 @@ def _refusals_of_dtypes(asked: Call, known: tuple[torch.dtype, ...]) -> Iterator
 
 
 def _quantised(x: Tensor, format: str, name: str) -> tuple[Tensor, Tensor]:
-    if name == "definition" or x.shape[1] > LONGEST_ROW or not triton_is_installed():
+    if name == "definition" or x.shape[1] > LONGEST_ROW or lack_of_triton():
         return rows_as_codes(x, format, None)
     from rooftile.numerics import kernels
 
@@ -169,6 +162,11 @@ def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | No
     return y.to(product.out_dtype)
 
 
+DISPATCHER: Dispatcher[Call] = Dispatcher(
+    "multiply this 2:4 weight", order=order, refusals=lambda name, asked: tuple(refusals(name, asked))
+)
+
+
 def explain(asked: Call) -> Explanation:
-    """Says which backend takes a call, and why those before it do not."""
-    return explained((name, list(refusals(name, asked)), "runs") for name in order(asked))
+    """Says which backend takes a call, and why the faster ones do not."""
+    return DISPATCHER.explain_choice(asked)
