@@ -4,6 +4,7 @@ Few rows read 9/16 of a dense weight's bytes (5/8 in FP8). Sparse matrix units w
 cannot use them. So values are spread, and on an H200 that took longer than the bytes that are saved (h200-sparsity.jsonl):
 spread weights go from one thread's registers to another's. Hopper has a kernel that needs none of this
 (`rooftile.weights.hopper.two_four`).
+
 A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds
 the parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The
 next tiles are read into registers while one is multiplied.
