@@ -1,4 +1,4 @@
-"""Bytes that operators beside attention must move: what is read once and what is written once.
+"""Bytes that operators other than attention must move: each input read once, each result written once.
 
 Every function returns bytes through device memory for numbers of `itemsize` bytes; rotations are fp32.
 """

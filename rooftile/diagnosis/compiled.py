@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
         return self.run(*args, **kwargs)
 
     def touched(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that a call reads, and those that it writes."""
+        """The tensors that a call reads, and the tensors that it writes."""
         given = [(use, x) for use, x in zip(self.uses, args, strict=False) if isinstance(x, Tensor)]
         return [x for use, x in given if use != "out"], [x for use, x in given if use != "in"]
 

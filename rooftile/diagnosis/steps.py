@@ -44,11 +44,11 @@ class Steps:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this is a process that the program has forked: its steps are not those that were asked about."""
+        """Whether this is a process that the program has forked: its steps were not asked about."""
         return os.getpid() != self._process
 
     def run_again(self) -> None:
-        """The program has ended and is run again: its next step warms it up, and is none of those that were asked for."""
+        """The program has ended and is run again: its next step warms it up, and does not count."""
         self._is_first = True
         self.runs += 1
 

@@ -99,7 +99,7 @@ class Status(NamedTuple):
     backend: str | None  # the one that `enable` named
     calls: dict[str, int]  # Rooftile's functions, Transformers' models too, by backend
     sdpa: dict[str, int]  # forward calls of F.scaled_dot_product_attention, by backend
-    refused: dict[str, int]  # those that PyTorch's own kernel ran, by reason
+    refused: dict[str, int]  # calls that PyTorch's own kernel ran, by reason
 
     def __repr__(self) -> str:
         on = f"enabled, backend {self.backend or 'the fastest'}" if self.enabled else "not enabled"

@@ -248,7 +248,7 @@ def flash_attn_with_kvcache(
         out in the layout of q; with return_softmax_lse also lse (B, H, T), or packed (H, total_q), fp32.
 
     Raises:
-        Unsupported: cu_seqlens_k_new, rotary_seqlens or attention_chunk was given, or cu_seqlens_q beside new keys.
+        Unsupported: cu_seqlens_k_new, rotary_seqlens or attention_chunk was given, or cu_seqlens_q together with new keys.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 64)

@@ -165,7 +165,7 @@ class WindowPool(BlockPool):
         return max(position - (self.window - 1), 0) // self.size
 
     def _complete(self, blocks: list[int]) -> int:
-        """Returns how many of the first blocks a text can begin with: those in the window of the next query have rows."""
+        """Returns how many of the first blocks a text can begin with: blocks in the window of the next query have rows."""
         keep = run = 0
         for n, block in enumerate(blocks, 1):
             run = run + 1 if block in self._row_of else 0
@@ -211,6 +211,6 @@ class WindowPool(BlockPool):
 
 
 def _without(some: range, others: range) -> Iterator[int]:
-    """Yields the numbers of one range that are not in another, without looking at those that are."""
+    """Yields the numbers of one range that are not in another, without looking at the common ones."""
     yield from range(some.start, min(some.stop, others.start))
     yield from range(max(some.start, others.stop, min(some.stop, others.start)), some.stop)

@@ -74,7 +74,7 @@ def _update(
     w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, sum_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, left_out,
     W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Updates the numbers at n, of which those from `end` on do not exist (MASKED)."""
+    """Updates the numbers at n; numbers from `end` on do not exist (MASKED)."""
     there = n < end if MASKED else None
     g = tl.load(g_ptr + n, mask=there).to(tl.float32) * scale
     m = tl.load(m_ptr + n, mask=there).to(tl.float32)

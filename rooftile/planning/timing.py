@@ -127,7 +127,7 @@ def sizes_of(item: Item) -> list[Size]:
 
 
 def with_doubled(sizes: Sequence[Size]) -> list[Size]:
-    """Returns sizes, and then those with twice the rows."""
+    """Returns sizes, and then the sizes with twice the rows."""
     return [*sizes, *(size._replace(rows=2 * size.rows) for size in sizes)]
 
 

@@ -30,7 +30,7 @@ BIASES = 1024
 # names that a client chooses
 NAME_CHARACTERS = 128
 
-# bounds of structured output. No flags: they bound what a grammar may cost those who did not send it
+# bounds of structured output. No flags: they bound what a grammar may cost other clients
 SCHEMA_BYTES = 64 * 2**10
 SCHEMA_DEPTH = 32
 REGEX_BYTES = 4 * 2**10

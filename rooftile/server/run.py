@@ -111,7 +111,7 @@ class Run:
         return FAILED
 
     async def _drain(self, over: asyncio.Task[bool]) -> None:
-        """Lets running requests finish, and tells those that do not in time."""
+        """Lets running requests finish, and tells clients whose requests do not in time."""
         service, settings = self._service, self._settings
         service.draining = True
         log.info("draining: %d requests run, and have %g s", len(service.live), settings.drain_s)

@@ -80,7 +80,7 @@ class Call:
             changed.copy_(original)
 
     def bytes(self, places: Sequence[int] | None = None) -> int:
-        """Returns the bytes of the arguments (of all, or of those with these indices) and of the results. Runs it once."""
+        """Returns the bytes of the arguments (of all, or of arguments with these indices) and of the results. Runs it once."""
         # lists that were cut have fewer tensors
         read = self.tensors if places is None else [self.tensors[place] for place in places if place < len(self.tensors)]
         self.restore()

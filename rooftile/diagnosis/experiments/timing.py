@@ -71,7 +71,7 @@ class HostTimer:
         return (time.perf_counter() - start) * 1e6
 
     def used(self, call: Call, *, cold: bool = True) -> float:
-        # threads that sleep are woken at the beginning of a parallel run, which may take longer than the run. Those that still
+        # threads that sleep are woken at the beginning of a parallel run, which may take longer than the run. Threads that still
         # wait actively are there at once, as in a step, but beside a run of a single thread they use time of their own
         return min(self._used(call, cold, awake=awake) for awake in (False, True))
 
@@ -230,7 +230,7 @@ def keep_busy(device: torch.device, us: float) -> None:
 
 
 def _own(call: Call) -> list[torch.Tensor]:
-    """The call's tensors, with copies of those that it writes."""
+    """The call's tensors, with copies of the tensors that it writes."""
     return [x.clone() if n in call.written else x for n, x in enumerate(call.tensors)]
 
 

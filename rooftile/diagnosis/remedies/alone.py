@@ -244,7 +244,7 @@ def only_a_run_tells(op: str) -> bool:
 def has_products(op: str) -> bool:
     """Whether an operator multiplies matrices, which a processor may be fast or slow at in each dtype.
 
-    A generated kernel has the names of its neighbours, and would read tensors of another dtype as those that it was compiled for.
+    A generated kernel has the names of its neighbours, and would read tensors of another dtype in its own dtype.
     """
     if op.startswith(NAMESPACE) or "::convert" in op:
         return False

@@ -121,7 +121,7 @@ def _is_custom(seen: Seen) -> bool:
 
 
 def _given(seen: Seen, affected: Set[int]) -> int:
-    """How many tensors compiled code is given: those that it reads and has not made."""
+    """Counts the tensors that compiled code is given: tensors that it reads and has not made."""
     made: set[int] = set()
     given: set[int] = set()
     for call in seen.calls:

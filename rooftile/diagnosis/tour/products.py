@@ -16,7 +16,7 @@ BATCHES = (1, 64)
 
 
 def products(lab: Lab) -> Exhibit:
-    """Multiplies square matrices, from those that are shorter than their call to those that fill the machine."""
+    """Multiplies square matrices, from products that are shorter than their call to products that fill the machine."""
     dtype = _dtype(lab)
     sizes = SIZES[lab.device.type]
     cases = []

@@ -18,7 +18,7 @@ _ADDED = "additions joined with the norm after them"
 _LOSS = "loss from hidden states; logits is None where labels are given: rt.fuse(model, logits=True) keeps them"
 _LOSS_WITH_LOGITS = "loss from logits, which are kept"
 
-# the parameters of the forward functions that ours replace, beside the cache: another version of Transformers may have others
+# the parameters of the forward functions that ours replace, besides the cache: another version of Transformers may have others
 _ATTENTION = ("hidden_states", "position_embeddings", "attention_mask", "kwargs")
 _LAYER = ("hidden_states", "attention_mask", "position_ids", "use_cache", "position_embeddings", "kwargs")
 _GEMMA_LAYER = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "kwargs")
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
     kind: str  # a name in `classes.KINDS`
     title: str  # for the report
-    due: tuple[str, ...] = ()  # parameters of the forward function that is replaced, beside a cache; empty: not asked
+    due: tuple[str, ...] = ()  # parameters of the forward function that is replaced, besides a cache; empty: not asked
 
 
 def _like_llama(folder: str, name: str, attention: str) -> dict[str, Change]:

@@ -150,7 +150,7 @@ def _read_all(stored: dict[str, Stored]) -> dict[str, Tensor]:
 def _owned(
     weight: QuantisedWeight | TwoFour, stored: Iterable[Tensor], device: torch.device
 ) -> QuantisedWeight | TwoFour:  # fmt: skip
-    """The weight on a device, with no tensor in its file: who writes to that would change the model, or end the process."""
+    """The weight on a device, with no tensor in its file: a write to the file would change the model, or end the process."""
     if device.type != "cpu":
         return weight.to(device)
     mapped = {x.untyped_storage().data_ptr() for x in stored}

@@ -43,7 +43,7 @@ def tell(share: float) -> None:
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Compares the names, shapes and dtypes of a decoder's parameters with those in files; the decoder may be on "meta".
+    """Compares the names, shapes and dtypes of a decoder's parameters with the tensors in files; the decoder may be on "meta".
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes.
@@ -53,7 +53,7 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 
 def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Fills a decoder from files, one tensor at a time, so that only one is in memory beside the decoder.
+    """Fills a decoder from files, one tensor at a time, so that memory holds the decoder and one tensor.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.

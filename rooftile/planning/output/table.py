@@ -17,7 +17,7 @@ from rooftile.planning.records import KEPT_NAMES, Layer, Option, Other, Whole
 WIDTH = 130
 HEAD = ("module", "operator", "M, N, K", "FLOPs", "bytes", "F/B", "ridge", "bound", "chosen", "fuse with")
 OTHER_HEAD = ("module", "operator", "calls", "FLOPs", "bytes", "F/B", "ridge", "bound", "predicted", "fuse with")
-# operators that are shown, those with most time first
+# the number of operators that are shown, the longest time first
 MOST_OTHERS = 20
 # names of operators that can be fused with one
 MOST_NAMES = 4

@@ -19,7 +19,7 @@ _BOUNDS = {"latency": "overhead"}
 
 
 def others_of(watch: Watch, in_layers: Set[int], machine: Machine, root: str) -> list[Other]:
-    """Returns the operators outside of linear layers, those with most time first.
+    """Returns the operators outside of linear layers, the longest time first.
 
     in_layers: the numbers of the calls that are in one.
     root: the class of the model, with which the diagnosis begins all names.

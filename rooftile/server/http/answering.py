@@ -151,7 +151,7 @@ class Answering:
         return {} if self.ask.prompt_logprobs is None else {"prompt_logprobs": self.scored[place].listed}
 
     def stop(self, refusal: Refusal) -> None:
-        """Ends what still runs; the client is told why, after what it has."""
+        """Ends the answers that still run; the client is told why, after the text that it has."""
         for place, call in enumerate(self._calls):
             if not call.over:
                 call.fail(refusal)

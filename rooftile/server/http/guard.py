@@ -91,7 +91,7 @@ class Origins:
         return found
 
     def preflight(self, method: str, asked: Mapping[bytes, bytes]) -> Headers | None:
-        """Returns what a preflight is answered beside `headers`; None if it is none, or of a page that may not ask."""
+        """Returns a preflight's answer, besides `headers`; None if it is none, or of a page that may not ask."""
         is_allowed = len(self.headers(asked)) > 1
         if method != "OPTIONS" or b"access-control-request-method" not in asked or not is_allowed:
             return None

@@ -126,7 +126,7 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
 # the dimension of a product's result that each of its axes is; the inner one is in none
 RESULTS: dict[str, tuple[int | None, ...]] = {"mm": (0, 1, None), "addmm": (0, 1, None), "bmm": (0, 1, 2, None)}
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
-# GPU operators that compare the sizes of their tensors, besides those that PyTorch tags as pointwise and as reductions
+# GPU operators that compare the sizes of their tensors, besides operators that PyTorch tags as pointwise and as reductions
 CHECK_SIZES = frozenset(
     {
         "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",

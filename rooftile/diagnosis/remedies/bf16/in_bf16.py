@@ -21,7 +21,7 @@ def shares_in_bf16(
 ) -> tuple[dict[int, float], frozenset[int]]:  # fmt: skip
     """Runs operators in bf16 until the time ends.
 
-    Returns by row the share of its time that is left in bf16, of those that could be run so; and the rows that were too late.
+    Returns by row the share of its time that is left in bf16, for rows that could be run so; and the rows that were too late.
 
     Args:
         operations: the rows of the table.

@@ -38,7 +38,7 @@ def find_chains(calls: Sequence[Call], kept: Collection[int] = (), fewest: int =
     """Returns the chains of two and more calls.
 
     kept: tensors that are read after the step: its results, and tensors that a backward has saved.
-    fewest: calls of a chain; with 1 also those that are fused with no other.
+    fewest: calls of a chain; with 1 also calls that are fused with no other.
     """
     readers = _readers(calls)
     open_ones: list[_Open] = []

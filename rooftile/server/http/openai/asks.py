@@ -162,7 +162,7 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     if grammar is not None:
         params["structured"] = grammar
     check_params(params, type(form).model_fields, ready.vocabulary, names)
-    # a whole number may be larger than those that cross to the engine
+    # a whole number may be larger than a message to the engine holds
     params |= {name: float(params[name]) for name in _FLOATS & params.keys()}
     if form.metadata is not None and not isinstance(form.metadata, dict):
         raise _bad("metadata", "metadata must be an object")

@@ -65,7 +65,7 @@ def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _known(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of a message that are read; refuses those that would change its meaning."""
+    """Returns the fields of a message that are read; refuses fields that would change its meaning."""
     own = Message.model_fields
     for name, value in message.items():
         if name in CHANGING and not any(value == one and type(value) is type(one) for one in _EMPTY):
