@@ -1,6 +1,6 @@
 """Finds what bounds a program: operator by operator and as a whole, by counts, ceilings of this machine and experiments.
 
-    function or script -> steps -> watch (operators, counts) and timeline (times) -> experiments -> verdicts -> remedies -> Diagnosis
+    function or script -> steps -> watch (counts), timeline (times) -> experiments -> verdicts -> remedies -> Diagnosis
 
 run          `rooftile.diagnose`
 script       a script's step

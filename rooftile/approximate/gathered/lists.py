@@ -19,7 +19,7 @@ class Lists(NamedTuple):
     """The lists of a call, as the kernels read them.
 
     kind: "lists": a group's queries see its keys. "chunks": they see the keys of their group and of the one before, the first
-        group those of the last. "window": they see the keys from `lows` up to themselves in their order.
+        group the keys of the last. "window": they see the keys from `lows` up to themselves in their order.
     causal: lists: the keys up to the query's own place. Others: the keys before it; without, all but itself.
     """
 

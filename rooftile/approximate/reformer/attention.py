@@ -49,7 +49,7 @@ def reformer(
 ) -> Tensor:
     """Attention to tokens that hash alike: each round sorts by (hash, place), and a token sees its chunk and the one before.
 
-    One projection gives queries and keys; keys are divided by their lengths: by sqrt(|k|^2 + 1e-6 D), whose small term is that of
+    One projection gives queries and keys; keys are divided by their lengths: by sqrt(|k|^2 + 1e-6 D), whose small term is as in
     the code that trained the paper's models, and keeps a key of zeros zero. A round's first chunk sees its last one. A token sees
     itself only if it sees nothing else, in any round.
 

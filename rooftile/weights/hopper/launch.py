@@ -42,7 +42,7 @@ SHARED = 196 * 1024
 MOST_STAGES = 12
 # rows of x up to which a product is bound by bytes
 BYTES = 64
-# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has so many
+# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has enough
 # steps that a kernel which orders them once is faster
 ORDERS, ORDERS_IN_MANY_STEPS, MANY_STEPS = 32, 16, 16
 # steps that a program loses by sharing tiles: where each tile has as many programs, and where not. Parts of up to
