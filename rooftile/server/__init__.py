@@ -1,8 +1,8 @@
 """The server: an engine behind OpenAI's API. Its process answers HTTP, and the engine runs in another one.
 
-    this process    socket -> http: protocol, envelope, app, body, forms -> texts (tokens) -> admission -> engine.remote
+    this process    socket -> http: protocol, middleware, app, body, forms -> texts (tokens) -> admission -> engine.remote
     the other       engine.process: loop -> Engine.step -> following (the news of a step)
-    this process    engine.remote -> engine.calls -> http: answering, texts -> sse or one object -> socket
+    this process    engine.remote -> engine.calls -> http: responder, texts -> sse or one object -> socket
 
 settings     the settings of `rooftile serve`
 run          starts and ends a server

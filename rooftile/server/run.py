@@ -42,11 +42,11 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to `Run`."""
+        """Leaves signals to `ServerRun`."""
         yield
 
 
-class Run:
+class ServerRun:
     """One life of a server.
 
     Args:
@@ -119,8 +119,8 @@ class Run:
         while service.live and time.monotonic() < until and not over.done():
             await asyncio.sleep(0.05)
         left = Refusal("shutting_down", f"the server is shutting down, and the request has not ended in {settings.drain_s:g} s")
-        for answering in list(service.live):
-            answering.stop(left)
+        for responder in list(service.live):
+            responder.stop(left)
         until = time.monotonic() + FAREWELL_S
         while service.live and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -203,7 +203,7 @@ def run(settings: ServerSettings) -> int:
     freeze_garbage()
 
     async def live() -> int:
-        return await Run(settings, listener).live()
+        return await ServerRun(settings, listener).live()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(live())

@@ -82,7 +82,7 @@ def load(
             places.pop("lm_head.weight", None)
         for stored_one, place in weights.matched(config, places, found):
             place.copy_(stored_one.get_tensor())
-        weights.tell(1.0)
+        weights.report_progress(1.0)
 
 
 def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
@@ -168,7 +168,7 @@ def _fill(
     apart: dict[str, Tensor] = {}
     layers = list(decoder.layers)
     for done, (projection, names) in enumerate(projections):
-        weights.tell(done / len(projections))
+        weights.report_progress(done / len(projections))
         # the one before this was the last of its layer
         while on_layer is not None and projection not in layers[0].projections:
             on_layer(layers.pop(0))

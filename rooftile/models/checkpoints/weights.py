@@ -27,19 +27,19 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 
 @contextmanager
-def reading_told(told: Callable[[float], None]) -> Iterator[None]:
-    """Calls `told` with the share of the weights that has been read, at each tensor or layer that this thread loads meanwhile."""
-    token = _listener.set(told)
+def reporting_progress(report: Callable[[float], None]) -> Iterator[None]:
+    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads."""
+    token = _listener.set(report)
     try:
         yield
     finally:
         _listener.reset(token)
 
 
-def tell(share: float) -> None:
-    """Tells who listens (`reading_told`) which share has been read."""
-    if (told := _listener.get()) is not None:
-        told(share)
+def report_progress(share: float) -> None:
+    """Reports which share has been read to the caller of `reporting_progress`."""
+    if (report := _listener.get()) is not None:
+        report(share)
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
@@ -64,7 +64,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
         for stored, place in pairs:
             place.copy_(stored.get_tensor())
             done += place.nbytes
-            tell(done / whole)
+            report_progress(done / whole)
 
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rooftile.engine.output import logprobs_at
 from rooftile.engine.request import Answer, Request
 from rooftile.engine.text.detokenizer import Detokenizer
-from rooftile.server.engine.messages import News, Piece, Ranked, Scored
+from rooftile.server.engine.messages import AnswerPiece, News, Ranked, Scored
 
 
 class Followed:
@@ -56,21 +56,21 @@ class Followed:
         self._owes_prompt = False
         return [Ranked(*request.prompt_tops[place]) for place in range(1, len(request.prompt))]
 
-    def _piece(self, answer: Answer) -> Piece:
+    def _piece(self, answer: Answer) -> AnswerPiece:
         detokenizer, tokens = answer.detokenizer, answer.generated
         if answer.finish_reason is not None:
             self._ended.add(answer.index)
         if self._sends_ids:
             ids = None if detokenizer is None else detokenizer.take_ids()
-            return Piece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
+            return AnswerPiece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
         text = "" if detokenizer is None else detokenizer.take()
         if answer.finish_reason is None and detokenizer is not None:
             # a stop string may still take away tokens whose text is held back
             tokens = min(tokens, detokenizer.tokens_released)
         if self.request.params.logprobs is None:
-            return Piece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
+            return AnswerPiece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
         before = self._sent.get(answer.index, 0)
-        return Piece(
+        return AnswerPiece(
             answer.index, text, tokens, self._logprobs(answer, tokens), answer.finish_reason, answer.stop_reason, answer.logprob,
             None, None, None if detokenizer is None else self._offsets(detokenizer, before, tokens),
         )  # fmt: skip

@@ -81,22 +81,22 @@ def ready_message(llm: LLM, folder: str | None) -> Ready:
 
 def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     """Reads the model, and answers requests for ever."""
-    told = -1
+    reported = -1
 
-    def tell(share: float) -> None:
-        nonlocal told
-        if int(share * 100) > told:
-            told = int(share * 100)
-            link.send(Reading(told))
+    def report_progress(share: float) -> None:
+        nonlocal reported
+        if int(share * 100) > reported:
+            reported = int(share * 100)
+            link.send(Reading(reported))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
     from rooftile.engine.checkpoint import find_folder
     from rooftile.engine.llm import LLM
-    from rooftile.models.checkpoints.weights import reading_told
+    from rooftile.models.checkpoints.weights import reporting_progress
     from rooftile.server.engine.loop import Loop
 
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
-    with reading_told(tell):
+    with reporting_progress(report_progress):
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()

@@ -1,6 +1,6 @@
 """`Texts`: the tokenizer of the served model, in two threads, so that no long text holds up the event loop.
 
-`AnswerTexts` makes the texts of a request's answers with it, in the event loop where the text is short.
+`AnswerDecoder` makes the texts of a request's answers with it, in the event loop where the text is short.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Texts:
             self._queued -= 1
 
 
-class AnswerTexts:
+class AnswerDecoder:
     """The texts of a request's answers, where the engine sends their tokens only.
 
     Args:

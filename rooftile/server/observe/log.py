@@ -19,7 +19,7 @@ FLUSH_S = 1.0
 
 
 @dataclass(slots=True)
-class Account:
+class AccessRecord:
     """One request for the log and the metrics, filled while it is answered."""
 
     id: str = ""
@@ -116,6 +116,6 @@ def start_log(*, as_json: bool, queued: bool) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def tell(account: Account) -> None:
+def log_request(access: AccessRecord) -> None:
     """Writes the line of a request."""
-    log.info("request", extra={"said": account.line()})
+    log.info("request", extra={"said": access.line()})
