@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from rooftile.diagnosis.decode_step import Sizes, decoding
+from rooftile.diagnosis.decode_step import DecodeSizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.diagnosis.run import diagnose
@@ -58,7 +58,7 @@ def diagnose_checkpoint(
         generation_config="none",
     )  # fmt: skip
     engine = build_engine(model, config)
-    with torch.inference_mode(), decoding(engine, Sizes(batch, context, steps // 2)):
+    with torch.inference_mode(), decoding(engine, DecodeSizes(batch, context, steps // 2)):
 
         def decode() -> None:
             engine.step()

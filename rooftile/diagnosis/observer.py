@@ -25,17 +25,17 @@ from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
-from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
+from rooftile.diagnosis.remedies.attentions import StepAttention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
+from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep
 from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
-from rooftile.diagnosis.remedies.seen import WORTH, Seen
-from rooftile.diagnosis.steps import Role, Timed
+from rooftile.diagnosis.steps import Role, StepTimer
 from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -96,7 +96,7 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
+        timed: Role = lambda: StepTimer(self.device, self._taken, self._asked)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
@@ -140,7 +140,7 @@ class Observer:
     def _timeline(self) -> Timeline:
         return self._profiled.timeline
 
-    def _us(self, operation: Operation) -> float:
+    def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
         us = self._timeline.op_us.get((operation.op, operation.shapes))
         if us is None:
@@ -179,7 +179,7 @@ class Observer:
         operations = self._watch.operations
         return sum(self._us(operations[row]) for row in rows)
 
-    def _leading(self) -> list[Operation]:
+    def _leading(self) -> list[OperatorRow]:
         """An operation of each of the kinds that explain most of the time, longest first."""
         operations = self._watch.operations
         # a collective alone would wait for the other processes for ever
@@ -247,7 +247,7 @@ class Observer:
             idle_us=sum(step.idle_us.values()), replayed_us=self._timeline.replayed_us * self._shrink,
             on_gpu=self.device.type == "cuda",
         )  # fmt: skip
-        seen = Seen(
+        seen = ObservedStep(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
@@ -296,8 +296,8 @@ class Observer:
         ]  # fmt: skip
 
     def _other_attentions(
-        self, operations: Sequence[Operation], samples: Mapping[Kind, Sample]
-    ) -> list[tuple[Attention, Mapping[str, float], str]]:  # fmt: skip
+        self, operations: Sequence[OperatorRow], samples: Mapping[Kind, Sample]
+    ) -> list[tuple[StepAttention, Mapping[str, float], str]]:  # fmt: skip
         """The attentions of the step that take a part of its time, with the times of others on the same shapes."""
         times_us = [self._us(operation) for operation in operations]
         timed: dict[tuple[object, ...], tuple[Mapping[str, float], str] | None] = {}

@@ -120,7 +120,7 @@ def step() -> Iterator[None]:
     steps.end()
 
 
-class Timed:
+class StepTimer:
     """Times the step that runs in its block, device and host together; the time in µs is added to `taken`.
 
     The time until the host has asked for all of it is added to `asked`.
@@ -130,7 +130,7 @@ class Timed:
         self._device = device
         self._taken, self._asked = taken, asked
 
-    def __enter__(self) -> Timed:
+    def __enter__(self) -> StepTimer:
         wait_for(self._device)
         self._start = time.perf_counter()
         return self

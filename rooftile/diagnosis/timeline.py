@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rooftile.diagnosis.compiled import NAMESPACE, Kernel, watched_kernels
+from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel, watched_kernels
 from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.where import user_line
 
@@ -145,7 +145,7 @@ class Profiled:
             self.trace = pack(self._profiler)
 
 
-def _named(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a generated kernel, of which the profiler knows nothing on a CPU, under its name."""
     with record_function(f"{NAMESPACE}::{kernel.name}"):
         return kernel(*args, **kwargs)

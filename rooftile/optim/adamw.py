@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.optim.definition import Numbers
+from rooftile.optim.definition import StepNumbers
 from rooftile.optim.operator import is_dense
 from rooftile.optim.operator import step as take_step
 from rooftile.optim.split import is_channels_last, join, own_rests, sums_of
@@ -169,7 +169,7 @@ class AdamW(Optimizer):
         beta1, beta2 = map(float, group["betas"])
         left_out = [self._left_out[id(p)] for p in weights if id(p) in self._left_out]
         masks, decay = [mask for mask, _ in left_out], left_out[0][1] if left_out else 0.0
-        numbers = Numbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
+        numbers = StepNumbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
         first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         rests, sums = ([state[name] for state in states if name in state] for name in ("rest", "sums"))
         gradients = [p.grad for p in weights if p.grad is not None]

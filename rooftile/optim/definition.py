@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile.optim.split import join, own_rests, split, sums_of
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """The numbers of a step that all weights of a call share."""
 
     lr: float
@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
 
 def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, sums: Tensor | None,
-    step: Tensor | None, lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool, mask: Tensor | None = None,
+    step: Tensor | None, lr: Tensor | None, clip: Tensor | None, numbers: StepNumbers, maximize: bool, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Changes weight, first, second and rest in place; each is computed in fp32 (fp64 for fp64) and rounded once.
 

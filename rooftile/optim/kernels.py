@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.optim import split as halves
-from rooftile.optim.definition import Numbers
+from rooftile.optim.definition import StepNumbers
 from rooftile.optim.split import BLOCK
 from rooftile.runtime.launch import BoundedCache, Kernel, is_capturing
 
@@ -163,7 +163,7 @@ _spare: dict[int, Tensor] = {}
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
     sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
-    numbers: Numbers, maximize: bool,
+    numbers: StepNumbers, maximize: bool,
 ) -> None:  # fmt: skip
     """One launch for all weights: dense ones, whose gradients lie in memory as they do."""
     gradients = [_lying_as(w, g) for w, g in zip(weights, gradients, strict=True)]

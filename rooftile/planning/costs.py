@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from rooftile.diagnosis.machine import roofs_of
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.planning.formats import KEPT, weight_bytes
@@ -59,7 +59,7 @@ class Pass(NamedTuple):
     aligned: int = 16
 
 
-class Machine:
+class DeviceCeilings:
     """A device and its ceilings."""
 
     def __init__(self, device: torch.device, ceilings: Ceilings) -> None:
@@ -71,7 +71,7 @@ class Machine:
     def roofs(self, dtype: str) -> Roofs:
         """Returns the roofs of a product in a dtype."""
         if dtype not in self._roofs:
-            product = Operation(
+            product = OperatorRow(
                 module="", op="aten::mm", phase="forward", calls=1, flops=0, special=0, bytes=0, where="", dtype=dtype,
                 device=self.device.type, key=(), indices=(),
             )  # fmt: skip

@@ -15,7 +15,7 @@ from torch.nn import functional
 from rooftile.hardware import ceilings
 from rooftile.hardware.clock import ReplayClock, clock_for
 from rooftile.numerics import QuantisedRows, quantise_rows
-from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
+from rooftile.planning.costs import DeviceCeilings, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
 from rooftile.qat.codes import taken_from
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     replayed: bool = False
 
 
-class Timed(NamedTuple):
+class TimedCalls(NamedTuple):
     """Calls that take the same time, one for each copy of the weights, and the kernels of one, for a clock that only pretends.
 
     replayed: whether the time is that in a CUDA graph. There is one call if not.
@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 class Stopwatch(Protocol):
     """Times calls."""
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         """Returns the time of each call in µs."""
 
 
@@ -75,7 +75,7 @@ class DeviceStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_for(device, BUDGET_MS)
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         """Returns the time of one call of each in µs. They take turns, so that their ratios are of the same minute."""
         clocks = [ReplayClock() if work.replayed else self._clock for work in works]
         calls = [partial(_one_after_the_other, work.runs) for work in works]
@@ -186,7 +186,7 @@ class Times:
 
     def take(self, item: Item, sizes: Mapping[str, Sequence[Size]]) -> None:
         """Times an item in several formats, each in some sizes, so that all of them take turns."""
-        works: dict[tuple[Any, ...], Timed] = {}
+        works: dict[tuple[Any, ...], TimedCalls] = {}
         for word, asked in sizes.items():
             missing = [size for size in dict.fromkeys(asked) if self._key(item, word, size) not in self._known]
             for replayed in dict.fromkeys(size.replayed for size in missing):
@@ -207,7 +207,7 @@ class Times:
 
     def of_step(self, run: Callable[[], Any], passes: Sequence[Pass], *, replayed: bool) -> float:
         """Returns the time of a whole step, in µs."""
-        (found,) = self._stopwatch.us([Timed([run], passes, self._device.type == "cuda" and replayed)])
+        (found,) = self._stopwatch.us([TimedCalls([run], passes, self._device.type == "cuda" and replayed)])
         return found
 
     def _key(self, item: Item, word: str, size: Size) -> tuple[Any, ...]:
@@ -222,23 +222,23 @@ class Times:
         copies = max(ceil(CACHES * self._cache_bytes / nbytes), 1) if replayed else 1
         return [products_of(item, word, copied=copies > 1) for _ in range(copies)]
 
-    def _work(self, item: Item, word: str, size: Size, computes: Sequence[Callable[[Any], Any]]) -> Timed:
+    def _work(self, item: Item, word: str, size: Size, computes: Sequence[Callable[[Any], Any]]) -> TimedCalls:
         plain = torch.randn(size.rows, item.products[0][1], device=self._device).to(item.dtype)
         x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
         runs = [partial(compute, x) for compute in computes]
-        return Timed(runs, passes_for(item, word, size.rows, self._device), self._device.type == "cuda" and size.replayed)
+        return TimedCalls(runs, passes_for(item, word, size.rows, self._device), self._device.type == "cuda" and size.replayed)
 
 
-def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> Machine:
+def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> DeviceCeilings:
     """Returns a device with its ceilings; they are measured again, once, if a layer is clearly faster than they allow."""
-    machine = Machine(device, ceilings.measure(device))
+    machine = DeviceCeilings(device, ceilings.measure(device))
     if times is None or device in _measured_again or not any(_is_above(item, machine, times) for item in items):
         return machine
     _measured_again.add(device)
-    return Machine(device, ceilings.measure_again(device))
+    return DeviceCeilings(device, ceilings.measure_again(device))
 
 
-def _is_above(item: Item, machine: Machine, times: Times) -> bool:
+def _is_above(item: Item, machine: DeviceCeilings, times: Times) -> bool:
     """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
     sizes = sizes_of(item)
     predicted = [machine.us(passes_for(item, KEPT, size.rows, machine.device)) for size in sizes]

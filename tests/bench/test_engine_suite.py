@@ -205,7 +205,7 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = LLM(decoder_named("tiny", torch.device("cpu")), max_model_len=64).engine
-    found = decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+    found = decode_step.idle(engine, decode_step.DecodeSizes(2, 8, 2))
     assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_per_step": 2}
     # the steps that were not profiled took 4.4 ms each: of these, 4 are work
     answer = {"start": {"seconds": 1.0, "compiled": 0, "settings": {}}, "idle": {"unprofiled_ms": 4.4} | found}
@@ -214,7 +214,7 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     assert (row.median_us, row.measures["idle_percent_unprofiled"]) == (5000.0, pytest.approx(9.0909, abs=1e-3))
     events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
     with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
-        decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+        decode_step.idle(engine, decode_step.DecodeSizes(2, 8, 2))
 
 
 def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
     plans: list[list[int]] = []
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan))
-    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)) as context:
+    with decode_step.decoding(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8)) as context:
         before, begun = context(), len(plans)
         assert 36 <= before < 37
         for n in range(8):
@@ -231,7 +231,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
             assert context() == before + n + 1
     assert plans[begun:] == [[1, 1, 1, 1]] * 8
     assert sum(plans[0]) > 4
-    _, half_way = decode_step.milliseconds(engine, decode_step.Sizes(batch=4, context=40, steps=8))
+    _, half_way = decode_step.milliseconds(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8))
     assert half_way == pytest.approx(40, abs=1)
     assert engine.idle
     assert engine.pool.used_blocks == 0
@@ -240,7 +240,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
 def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> None:
     # prompts take so long that the first answers are past the context before the last one begins
     engine = LLM(decoder, max_model_len=128, max_batched_tokens=12).engine
-    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
+    with decode_step.decoding(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8)):
         run = engine.runner.run
         reads: list[int] = []
         monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
@@ -250,8 +250,8 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
 
 
 def test_the_sizes_are_those_of_the_peers() -> None:
-    assert decode_step.Sizes.of() == (256, 640, 64)
-    assert str(decode_step.Sizes.of()) == "256x640"
+    assert decode_step.DecodeSizes.of() == (256, 640, 64)
+    assert str(decode_step.DecodeSizes.of()) == "256x640"
 
 
 # the peer

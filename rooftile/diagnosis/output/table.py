@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftile.diagnosis.output.rows import Op, Program, Step
+from rooftile.diagnosis.output.rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.units import count, digits, duration, percent
 from rooftile.diagnosis.remedies.remedy import GRAPH, Remedy, together
 
@@ -31,7 +31,7 @@ PHASES = {"forward": "", "backward": "bwd ", "optimiser": "opt "}
 
 
 def text(
-    program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], *,
+    program: Program, step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy], *,
     uncounted: Sequence[str] = (), counters: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (), rows: int = 20,
 ) -> str:  # fmt: skip
     """Returns the whole text.
@@ -62,7 +62,7 @@ def text(
     return "\n".join(lines)
 
 
-def sentence(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> str:
+def sentence(step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> str:
     """Returns the diagnosis in a sentence or two."""
     words = f"Step {duration(step.time_us)}: {_held_up(step, ops)}"
     graph_us = step.experiments.get("graph_us")
@@ -96,7 +96,7 @@ def _asked_for(ops: Sequence[Op]) -> str:
     return "kernels" if any(op.kernels for op in ops) else "operators"
 
 
-def _held_up(step: Step, ops: Sequence[Op]) -> str:
+def _held_up(step: StepSummary, ops: Sequence[Op]) -> str:
     launches, waits = "", step.shares.get("host", 0.0)
     if step.launches:
         # a wait for data or the device is no time between two of them
@@ -179,7 +179,7 @@ def alone_words(op: Op) -> str | None:
     return f"a call takes {duration(op.in_context_us / op.calls)} in the step and {duration(alone_us)} alone"
 
 
-def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
+def _remedies(step: StepSummary, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
         measured = "" if remedy.measured_us is None else f", measured {_saving(remedy.measured_us)}"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.experiments.timing import keep_busy
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
 from rooftile.diagnosis.steps import wait_for
 
@@ -115,7 +115,7 @@ def _factors(sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def narrower_share(
-    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device
 ) -> float | None:  # fmt: skip
     """Times an operator with kernels of its own for each dtype in fp32 and in a narrower one; returns the share that is left.
 
@@ -206,7 +206,7 @@ def cast_us(device: torch.device, count: int = 100) -> float:
 
 
 def _in_both(
-    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], Any]] | None:  # fmt: skip
     """The operator in fp32 and in a narrower dtype."""
     name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"

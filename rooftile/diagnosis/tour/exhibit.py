@@ -29,7 +29,7 @@ def one_after_another(parts: Sequence[Expected]) -> Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ExhibitCase:
     """One way to do the work."""
 
     name: str
@@ -43,7 +43,7 @@ class Exhibit:
 
     title: str
     does: str  # the work, in a sentence or two
-    cases: tuple[Case, ...]
+    cases: tuple[ExhibitCase, ...]
     lesson: Callable[[Mapping[str, float]], str]  # from measured times in µs by case
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 
 # one of two roofs is the model's answer only if its time is this many times the other's
 CLEAR = 1.5
@@ -69,7 +69,7 @@ class Model:
         return {"memory": self.memory, "compute": self.compute}.get(self.bound or "")
 
 
-def model(operation: Operation, roofs: Roofs, time_us: float | None = None) -> Model:
+def model(operation: OperatorRow, roofs: Roofs, time_us: float | None = None) -> Model:
     """Returns the modelled times of one call.
 
     time_us: its measured time. A call that is faster than main memory allows found its data in the cache; one that is much

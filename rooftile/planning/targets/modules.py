@@ -14,7 +14,7 @@ from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.planning.costs import Machine
+from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.others import others_of
 from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
@@ -105,7 +105,7 @@ class ModuleTarget:
         """Returns the first tensor that the model returns, with all modules in evaluation mode."""
         return self._evaluated(lambda: first_tensor(self._model(*self._args, **self._kwargs)))
 
-    def others(self, machine: Machine) -> list[Other]:
+    def others(self, machine: DeviceCeilings) -> list[Other]:
         """Returns the operators outside of linear layers."""
         return others_of(self._recording.watch, self._recording.in_layers, machine, self.name)
 

@@ -168,9 +168,9 @@ class _Run:
         yield self.row(f"decode-step-{sizes}", samples, phase="decode", **spreads)
 
     @property
-    def sizes(self) -> decode_step.Sizes:
+    def sizes(self) -> decode_step.DecodeSizes:
         """Requests, context and steps of the decode steps."""
-        return decode_step.Sizes.of(self.asked.scale)
+        return decode_step.DecodeSizes.of(self.asked.scale)
 
     def second_process(self) -> Iterator[Row]:
         self.close()

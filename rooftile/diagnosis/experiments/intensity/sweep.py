@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
-from rooftile.diagnosis.experiments.smaller.axes import Axis, piece
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 
@@ -68,7 +68,7 @@ class Sweep:
 
 
 def sweep(
-    ladder: Ladder, call: Call, axes: list[Axis], timer: Timer, time_us: float, end: float, *,
+    ladder: Ladder, call: RepeatableCall, axes: list[CallAxis], timer: Timer, time_us: float, end: float, *,
     steps: Sequence[float] = STEPS, counts: Sequence[int] = (),
 ) -> Sweep:  # fmt: skip
     """Returns times with more and more multiply-adds.
@@ -95,7 +95,7 @@ def sweep(
     counts = counts or tuple(dict.fromkeys(2 ** round(math.log2(n)) for n in wanted if 0.7 <= n <= MOST * 1.4))
     if not counts:
         raise Unsupported("no number of multiply-adds from 1 to 512 per element takes a share of its time")
-    rungs: dict[int, Call] = {0: own}
+    rungs: dict[int, RepeatableCall] = {0: own}
     for count in counts:
         timing_s = PLANNED_ROUNDS * sum(time_us + n * step_us / threads for n in (*rungs, count)) / 1e6
         # one rung is needed, and the ladder itself says that there is no time to compile it

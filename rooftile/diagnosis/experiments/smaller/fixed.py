@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.call import Call
-from rooftile.diagnosis.experiments.smaller.axes import Axis, Piece, piece
+from rooftile.diagnosis.compiled import GeneratedKernel
+from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, SmallerCall, piece
 from rooftile.errors import Unsupported
 
 SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)
@@ -14,12 +14,12 @@ SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)
 SMALL_ENOUGH = 0.55
 
 
-def smaller(call: Call, axes: Sequence[Axis]) -> list[Piece]:
+def smaller(call: RepeatableCall, axes: Sequence[CallAxis]) -> list[SmallerCall]:
     """Returns the call at smaller sizes, down to the smallest.
 
     Raises Unsupported where it cannot be cut to half.
     """
-    if isinstance(call.function, Kernel):
+    if isinstance(call.function, GeneratedKernel):
         raise Unsupported("its sizes are compiled in")
     if not axes:
         raise Unsupported("none of its dimensions can be cut")
