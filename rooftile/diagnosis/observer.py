@@ -86,7 +86,7 @@ class Observer:
         self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
         self._ncu = ncu
         self._taken: list[float] = []
-        self._asked: list[float] = []
+        self._launched: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
         self._profiled: Profiled
@@ -96,7 +96,7 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: StepTimer(self.device, self._taken, self._asked)  # noqa: E731
+        timed: Role = lambda: StepTimer(self.device, self._taken, self._launched)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
@@ -276,7 +276,7 @@ class Observer:
         if not timeline.launched:
             return None
         launches = tuple(one._replace(device_us=one.device_us * self._shrink) for one in timeline.launched)
-        return Queue(launches, timeline.tail_us).paced(median(self._asked))
+        return Queue(launches, timeline.tail_us).paced(median(self._launched))
 
     @property
     def _mode(self) -> str:

@@ -50,11 +50,11 @@ def weight_bytes(N: int, K: int, word: str, itemsize: int) -> int:
     if word == SPARSE:
         # half of the numbers, and two bits for the place of each, in whole bytes
         return N * (K * itemsize // 2 + -(-K // 8))
-    format, asked = parsed(word)
+    format, group_given = parsed(word)
     kind = weight_format(format)
     codes = N * -(-K * kind.bits // 8)
     if format == "fp8_tile":
         return codes + 4 * -(-N // TILE) * -(-K // TILE)
-    group = K if asked == ROW else group_of(kind, K, asked)
+    group = K if group_given == ROW else group_of(kind, K, group_given)
     scale = 4 if kind.activations is not None else 1 if kind.has_exponents or format == "nvfp4" else 2
     return codes + scale * N * (K // group) + 4 * (format == "nvfp4")

@@ -106,9 +106,9 @@ def plan(
         raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
     if patterns_of(skip) != SKIPPED:
         raise InvalidInput(f"skip is {skip!r} and the model a checkpoint; leave it out: its embedding and head always stay")
-    phases, asked = _phases(rows, shares), None if context is None else _count("context", context)
+    phases, positions = _phases(rows, shares), None if context is None else _count("context", context)
     decoder, name = _decoder(model, device)
-    tokens = min(CONTEXT, decoder.config.max_len) if asked is None else asked
+    tokens = min(CONTEXT, decoder.config.max_len) if positions is None else positions
     with unchanged([]):
         there = DecoderTarget(decoder, name, phases, tokens)
         return _planned(there, decoder.embedding.device, words, data, allowed, measure)

@@ -168,9 +168,9 @@ def training_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
             x = x.detach().requires_grad_(item.needs_dx)
             for w, b in zip(weights, biases, strict=True):
                 y = functional.linear(x, w, b) if rounding is None else rounded(x, w, b, rounding)
-                asked = [tensor for tensor in (x if item.needs_dx else None, w, b) if tensor is not None]
+                wanted = [tensor for tensor in (x if item.needs_dx else None, w, b) if tensor is not None]
                 # any numbers do for the gradient of y
-                found += torch.autograd.grad(y, asked, y.detach())
+                found += torch.autograd.grad(y, wanted, y.detach())
         return found
 
     return compute
@@ -187,8 +187,8 @@ class Times:
     def take(self, item: Item, sizes: Mapping[str, Sequence[Size]]) -> None:
         """Times an item in several formats, each in some sizes, so that all of them take turns."""
         works: dict[tuple[Any, ...], TimedCalls] = {}
-        for word, asked in sizes.items():
-            missing = [size for size in dict.fromkeys(asked) if self._key(item, word, size) not in self._known]
+        for word, wanted in sizes.items():
+            missing = [size for size in dict.fromkeys(wanted) if self._key(item, word, size) not in self._known]
             for replayed in dict.fromkeys(size.replayed for size in missing):
                 computes = self._computes(item, word, replayed)
                 works |= {

@@ -17,7 +17,7 @@ from rooftile.engine.runner import Result, Runner
 from rooftile.engine.scheduler import Plan
 from rooftile.errors import InvalidInput
 from rooftile_lab.bench.run import Progress
-from rooftile_lab.bench.workloads import Ask, Workload
+from rooftile_lab.bench.workloads import Workload, WorkloadRequest
 
 Fate = Literal["waiting", "answered", "gone", "refused"]
 
@@ -273,7 +273,7 @@ class _Client:
         self.done += 1
 
 
-def fitted(workload: Workload, vocabulary: int) -> tuple[Ask, ...]:
+def fitted(workload: Workload, vocabulary: int) -> tuple[WorkloadRequest, ...]:
     """The requests of a workload with the token ids of a smaller vocabulary; invalid ids stay invalid."""
     return tuple(
         ask._replace(prompt=[token % vocabulary if 0 <= token < 1 << 20 else token for token in ask.prompt])

@@ -16,7 +16,7 @@ from rooftile.diagnosis.remedies import propose
 from rooftile.diagnosis.remedies.bf16.narrower import narrower
 from rooftile.diagnosis.remedies.queue import LaunchChange, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
-from rooftile.diagnosis.timeline import Launch, _asked
+from rooftile.diagnosis.timeline import Launch, _launched
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from tests.diagnosis.machine import Asked, Machine, Work, enqueued, finding
@@ -101,7 +101,7 @@ def test_rows_with_one_key_share_its_launches() -> None:
 def test_the_hosts_time_leaves_out_its_waits() -> None:
     """Asked at 10, 20 and 90 us; between the second and the third the host waits for 60 us; 5 us after the last it is done."""
     work = [(20_000, 2.0, KEY), (10_000, 1.0, None), (90_000, 3.0, KEY)]
-    launched, tail_us = _asked(work, [(25_000, 85_000), (96_000, 200_000)], (0, 95_000))
+    launched, tail_us = _launched(work, [(25_000, 85_000), (96_000, 200_000)], (0, 95_000))
     assert launched == [Launch(10.0, 1.0), Launch(10.0, 2.0, KEY, True), Launch(10.0, 3.0, KEY)]
     assert tail_us == 5.0
 
@@ -113,7 +113,9 @@ def operation(op: str, calls: int = 1, phase: str = "forward", module: str = "m"
     )  # fmt: skip
 
 
-def seen(findings: list[Finding], calls: list[StepCall], asked: list[Asked], tail_us: float, **known: Any) -> propose.ObservedStep:
+def seen(
+    findings: list[Finding], calls: list[StepCall], asked: list[Asked], tail_us: float, **known: Any
+) -> propose.ObservedStep:
     ceilings = SimpleNamespace(
         matmul_tflops={"fp32": 50.0, "bf16": 800.0}, launch_us=LAUNCH_US, copy_gbs=GPU.bytes_per_us / 1e3, node_us=0.0
     )

@@ -112,19 +112,19 @@ class _Measurement:
 
     def _sizes(self, budget_s: float, cold: bool) -> tuple[list[float], float | None]:
         """T0's samples, and the fixed part; the sizes take turns with the whole."""
-        pieces = self._attempt(SIZE, self._smaller) or []
-        calls = {1.0: self._call} | {made.share: made.call for made in pieces}
+        smaller_calls = self._attempt(SIZE, self._smaller) or []
+        calls = {1.0: self._call} | {made.share: made.call for made in smaller_calls}
         taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s)
-        if not pieces:
+        if not smaller_calls:
             return taken[1.0], None
         return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
 
     def _smaller(self) -> Any:
         """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as a mask's."""
-        pieces = smaller(self._call, self._axes)
-        for made in pieces:
+        smaller_calls = smaller(self._call, self._axes)
+        for made in smaller_calls:
             made.call.run()
-        return pieces
+        return smaller_calls
 
     def _once(self, call: RepeatableCall, cold: bool) -> Callable[[], float]:
         return lambda: self._timer.once(call, cold=cold)

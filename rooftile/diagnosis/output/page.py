@@ -94,9 +94,9 @@ def _bound(step: StepSummary) -> str:
     return others.get(step.bound or "", "without a verdict")
 
 
-def _numbers(step: StepSummary, remedies: Sequence[Remedy], asked: str) -> list[dict[str, str]]:
-    """Returns the numbers at the top. asked: what the host asks for, launches or operators."""
-    launches = f"{step.launches:,} {asked}; " if step.launches else ""
+def _numbers(step: StepSummary, remedies: Sequence[Remedy], unit: str) -> list[dict[str, str]]:
+    """Returns the numbers at the top. unit: "launches" or "operators", which the host starts."""
+    launches = f"{step.launches:,} {unit}; " if step.launches else ""
     spread = f", ± {duration(step.spread_us)}" if step.spread_us else ""
     shown = [{"big": duration(step.time_us), "small": f"{launches}one step{spread}"}]
     if step.overhead_share is not None:

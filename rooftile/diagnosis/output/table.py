@@ -101,9 +101,9 @@ def _held_up(step: StepSummary, ops: Sequence[Op]) -> str:
     if step.launches:
         # a wait for data or the device is no time between two of them
         each = max(0.0, sum(step.idle_us.values()) - waits * step.time_us) / step.launches
-        asked, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
+        unit, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
         gaps = f", {duration(each)} between {them}" if step.idle_us and step.launches > 1 else ""
-        launches = f" ({step.launches:,} {asked if step.launches > 1 else asked[:-1]}{gaps})"
+        launches = f" ({step.launches:,} {unit if step.launches > 1 else unit[:-1]}{gaps})"
     host = f", {percent(waits)} waiting for data or a synchronisation" if waits >= 0.005 else ""
     if step.overhead_share is None:
         return f"overhead unknown{launches}{host}"

@@ -36,21 +36,21 @@ def times_us(works: Sequence[Callable[[], Any]], device: torch.device, runs: int
     On a GPU it is the time of its kernels: the host has asked for them before the first one begins.
     """
     taken: list[list[float]] = [[] for _ in works]
-    asking_us = [0.0] * len(works)
+    launching_us = [0.0] * len(works)
     end = time.perf_counter() + LIMIT * len(works)
     for run in range(runs + 1):
         for n, work in enumerate(works):
-            us, asked_us = _once_us(work, device, asking_us[n])
+            us, launched_us = _once_us(work, device, launching_us[n])
             taken[n].append(us)
             # the first run also loads kernels
-            asking_us[n] = asked_us if run < 2 else min(asked_us, asking_us[n])
+            launching_us[n] = launched_us if run < 2 else min(launched_us, launching_us[n])
         if run and time.perf_counter() > end:
             break
     return [median(samples[1:] or samples) for samples in taken]
 
 
-def _once_us(work: Callable[[], Any], device: torch.device, asking_us: float) -> tuple[float, float]:
-    """The time of one run in µs, and the host's time for it, which was `asking_us` before."""
+def _once_us(work: Callable[[], Any], device: torch.device, launching_us: float) -> tuple[float, float]:
+    """The time of one run in µs, and the host's time for it, which was `launching_us` before."""
     wait_for(device)
     if device.type != "cuda":
         began = time.perf_counter()
@@ -58,14 +58,14 @@ def _once_us(work: Callable[[], Any], device: torch.device, asking_us: float) ->
         us = (time.perf_counter() - began) * 1e6
         return us, us
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    keep_busy(device, asking_us + 50.0)
+    keep_busy(device, launching_us + 50.0)
     start.record()
     began = time.perf_counter()
     work()
-    asked_us = (time.perf_counter() - began) * 1e6
+    launched_us = (time.perf_counter() - began) * 1e6
     stop.record()
     wait_for(device)
-    return start.elapsed_time(stop) * 1e3, asked_us
+    return start.elapsed_time(stop) * 1e3, launched_us
 
 
 def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_TO) -> float:

@@ -59,15 +59,15 @@ class Queue:
         """The host's own time."""
         return sum(launch.host_us for launch in self.launches) + self.tail_us
 
-    def paced(self, asked_us: float) -> Queue:
-        """Returns the queue with the host's times scaled so that it has asked for everything after `asked_us`.
+    def paced(self, launched_us: float) -> Queue:
+        """Returns the queue with the host's times scaled so that it has asked for everything after `launched_us`.
 
         A profiler lengthens the host's times, all of them about alike.
         """
         low, high = PACES
         for _ in range(40):
             pace = (low * high) ** 0.5
-            if self._scaled(pace).run()[0] < asked_us:
+            if self._scaled(pace).run()[0] < launched_us:
                 low = pace
             else:
                 high = pace

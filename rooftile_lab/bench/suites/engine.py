@@ -43,7 +43,7 @@ RUNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EngineOptions:
     """The options of `rooftile bench engine`."""
 
     model: str
@@ -64,7 +64,7 @@ class Asked:
             raise InvalidInput(f"model is {self.model!r}; bench engine has {', '.join(models)}")
 
 
-def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iterator[Row]:
+def measure(asked: EngineOptions, session: Session, say: Progress | None = None) -> Iterator[Row]:
     """The rows of all parts that are asked for, each as soon as it is measured."""
     asked.check()
     run = _Run(asked, session, say or (lambda words: None))
@@ -81,7 +81,7 @@ def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iter
 class _Run:
     """A model, and an engine while one is needed: the second process and the peer need the memory."""
 
-    def __init__(self, asked: Asked, session: Session, say: Progress) -> None:
+    def __init__(self, asked: EngineOptions, session: Session, say: Progress) -> None:
         self.asked, self.session, self.say = asked, session, say
         say("the model")
         began = perf_counter()

@@ -29,7 +29,7 @@ def cached_share(call: RepeatableCall, axes: Sequence[CallAxis], timer: Timer, b
     if isinstance(call.function, GeneratedKernel):
         return _aliased_share(call, timer, budget_s, cold)
     if operator_name(call.function) == "attention_paged":
-        return _near_share(call, same_pages(call, timer), timer, budget_s, cold)
+        return _cached_share(call, same_pages(call, timer), timer, budget_s, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -58,8 +58,8 @@ def _aliased_share(call: RepeatableCall, timer: Timer, budget_s: float, cold: bo
     if call.device.type != "cpu":
         raise Unsupported("its sizes are compiled in, so it runs on no slice")
     # each thread has a cache of its own
-    near = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
-    return _near_share(call, near, timer, budget_s, cold)
+    cached = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
+    return _cached_share(call, cached, timer, budget_s, cold)
 
 
 def same_pages(call: RepeatableCall, timer: Timer) -> RepeatableCall:
@@ -71,8 +71,8 @@ def same_pages(call: RepeatableCall, timer: Timer) -> RepeatableCall:
     return call.on(tensors)
 
 
-def _near_share(call: RepeatableCall, near: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
-    works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, near, cold=False)}
+def _cached_share(call: RepeatableCall, cached: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
+    works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, cached, cold=False)}
     taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
     return taken["near"] / taken["whole"]
 

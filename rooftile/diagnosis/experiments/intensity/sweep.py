@@ -86,8 +86,8 @@ def sweep(
     Raises Unsupported where there is no ladder, or no time for one.
     """
     small = piece(call, axes, min(1.0, timer.cache_bytes / max(call.bytes(), 1)))
-    near = Ladder(small.call, end)
-    step_us = _step_us(near, timer, min(STEP_S, end - time.perf_counter())) / small.share
+    in_cache = Ladder(small.call, end)
+    step_us = _step_us(in_cache, timer, min(STEP_S, end - time.perf_counter())) / small.share
     own = ladder.rung(0)
     _check_same(median(timer.once(own, cold=True) for _ in range(3)), time_us)
     threads = timer.threads(ladder.rung(timer.tried[1]))

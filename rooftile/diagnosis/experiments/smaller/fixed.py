@@ -24,10 +24,10 @@ def smaller(call: RepeatableCall, axes: Sequence[CallAxis]) -> list[SmallerCall]
     if not axes:
         raise Unsupported("none of its dimensions can be cut")
     found = {made.share: made for made in (piece(call, axes, share) for share in SHARES)}
-    pieces = [made for share, made in found.items() if share < 1]
-    if not pieces or min(made.share for made in pieces) > SMALL_ENOUGH:
+    smaller_calls = [made for share, made in found.items() if share < 1]
+    if not smaller_calls or min(made.share for made in smaller_calls) > SMALL_ENOUGH:
         raise Unsupported("it cannot be cut to half of its size")
-    return pieces
+    return smaller_calls
 
 
 def fixed_us(shares: Sequence[float], times_us: Sequence[float]) -> float:
