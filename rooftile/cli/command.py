@@ -72,7 +72,7 @@ def _read(word: str) -> Any:
 
 
 def _answer(command: str, flag: str, name: str, refused: Refused, value: Any) -> None:
-    """Accepts a flag that asks for what happens anyway; refuses another with the reason that `LLM` gives.
+    """Accepts a flag that changes nothing; refuses another with the reason that `LLM` gives.
 
     Raises:
         Unsupported: it asks for what is missing here.

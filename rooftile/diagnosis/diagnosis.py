@@ -40,7 +40,7 @@ class Diagnosis:
     uncounted: tuple[str, ...] = ()  # operators without a rule
     counters: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    # the events of the profiled step, which are not in the JSON; None in a diagnosis that was read from one
+    # the events of the profiled step, which are not in the JSON; None in a diagnosis that was read from JSON
     trace: Trace | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:

@@ -72,8 +72,8 @@ class Observer:
     Args:
         name: of the step, for the reader.
         budget: seconds for the experiments.
-        resized: gives the step with the batch times a factor (1: as it is); None where no axis of the inputs is one. Without it
-            the step is run by its program only.
+        resized: gives the step with the batch times a factor (1: as it is); None where inputs have no axis of a batch. Without it
+            only the program runs the step.
         pads: also times products with padded sizes.
         ncu: also counts bytes by Nsight Compute.
     """
@@ -336,7 +336,7 @@ class Observer:
         )  # fmt: skip
 
     def _graph_us(self, why_not: dict[str, str]) -> float | None:
-        """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
+        """The time of the step as a CUDA graph; None, with the reason, if it cannot be captured."""
         step = self._resized(1.0) if self._resized is not None else None
         if step is None:
             why_not["graph"] = NOT_TRIED

@@ -103,7 +103,7 @@ def set_aside(x: Tensor) -> Tensor:
 
 
 def sizes(x: Tensor, granularity: Granularity) -> Tensor:
-    """Returns the largest absolute value of each part, ignoring NaN; 0 if there is none."""
+    """Returns the largest absolute value of each part, ignoring NaN; 0 where all are NaN."""
     size = x.abs().nan_to_num(nan=0.0)
     if granularity == "tensor":
         return _largest(size, tuple(range(x.ndim)))

@@ -37,7 +37,7 @@ class AdamW(Optimizer):
         clip_norm: scales all gradients by min(1, clip_norm / norm), for the norm of all of them together, as
             `torch.nn.utils.clip_grad_norm_` does. The norm stays on the device, in `grad_norm`, and gradients as they were.
         master: "split" keeps the low 16 bits of each bf16 weight beside it: weight and rest are exactly an fp32 weight, which is
-            trained, and nothing is stored twice. Weights in fp32 need none. Weights that others set between steps, by `copy_`,
+            trained, and nothing is stored twice. fp32 weights need none. Weights that others set between steps, by `copy_`,
             `load_state_dict` or through `.data`, lose the low bits that they had, and so do their neighbours: 2,048 weights that
             lie together are told from the weights of the last step by a sum over their bits.
 

@@ -22,7 +22,7 @@ class StepNumbers(NamedTuple):
     eps: float
     weight_decay: float
     step: float  # from 1; 0 where each weight's step is a tensor on its device
-    left_out: float = 0.0  # decay of what masks leave out
+    left_out: float = 0.0  # decay of the weights that masks leave out
 
 
 def update(

@@ -165,7 +165,7 @@ def step(
     sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
     numbers: StepNumbers, maximize: bool,
 ) -> None:  # fmt: skip
-    """One launch for all weights: dense ones, whose gradients lie in memory as they do."""
+    """Updates all weights in one launch: dense weights, whose gradients have their layout in memory."""
     gradients = [_lying_as(w, g) for w, g in zip(weights, gradients, strict=True)]
     lists = (weights, gradients, first, second, rests or weights, masks or weights, steps or weights, sums or weights)
     addresses = [x.data_ptr() for row in zip(*lists, strict=True) for x in row]

@@ -46,8 +46,8 @@ class Builder:
 
     Args:
         device: of the model.
-        times: measured ones; None without measuring.
-        judge: what a loss is.
+        times: measured times; None without measuring.
+        judge: measures losses.
     """
 
     _machine: DeviceCeilings

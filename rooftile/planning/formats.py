@@ -20,13 +20,13 @@ NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", t
 
 
 def check_formats(formats: Sequence[str] | str | None, *, backward: bool, counts_losses: bool) -> tuple[str, ...]:
-    """Returns the formats, each once; None stands for the default ones.
+    """Returns the formats, each once; None stands for the default formats.
 
-    counts_losses: whether losses are bounded; where they are not, 2:4 is no default one.
+    counts_losses: whether losses are bounded; where they are not, 2:4 is no default format.
 
     Raises:
-        InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
-        Unsupported: it is 2:4, in training.
+        InvalidInput: a format is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
+        Unsupported: a format is 2:4, in training.
     """
     # masks without training lose far more than rounding: a choice by time alone would take them wherever they are fast
     default = (*DEFAULT, SPARSE) if counts_losses and not backward else DEFAULT

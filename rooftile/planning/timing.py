@@ -48,9 +48,9 @@ class Size(NamedTuple):
 
 
 class TimedCalls(NamedTuple):
-    """Calls that take the same time, one for each copy of the weights, and the kernels of one, for a clock that only pretends.
+    """Calls that take the same time, one for each copy of the weights, and the kernels of one call, for a simulated clock.
 
-    replayed: whether the time is that in a CUDA graph. There is one call if not.
+    replayed: whether the time is the time in a CUDA graph. There is one call if not.
     """
 
     runs: Sequence[Callable[[], Any]]

@@ -25,7 +25,7 @@ class ServerSettings:
         model: a checkpoint's folder, or its name on the Hugging Face Hub.
         host, port: the address; port 0 takes a free one.
         served_model_name: the model's name for clients; "" takes the last part of `model`.
-        keys: the keys that open the server; none lets everybody in.
+        keys: the keys that open the server; without keys every client may come in.
         open: whether a server without keys may listen on another host than loopback.
         allowed_hosts: Host headers that are answered, with loopback's.
         allowed_origins: origins whose pages may ask and read answers, as "https://a.example"; "*" for all.

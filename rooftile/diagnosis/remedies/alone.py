@@ -119,8 +119,8 @@ def narrower_share(
 ) -> float | None:  # fmt: skip
     """Times an operator with kernels of its own for each dtype in fp32 and in a narrower one; returns the share that is left.
 
-    A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None for
-    one without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
+    A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None
+    without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
     strides only. None as well where the operator has no such dtype.
     """
     try:

@@ -79,7 +79,7 @@ def time_ours(one: StepAttention, sample: Sample | None, device: torch.device) -
         try:
             times[name] = _time_us(work, (q, k, v) if one.backward else (), device)
         except (InvalidInput, Unsupported, torch.OutOfMemoryError):
-            # what one of them refuses is no choice; the others remain
+            # an attention that refuses is no choice; the others remain
             continue
     return (times, words) if times else None
 

@@ -50,7 +50,7 @@ def groups_of(layers: Sequence[PlannedLayer]) -> list[list[PlannedLayer]]:
 
 
 def layer_cells(alike: Sequence[PlannedLayer]) -> tuple[str, ...]:
-    """Returns the cells of layers that share a row, by `HEAD`; counts are of one."""
+    """Returns the cells of layers that share a row, by `HEAD`; counts are of one layer."""
     layer = alike[0]
     name = layer.name or "(the model)" if len(alike) == 1 else f"{_pattern(layer.name)} ({len(alike)} times)"
     rows = "/".join(f"{load.rows:,}" + f" x{load.calls:g}" * (load.calls > 1) for load in layer.loads)
@@ -108,7 +108,7 @@ def _why_it_changes(layer: PlannedLayer, chosen: Option, kept: Option) -> str:
 
 
 def sentences(plan: Whole) -> Iterator[str]:
-    """Yields what the whole comes to."""
+    """Yields the sentences about the whole step."""
     total = plan.total
     yield f"chosen: {chosen(plan.layers)}"
     measured = ""

@@ -46,7 +46,7 @@ def check_model(layers: Sequence[PlannedLayer], model: nn.Module) -> None:
     """Checks that a model is the plan's.
 
     Raises:
-        InvalidInput: it is another one.
+        InvalidInput: it is another model.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module, the one that was planned")

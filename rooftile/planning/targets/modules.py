@@ -98,7 +98,7 @@ class ModuleTarget:
                 run_backward(result)
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:
-        """Returns what runs the model, whose share of the steps is 1."""
+        """Returns the run of the model, with its share of the steps, 1."""
         return [(1.0, self.run)]
 
     def output(self) -> Tensor:

@@ -22,7 +22,7 @@ def first_tensor(result: Any) -> Tensor:
     """Returns the first floating-point tensor of what a model returned: its logits, where it says which they are.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no such tensor.
     """
     logits = getattr(result, "logits", None)
     found = [logits] if isinstance(logits, Tensor) else [x for x in tree_leaves(_plain(result)) if isinstance(x, Tensor)]

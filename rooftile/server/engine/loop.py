@@ -27,7 +27,7 @@ class Link(Protocol):
     """The connection to the server's process."""
 
     def orders(self, wait_s: float | None) -> Sequence[Order]:
-        """Returns the orders that have come; waits for one for at most `wait_s` seconds, None for ever."""
+        """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
 
     def send(self, message: StepNews) -> None:
         """Sends a message."""
@@ -138,7 +138,7 @@ class Loop:
         try:
             news = followed.news()
         except Exception as error:
-            # one request's mistake must not end the others
+            # an error of one request must not end the others
             log.exception("the news of request %d could not be read", followed.id)
             self.engine.abort(request)
             news = News(followed.id, [], finished=True, error=f"its news could not be read: {type(error).__name__}")

@@ -117,7 +117,7 @@ class RequestRefused(Struct, array_like=True):
 
 
 class EngineState(Struct):
-    """The engine at the end of a step; counts are those since its start."""
+    """The engine at the end of a step; counts begin with its start."""
 
     running: int = 0
     waiting: int = 0

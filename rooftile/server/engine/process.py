@@ -41,7 +41,7 @@ class SocketLink:
         self._ready.register(connection, select.POLLIN)
 
     def orders(self, wait_s: float | None) -> Sequence[Order]:
-        """Returns the orders that have come; waits for one for at most `wait_s` seconds, None for ever."""
+        """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
         if not self._ready.poll(None if wait_s is None else wait_s * 1000):
             return ()
         data = self._socket.recv(RECEIVED)
@@ -116,7 +116,7 @@ def main() -> None:
     try:
         serve(link, settings)
     except (InvalidInput, Unsupported) as error:
-        # whoever reads it has typed flags
+        # its reader has typed flags
         link.send(Failed(rename(str(error), FLAGS), wrong=True))
     except Exception as error:
         log.exception("the engine has failed")

@@ -72,7 +72,7 @@ class RemoteEngine:
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None
     ) -> RemoteCall:
-        """Sends a request; its `taken` is done when the engine has it. Whoever sends one must `leave` it at the end.
+        """Sends a request; its `taken` is done when the engine has it. The caller must `leave` the call at the end.
 
         Args:
             prompt: token ids.

@@ -58,7 +58,7 @@ class Routes:
     """The functions behind the paths.
 
     Args:
-        service: what they share.
+        service: the served model and its settings, which they share.
     """
 
     def __init__(self, service: Service) -> None:
@@ -71,7 +71,7 @@ class Routes:
             ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
             ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),
         ]  # fmt: skip
-        # what has no data of anybody
+        # routes without data of clients
         self.public = (self.health, self.page, self.style, self.script, self.icon)
 
     async def completions(self, request: Request) -> Response:

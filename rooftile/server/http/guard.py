@@ -69,7 +69,7 @@ class Origins:
     """The origins whose pages may send requests from a browser and read their answers (CORS).
 
     Args:
-        allowed: origins such as "https://a.example", or "*"; none for no page.
+        allowed: origins such as "https://a.example", or "*"; empty for no page.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:

@@ -51,7 +51,7 @@ class _Quiet(logging.StreamHandler[Any]):
 
 
 class _Queued(logging.Handler):
-    """Lets a thread write, so that whoever does not read the log holds up no event loop; what is too much is lost.
+    """Lets a thread write, so that an unread log holds up no event loop; lines beyond the limit are lost.
 
     Args:
         writer: the handler that writes.

@@ -42,7 +42,7 @@ class Sweep:
 
     @property
     def slope(self) -> float | None:
-        """The least-squares slope of time over added arithmetic, up to three quarters of the time without; None of one time.
+        """The least-squares slope of time over added arithmetic, up to three quarters of the time without; None for one time.
 
         Where the first step is larger than that, as twice as many rows of a product are, it is the slope of this step.
         """

@@ -123,7 +123,7 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "scatter_add_": _pairs(1, 2),
     "nll_loss_forward": lambda t: [((0, 0), (1, 0))],
 }
-# the dimension of a product's result that each of its axes is; the inner one is in none
+# the dimension of a product's result for each of its axes; None for the inner axis, which the result lacks
 RESULTS: dict[str, tuple[int | None, ...]] = {"mm": (0, 1, None), "addmm": (0, 1, None), "bmm": (0, 1, 2, None)}
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
 # GPU operators that compare the sizes of their tensors, besides operators that PyTorch tags as pointwise and as reductions

@@ -1,7 +1,7 @@
 """Autocast's bf16 in an fp32 step: which calls become narrower, and the copies that it adds.
 
 Products run in bf16; each operand that is still in fp32 is cast before, a weight once a step, and its gradient is cast back. Some
-operators run in fp32 all the same, and cast back what comes in bf16. All others run in what they are given.
+operators run in fp32 all the same, and cast bf16 inputs back. All others run in the dtypes of their inputs.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class CompleteAnswer:
     logprob: float = 0.0
 
     def add(self, piece: AnswerPiece) -> None:
-        """Takes what is new."""
+        """Adds a piece."""
         self.texts.append(piece.text)
         self.tokens = piece.tokens
         self.logprobs += piece.logprobs or ()
