@@ -1,4 +1,4 @@
-"""The methods: what each is called, what it may know of later tokens, what it takes, what it costs, and where it comes from.
+"""The methods: the name of each, its knowledge of later tokens, its arguments, its cost, and its paper.
 
 value-causal   no output depends on the value of a later token
 strict         no output depends on anything of a later token

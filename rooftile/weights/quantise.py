@@ -148,7 +148,7 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool, rule: str) -> None:
 
 
 def _size(w: Tensor) -> Tensor:
-    """The largest absolute value among those that are finite."""
+    """The largest absolute value of the finite numbers."""
     return torch.where(w.isfinite(), w, 0.0).abs().amax()
 
 

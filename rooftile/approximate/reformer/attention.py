@@ -180,7 +180,7 @@ class _Sort:
         return (j < i if self.causal else j != i) & (i < self.T) & (j < self.T)
 
     def _at(self, x: Tensor, places: Tensor) -> Tensor:
-        """x (B, H, T) at places (B, H, C, m); what is past the end reads the last token."""
+        """x (B, H, T) at places (B, H, C, m); places past the end read the last token."""
         return x.gather(-1, places.clamp(max=self.T - 1).flatten(2)).unflatten(-1, places.shape[2:])
 
 

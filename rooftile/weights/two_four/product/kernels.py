@@ -33,7 +33,7 @@ PROGRAMS, MOST_SPLITS = 396, 16
 
 
 class Tile(NamedTuple):
-    """All that a kernel is compiled for."""
+    """The compile-time arguments of a kernel."""
 
     N: int
     K: int

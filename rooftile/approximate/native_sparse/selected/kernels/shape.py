@@ -89,7 +89,7 @@ def launch_of(shape: Shape, stages: int) -> Launch:
 
 
 def constants_of(shape: Shape, launch: Launch) -> dict[str, Any]:
-    """Returns what a kernel is compiled for."""
+    """Returns the compile-time arguments of a kernel."""
     return _constants(shape, launch)
 
 
