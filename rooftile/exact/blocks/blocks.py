@@ -37,7 +37,7 @@ class Blocks:
     Args:
         counts: how many blocks each block of queries sees, int32 (1|B, 1|Hk|H, blocks of queries). In packed calls B is 1 and the
             last axis has total_q // size[0] + sequences places, see `rooftile.exact.blocks`.
-        indices: which, int32 (1|B, 1|Hk|H, blocks of queries, most); in any order, each once. Others are not read.
+        indices: which, int32 (1|B, 1|Hk|H, blocks of queries, most); in any order, each once. Later entries are not read.
         size: queries and keys of a block: multiples of 64.
         bits: for blocks that are seen in part: int32 (1|B, 1|Hk|H, blocks of queries, n, size[0], size[1] / 32) for the first n
             blocks of each list. Bit c of word w is key 32 w + c of the block. Later blocks are seen whole.
