@@ -1,4 +1,4 @@
-"""Measures all algorithms of cuSPARSELt, for the table in `matmul/two_four/cusparselt`.
+"""Measures all algorithms of cuSPARSELt, for the table in `rooftile.weights.two_four.product.cusparselt`.
 
     python -m rooftile_lab.programs.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--json algorithms.jsonl]
 

@@ -1,4 +1,4 @@
-"""Measures tiles and numbers of programs of Hopper's products with quantised weights, for the table in `matmul/hopper/launch`.
+"""Measures tiles and numbers of programs of Hopper's quantised products, for the table in `rooftile.weights.hopper.launch`.
 
     python -m rooftile_lab.programs.products [--formats fp8,int4] [--rows 1,16,64,256] [--out variants.jsonl]
 
