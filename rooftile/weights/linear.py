@@ -82,10 +82,10 @@ def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour)
     rows = rows.reshape(-1, weight.shape[1])
     if isinstance(weight, TwoFour):
         sparse = Sparse(weight.values, weight.places, weight.scales)
-        asked = sparse_backends.Call(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
+        asked = sparse_backends.SparseProductCall(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
         return sparse_backends.explain(asked).below(f"{tuple(x.shape)} x {weight}")
     product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
-    return backends.explain(backends.Call(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")
+    return backends.explain(backends.ProductCall(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")
 
 
 def _plain(
