@@ -122,12 +122,13 @@ def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
 def import_kernels() -> None:
     """Imports all modules that the threads need, in one thread: threads that import the same module at once can fail."""
     for name in (
-        "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
-        "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
-        "matmul.hopper.launch", "matmul.two_four.kernels", "matmul.two_four.hopper", "matmul.two_four.transposed",
+        "exact.backends.triton.paged_decode", "exact.backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
+        "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
+        "weights.hopper.launch", "weights.two_four.product.kernels", "weights.two_four.product.hopper",
+        "weights.two_four.product.transposed",
         "numerics.kernels",
-        "approximate.selected.kernels.choice", "approximate.selected.kernels.gated_sum",
-        "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
+        "approximate.native_sparse.selected.kernels.choice", "approximate.native_sparse.selected.kernels.gated_sum",
+        "approximate.native_sparse.decoding_kernels", "exact.backends.triton.flash_fwd",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.engine.sampling.kernels")

@@ -42,14 +42,13 @@ arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns NVIDIA's compute capability of a device: (9, 0) for Hopper, (0, 0) for a device that is no GPU of NVIDIA."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
+    word = arch(device)
+    return divmod(int(word[2:]), 10) if word.startswith("sm") else (0, 0)
 
 
 def lacks_fp8(device: torch.device) -> bool:
     """Whether a device is a GPU without matrix units for FP8 (e4m3): older than Ada. Triton has no e4m3 there either."""
-    return device.type == "cuda" and torch.version.hip is None and capability(device) < (8, 9)
+    return (0, 0) < capability(device) < (8, 9)
 
 
 @cache

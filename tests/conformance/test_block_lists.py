@@ -244,7 +244,7 @@ def test_a_nan_shows_where_it_is_seen_and_nowhere_else(backend: str, device: tor
     k[1, 70, 0, 3], v[0, 150, 1, 2], q[0, 3, 1, 1] = math.nan, math.nan, math.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, _ = rt.attention_with_lse(*leaves, case.mask, blocks=it.blocks, backend=backend)
-    visible = it.seen & rt.masks.materialise(CAUSAL, case.T, case.S, device)
+    visible = it.seen & rt.exact.masks.materialise(CAUSAL, case.T, case.S, device)
     due = torch.zeros(2, case.T, 2, dtype=torch.bool, device=device)
     due[1, :, 0] |= visible[1, 0, :, 70]
     due[0, :, 1] |= visible[0, 1, :, 150]

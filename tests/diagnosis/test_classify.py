@@ -16,6 +16,7 @@ from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.verdicts.classify import classify, settled
 from rooftile.diagnosis.verdicts.roofs import model
 from rooftile.hardware.ceilings import Ceilings
+from rooftile.runtime import devices
 from tests.diagnosis.machine import Machine, Work, operation
 
 # outside this margin a verdict is due: the bound takes so many times as long as each of the others
@@ -249,8 +250,7 @@ def test_products_in_tf32_are_under_the_roof_of_the_tensor_cores(monkeypatch: py
         special_gops=1.0, launch_us=5.0, operator_us=5.0, node_us=1.0, date="",
     )  # fmt: skip
     device = torch.device("cuda")
-    capability = (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(devices._KNOWN, device, "sm90")
 
     def roof(op: str) -> tuple[str, float]:
         its = roofs_of(operation(Work(flops=1.0, bytes=1.0), device="cuda", op=op), device, measured)
@@ -264,5 +264,5 @@ def test_products_in_tf32_are_under_the_roof_of_the_tensor_cores(monkeypatch: py
     conv.fp32_precision, matmul.fp32_precision = "ieee", "tf32"
     assert roof("aten::convolution") == ("fp32", 50e12)
     assert roof("aten::mm") == ("tensor", 400e12)
-    capability = (7, 5)
+    monkeypatch.setitem(devices._KNOWN, device, "sm75")
     assert roof("aten::mm") == ("fp32", 50e12)

@@ -16,6 +16,7 @@ from rooftile.engine import EngineConfig
 from rooftile.fused import linear, normalise
 from rooftile.models import Decoder
 from rooftile.models.layers import Rows
+from rooftile.runtime import devices
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
@@ -146,7 +147,7 @@ def test_fp8_on_a_gpu_without_it_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm86")
     for name in ("rooftile.engine.build.start_compiling", "rooftile.models.checkpoints.weights.stored_in"):
         monkeypatch.setattr(name, lambda *arguments, name=name: pytest.fail(f"{name} was called"))
     if kind is not None:
@@ -164,14 +165,14 @@ def test_fp8_on_a_gpu_without_it_is_refused_before_anything_is_loaded(
 
 def test_what_a_gpu_multiplies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm80")
     for word in ("w8", "int8", "int4:64", "mxfp8", "mxfp4", "nvfp4", "2:4", {"*": "auto"}):
         check_device(quantiser_of(word), device)
     check_device(quantiser_of("fp8"), torch.device("cpu"))
     for kind in ("ct int4", "ct int8", "ct mxfp8", "gptq", "gptq, 8 bits", "awq", "torchao int8"):
         quantised(kind, tmp_path / kind)
         check_device(plan_of("auto", tmp_path / kind), device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm89")
     check_device(quantiser_of({"*": "fp8", "*.o_proj": "fp8_tile"}), device)
 
 

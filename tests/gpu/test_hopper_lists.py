@@ -191,7 +191,7 @@ def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
     k[1, 70, 0, 3], v[0, 150, 1, 2], q[0, 3, 1, 1] = math.nan, math.nan, math.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, _ = rt.attention_with_lse(*leaves, CAUSAL, blocks=blocks, backend="hopper")
-    visible = blocks.pairs(500, 700) & rt.masks.materialise(CAUSAL, 500, 700, o.device)
+    visible = blocks.pairs(500, 700) & rt.exact.masks.materialise(CAUSAL, 500, 700, o.device)
     due = torch.zeros(2, 500, 2, dtype=torch.bool, device="cuda")
     due[1, :, 0] |= visible[1, 0, :, 70]
     due[0, :, 1] |= visible[0, 1, :, 150]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rooftile.runtime import launch
+from rooftile.runtime import devices, launch
 
 # bytes that a program may have
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -72,7 +72,8 @@ def recorded(sm: int) -> Iterator[dict[str, Recorded]]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda x: 0)
         patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *device: divmod(sm, 10))
+        for device in (torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 0)):
+            patch.setitem(devices._KNOWN, device, f"sm{sm}")
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)

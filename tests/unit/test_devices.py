@@ -84,7 +84,6 @@ def test_this_triton_is_new_enough() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of this CPU say that they are on a Hopper GPU: where Triton is missing, PyTorch's operations run on them."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-    monkeypatch.setattr(devices, "capability", lambda device: (9, 0))
     monkeypatch.setitem(devices._KNOWN, torch.device("cpu"), "sm90")
     for module in [module for name, module in sys.modules.items() if name.startswith("rooftile.")]:
         if hasattr(module, "is_capturing"):

@@ -14,6 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 import rooftile as rt
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
+from rooftile.runtime import devices
 from rooftile.weights import definition, multiply_gated, multiply_gated_rows
 from rooftile.weights import dispatch as backends
 from rooftile.weights.gated import takes, takes_rows
@@ -317,7 +318,7 @@ def test_gates_in_codes(activation: str, device: torch.device) -> None:
 
 def test_which_gates_leave_in_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper those of FP8 rows in 16 bits with an FP8 weight, for as many rows as its product is first for."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm90")
 
     def asked(M: int, name: str = "fp8", N: int = 64, dtype: torch.dtype = torch.bfloat16, order: bool = False) -> bool:
         weight = weight_of(name, N, 128)
@@ -361,7 +362,7 @@ def test_plain_weights(device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "w8"])
 def test_fp8_on_a_chip_without_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, and not computed slowly in silence; the sentence names what multiplies in 16 bits."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm80")
     weight = weight_of(name, 64, 128)
     product = definition.Product(name, weight.group, 64, 128, torch.bfloat16, False)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(3, 128))

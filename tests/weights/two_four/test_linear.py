@@ -13,6 +13,7 @@ import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.numerics import quantise_rows
 from rooftile.planning.timing import passes_for
+from rooftile.runtime import devices
 from rooftile.weights import dispatch
 from rooftile.weights.linear import explain_linear
 from rooftile.weights.two_four import TwoFour, compress, two_four
@@ -225,7 +226,7 @@ def test_algorithms_are_those_of_the_version_that_was_measured(
     """Numbers of another version are other algorithms."""
     cusparselt.algorithm_for.cache_clear()
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm{}{}".format(*capability))
     assert cusparselt.algorithm_for(torch.device("cuda", 0), torch.bfloat16).number == number
     assert cusparselt.algorithm_for(torch.device("cpu"), torch.bfloat16) == cusparselt.DEFAULT
     cusparselt.algorithm_for.cache_clear()
@@ -317,7 +318,7 @@ def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str, without_
 def test_a_plan_and_a_launch_have_the_same_few_rows(
     capability: tuple[int, int], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm{}{}".format(*capability))
     device = torch.device("cuda", 0)
     assert backends.last_of_ours(device) == few
     weight = weight_of(torch.bfloat16)
