@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.planning.choice import choose
 from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
+from rooftile.planning.knapsack import choose
 from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Option, Other, PlannedLayer, Total
