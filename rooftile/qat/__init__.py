@@ -15,7 +15,6 @@ patterns          which layers a pattern of names means
 layers            the layers that round
 rounded           the parts that they share with weights of other modules
 tensors           weights of modules that multiply themselves: fused experts, attention, Conv1D
-reading           `weight` for who reads it
 numbers           the rounded numbers of a weight, with gradients
 fast_paths        switches off PyTorch's kernels that call no layer
 described         the state of a prepared layer, in words
@@ -27,14 +26,10 @@ slow              warns where a device has no units for a format
 finite            refuses weights that are not finite
 steps             counts an optimiser's steps
 state             `state_dict` and `load_state_dict`, for a resumed run
-converted         the parts that converted layers share
 quantised_linear  `convert`, `dequantise`, and the layer that it leaves
-sparse_linear     the layer that it leaves of a 2:4 one
 quantised_model   `quantise_model`, which rounds without training
 checkpoint        `save`
 codes_saved       of a converted model
-compressed        the layouts of compressed-tensors
-two_four          our own layout of 2:4 weights
 """
 
 from rooftile.nn.sparse_linear import SparseLinear

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median, pstdev
 
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.roofs import Roofs
 
@@ -121,9 +121,9 @@ def enqueued(asked: list[Asked], tail_us: float = 0.0, *, depth: int = 1024) -> 
     return now + tail_us, max(now + tail_us, device_free)
 
 
-def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> Operation:
+def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> OperatorRow:
     """Returns the counted operation of a simulated operator."""
-    return Operation(
+    return OperatorRow(
         module="", op=op, phase="forward", calls=calls, flops=round(work.flops), special=0, bytes=round(work.bytes),
         where="train.py:7", dtype=work.dtype, device=device, key=(index,), indices=(index,),
     )  # fmt: skip
