@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from rooftile.models import TrainableDecoder
 
 LENGTH = 64
-MIXER = {"name": "native_sparse", "block": 16, "length": 8, "stride": 4, "count": 3, "window": 16}
+MIXER = {"name": "native_sparse", "block_size": 16, "length": 8, "stride": 4, "count": 3, "window": 16}
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 torch.manual_seed(0)
 text = torch.tensor(list("\n".join(topics.values()).encode()))

@@ -4,15 +4,15 @@ from rooftile import approximate as ap
 o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
-from rooftile.approximate.linear.attention import linear, linear_step
+from rooftile.approximate.linear.attention import linear, linear_step, linear_with_state
 from rooftile.approximate.linformer.attention import linformer
 from rooftile.approximate.loki.attention import Loki
 from rooftile.approximate.loki.layers import LokiLayers
 from rooftile.approximate.methods import METHODS, Method
 from rooftile.approximate.native_sparse.attention import native_sparse
 from rooftile.approximate.native_sparse.compression import compress
-from rooftile.approximate.native_sparse.selection import choose_blocks, selected_attention
-from rooftile.approximate.performer.attention import performer
+from rooftile.approximate.native_sparse.selection import choose_blocks, choose_blocks_with_scores, selected_attention
+from rooftile.approximate.performer.attention import performer, performer_with_state
 from rooftile.approximate.performer.features import Features
 from rooftile.approximate.reformer.angles import lsh
 from rooftile.approximate.reformer.attention import reformer
@@ -28,14 +28,17 @@ __all__ = [
     "Members",
     "Method",
     "choose_blocks",
+    "choose_blocks_with_scores",
     "commitment_loss",
     "compress",
     "linear",
     "linear_step",
+    "linear_with_state",
     "linformer",
     "lsh",
     "native_sparse",
     "performer",
+    "performer_with_state",
     "reformer",
     "routing",
     "selected_attention",

@@ -132,7 +132,7 @@ def loki(
 
 
 def native_sparse(
-    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, length: int = 32, stride: int = 16, block: int = 64,
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, length: int = 32, stride: int = 16, block_size: int = 64,
     count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
 ) -> Cost:  # fmt: skip
     """The cost of Native Sparse Attention without projections and compression: the pairs of its three branches.
@@ -140,7 +140,7 @@ def native_sparse(
     The weights that choose blocks are the weights of the compressed branch, so they count once.
     """
     n = max((S - length) // stride + 1, 0)
-    sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
+    sizes = {"length": length, "stride": stride, "block_size": block_size, "count": count, "window": window}
     seen = sum(native_sparse_pairs(T, S, branch, **sizes) for branch in BRANCHES)
     # two more pairs of keys and values than `_dense` has, and the gates
     more = B * ((n + S) * Hk * (D + Dv) + 3 * T * H) * itemsize * (1 if phase == "fwd" else 2)
@@ -151,20 +151,20 @@ BRANCHES = ("compressed", "selected", "near")
 
 
 def native_sparse_pairs(
-    T: int, S: int, branch: str, *, length: int = 32, stride: int = 16, block: int = 64, count: int = 16, window: int = 512
+    T: int, S: int, branch: str, *, length: int = 32, stride: int = 16, block_size: int = 64, count: int = 16, window: int = 512
 ) -> int:
     """The pairs of one head in a branch of Native Sparse Attention, one of `BRANCHES`; a compressed key counts as a key."""
     n = max((S - length) // stride + 1, 0)
     seen = {
         "compressed": lambda i: min(max((i - length + 1) // stride + 1, 0), n),
-        "selected": lambda i: (min(count, i // block + 1) - 1) * block + i % block + 1,
+        "selected": lambda i: (min(count, i // block_size + 1) - 1) * block_size + i % block_size + 1,
         "near": lambda i: min(window, i + 1),
     }[branch]
     return sum(seen(i) for i in range(max(S - T, 0), S))
 
 
 def native_sparse_branch(
-    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, branch: str, length: int = 32, stride: int = 16, block: int = 64,
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, branch: str, length: int = 32, stride: int = 16, block_size: int = 64,
     count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
 ) -> Cost:  # fmt: skip
     """The cost of one branch of Native Sparse Attention, or of its choice of blocks (`branch="choice"`).
@@ -172,7 +172,7 @@ def native_sparse_branch(
     The choice is the scores of the compressed keys, from which it makes no output, and it writes `count` numbers per query and
     key head; the selected branch reads these.
     """
-    sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
+    sizes = {"length": length, "stride": stride, "block_size": block_size, "count": count, "window": window}
     n = max((S - length) // stride + 1, 0)
     chosen = 4 * B * T * Hk * count
     if branch == "choice":
@@ -184,7 +184,7 @@ def native_sparse_branch(
 
 
 def native_sparse_decode(
-    lengths: Sequence[int], H: int, Hk: int, D: int, Dv: int, *, length: int = 32, stride: int = 16, block: int = 64,
+    lengths: Sequence[int], H: int, Hk: int, D: int, Dv: int, *, length: int = 32, stride: int = 16, block_size: int = 64,
     count: int = 16, window: int = 512, itemsize: int = 2,
 ) -> Cost:  # fmt: skip
     """The cost of one query per sequence from a paged cache, without its block tables.
@@ -196,7 +196,7 @@ def native_sparse_decode(
         >>> native_sparse_decode([65536] * 32, 64, 4, 128, 128).bytes_moved / 1e6, 32 * 65536 * 4 * 256 * 2 / 1e6
         (370.09408, 4294.967296)
     """
-    sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
+    sizes = {"length": length, "stride": stride, "block_size": block_size, "count": count, "window": window}
     seen = sum(native_sparse_pairs(1, S, branch, **sizes) for S in lengths for branch in BRANCHES)
     rows = len(lengths) * H * (D + Dv + 3)
     return Cost(_pairs(H * seen, D, Dv, "fwd"), (seen * Hk * (D + Dv) + rows) * itemsize)

@@ -304,7 +304,7 @@ def _native_sparse_decode(arguments: tuple[Any, ...], results: Any) -> Work:
     ends, size = lengths.tolist(), cache[2].shape[1]
     length, stride, block, count, _, _, window = numbers
     cost = approximate.native_sparse_decode(
-        ends, q.shape[1], cache[0].shape[2], q.shape[2], cache[1].shape[3], length=length, stride=stride, block=block,
+        ends, q.shape[1], cache[0].shape[2], q.shape[2], cache[1].shape[3], length=length, stride=stride, block_size=block,
         count=count, window=window, itemsize=q.element_size(),
     )  # fmt: skip
     entries = sum(-(-n // size) * table.element_size() for n in ends)

@@ -3,7 +3,7 @@
 In config.json `layer_mixers` names one mixer per layer, and `native_sparse` has the sizes, all of which have defaults:
 
     "layer_mixers": ["native_sparse", "attention"],
-    "native_sparse": {"length": 32, "stride": 16, "block": 64, "count": 16, "window": 512, "compression": "mlp"}
+    "native_sparse": {"length": 32, "stride": 16, "block_size": 64, "count": 16, "window": 512, "compression": "mlp"}
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NativeSparseSizes:
     """The sizes of a model's layers with Native Sparse Attention; `rooftile.approximate.native_sparse` explains them.
 
     Args:
-        length, stride, block, count, first, local, window: as in `rooftile.approximate.native_sparse`.
+        length, stride, block_size, count, first, local, window: as in `rooftile.approximate.native_sparse`.
         compression: "mlp", "linear" or "mean": the map of a block of keys, or of values, to one.
         hidden: width of the MLP; 4 head_dim if None.
 
@@ -41,7 +41,7 @@ class NativeSparseSizes:
 
     length: int = 32
     stride: int = 16
-    block: int = 64
+    block_size: int = 64
     count: int = 16
     first: int = 1
     local: int = 2
@@ -50,7 +50,7 @@ class NativeSparseSizes:
     hidden: int | None = None
 
     def __post_init__(self) -> None:
-        check_lengths(self.length, self.stride, self.block)
+        check_lengths(self.length, self.stride, self.block_size)
         check_counts(self.count, self.first, self.local)
         check_count("window", self.window)
         check_choice("compression", self.compression, ("mlp", "linear", "mean"))
@@ -59,7 +59,7 @@ class NativeSparseSizes:
 
     def keywords(self) -> dict[str, Any]:
         """Returns the sizes of compression and choice, as keywords of `rooftile.approximate.native_sparse`."""
-        return {name: getattr(self, name) for name in ("length", "stride", "block", "count", "first", "local")}
+        return {name: getattr(self, name) for name in ("length", "stride", "block_size", "count", "first", "local")}
 
 
 def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _loki(q: Tensor, k: Tensor, N: int, block: int) -> Sight:
 
 def _native_sparse(q: Tensor, k: Tensor, N: int, block: int) -> Sight:
     size = OWN // 2
-    chosen = ap.choose_blocks(q, ap.compress(k), block=size, count=COUNT)
+    chosen = ap.choose_blocks(q, ap.compress(k), block_size=size, count=COUNT)
     seen = native_sparse.sees_selected(chosen, N, size, 1)[0, 0] | native_sparse.sees_near(N, N, WINDOW)
     note = f"{COUNT} chosen blocks of {size} and a window of {WINDOW}; compressed keys, one per 16 tokens, are not drawn"
     return sight("native sparse", note, seen, block)

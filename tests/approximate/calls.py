@@ -69,7 +69,7 @@ def _native_sparse(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
     sizes = {"length": 8, "stride": 4}
     gates = torch.linspace(0.2, 0.9, 3).expand(*q.shape[:3], 3)
     pair = ap.compress(k, **sizes), ap.compress(v, **sizes)
-    return ap.native_sparse(q, pair, (k, v), (k, v), gates, block=8, count=4, window=9, **sizes)
+    return ap.native_sparse(q, pair, (k, v), (k, v), gates, block_size=8, count=4, window=9, **sizes)
 
 
 CALLS: dict[str, Call] = {

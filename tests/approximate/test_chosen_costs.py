@@ -25,10 +25,10 @@ def test_sparse_transformers_pairs(pattern: str, heads: str) -> None:
 
 
 def test_native_sparse_pairs() -> None:
-    words = {"length": 8, "stride": 4, "block": 8, "window": 11}
+    words = {"length": 8, "stride": 4, "block_size": 8, "window": 11}
     for count in (3, 4, 20):
         q, kc = torch.randn(1, 50, 1, 8), torch.randn(1, 14, 1, 8)
-        chosen = ap.choose_blocks(q, kc, tokens=61, length=8, stride=4, block=8, count=count)
+        chosen = ap.choose_blocks(q, kc, tokens=61, length=8, stride=4, block_size=8, count=count)
         seen = native_sparse.sees_compressed(50, 61, 14, 8, 4).sum() + native_sparse.sees_near(50, 61, 11).sum()
         seen += native_sparse.sees_selected(chosen, 61, 8, 1).sum()
         found = ap.METHODS["native_sparse"].cost(**SIZES, **words, count=count).flops

@@ -12,7 +12,7 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.nn import NativeSparse, Reformer, Routing, SparseTransformer
 
-SMALL: dict[str, Any] = {"block": 8, "length": 8, "stride": 4, "count": 4, "window": 9}
+SMALL: dict[str, Any] = {"block_size": 8, "length": 8, "stride": 4, "count": 4, "window": 9}
 LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "strided": (SparseTransformer, {"stride": 6}),
     "fixed": (SparseTransformer, {"stride": 6, "pattern": "fixed", "summary": 2, "sets": "split"}),

@@ -43,7 +43,7 @@ def answer(tensors: list[Tensor], state: list[Tensor], dtype: torch.dtype, mask:
     leaves = {n: x.to(dtype).requires_grad_() for n, x in zip("qkv", tensors, strict=True)}
     leaves |= {n: x.to(wide).requires_grad_() for n, x in zip("Sz", state, strict=True)}
     q, k, v, *given = leaves.values()
-    o, (S, z) = ap.linear(q, k, v, mask, state=tuple(given), return_state=True, **options)
+    o, (S, z) = ap.linear_with_state(q, k, v, mask, state=tuple(given), **options)
     assert o.dtype == dtype
     assert S.dtype == z.dtype == wide
     assert o.is_contiguous()
@@ -134,9 +134,9 @@ def test_a_state_goes_on_where_it_ended(cut: int, feature: str, path: str) -> No
     """Two calls, joined by the state, are one; gradients flow through the state."""
     leaves = [x.double().requires_grad_() for x in inputs(200, 4, 2, 8, 8)]
     options = {"feature": feature, "backend": path}
-    o, (S, z) = ap.linear(*leaves, rt.CAUSAL, return_state=True, **options)
-    first, state = ap.linear(*(x[:, :cut] for x in leaves), rt.CAUSAL, return_state=True, **options)
-    second, last = ap.linear(*(x[:, cut:] for x in leaves), rt.CAUSAL, state=state, return_state=True, **options)
+    o, (S, z) = ap.linear_with_state(*leaves, rt.CAUSAL, **options)
+    first, state = ap.linear_with_state(*(x[:, :cut] for x in leaves), rt.CAUSAL, **options)
+    second, last = ap.linear_with_state(*(x[:, cut:] for x in leaves), rt.CAUSAL, state=state, **options)
     torch.testing.assert_close(torch.cat((first, second), 1), o)
     torch.testing.assert_close(last, (S, z))
     incoming = torch.randn_like(o)
@@ -150,8 +150,8 @@ def test_a_state_goes_on_where_it_ended(cut: int, feature: str, path: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_give_the_rows_of_the_whole(dtype: torch.dtype, feature, normalise: bool) -> None:
     q, k, v = inputs(40, 4, 2, 8, 6, dtype)
-    whole, (S, z) = ap.linear(q, k, v, rt.CAUSAL, feature=feature, normalise=normalise, return_state=True)
-    _, state = ap.linear(*(x[:, :0] for x in (q, k, v)), rt.CAUSAL, feature=feature, return_state=True)
+    whole, (S, z) = ap.linear_with_state(q, k, v, rt.CAUSAL, feature=feature, normalise=normalise)
+    _, state = ap.linear_with_state(*(x[:, :0] for x in (q, k, v)), rt.CAUSAL, feature=feature)
     addresses = [x.data_ptr() for x in state]
     steps = [
         ap.linear_step(*(x[:, t : t + 1] for x in (q, k, v)), state, feature=feature, normalise=normalise) for t in range(40)
@@ -170,10 +170,10 @@ def test_packed_sequences_are_computed_each_by_itself(mask: rt.Mask, path: str) 
     given = [torch.rand(5, 2, 8, 6, dtype=torch.float64), torch.rand(5, 2, 8, dtype=torch.float64)]
     for x in given:
         x.requires_grad_()
-    o, (S, z) = ap.linear(*leaves, mask, cu=cu, state=tuple(given), return_state=True, backend=path)
+    o, (S, z) = ap.linear_with_state(*leaves, mask, cu=cu, state=tuple(given), backend=path)
     due = [
-        ap.linear(
-            *(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, state=tuple(x[b : b + 1] for x in given), return_state=True
+        ap.linear_with_state(
+            *(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, state=tuple(x[b : b + 1] for x in given)
         )
         for b in range(5)
     ]
@@ -190,7 +190,7 @@ def test_packed_sequences_are_computed_each_by_itself(mask: rt.Mask, path: str) 
 @pytest.mark.parametrize("path", ["tiled", "eager"])
 def test_no_packed_sequence(path: str) -> None:
     q, k, v = (torch.empty(0, h, 8) for h in (4, 2, 2))
-    o, (S, z) = ap.linear(q, k, v, rt.CAUSAL, cu=torch.zeros(1, dtype=torch.int32), return_state=True, backend=path)
+    o, (S, z) = ap.linear_with_state(q, k, v, rt.CAUSAL, cu=torch.zeros(1, dtype=torch.int32), backend=path)
     assert (o.shape, S.shape, z.shape) == ((0, 4, 8), (0, 2, 8, 8), (0, 2, 8))
 
 
@@ -231,7 +231,7 @@ def test_a_nan_reaches_its_own_row_and_later_ones(bad: float, T: int, name: str)
     leaves = {n: x.requires_grad_() for n, x in tensors.items()}
     results = []
     for given in (clean, leaves):
-        o, (S, _) = ap.linear(*given.values(), rt.CAUSAL, return_state=True)
+        o, (S, _) = ap.linear_with_state(*given.values(), rt.CAUSAL)
         (dq,) = torch.autograd.grad(o[:, :place].sum(), given["q"], retain_graph=True)
         results.append((o, dq, S))
     (o, dq, S), (found, dq_found, S_found) = results
@@ -309,7 +309,7 @@ def test_transforms_of_torch_func() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_one_graph_that_the_compiler_keeps_for_other_lengths() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o, (S, _) = ap.linear(q * 2, k, v, rt.CAUSAL, return_state=True)
+        o, (S, _) = ap.linear_with_state(q * 2, k, v, rt.CAUSAL)
         return o.sum() + S.sum()
 
     torch._dynamo.reset()
@@ -353,10 +353,10 @@ _STATE = (torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8))
         ({"feature": lambda x: x[:, :2]}, r"feature\(q\) is \(1, 2, 2, 8\); q is \(1, 4, 2, 8\)"),
         ({"feature": lambda x: x[..., : x.shape[2]]}, None),
         ({"normalise": 1}, "normalise is 1; must be True or False"),
-        ({"return_state": None}, "return_state is None; must be True or False"),
+        ({"return_state": True}, r"linear has no argument return_state: call linear_with_state, which returns \(o, \(S, z\)\)"),
         ({"backend": "hopper"}, "backend is 'hopper'; must be 'auto', 'triton', 'tiled' or 'eager'"),
         ({"deterministic": 1}, "deterministic is 1; must be True, False, or None"),
-        ({"state": _STATE[0]}, r"state is a .*; must be the tensors \(S, z\) that return_state=True gives"),
+        ({"state": _STATE[0]}, r"state is a .*; must be the tensors \(S, z\) that the function with _with_state returns"),
         ({"state": (_STATE[0].bfloat16(), _STATE[1])}, r"S of state is a torch.bfloat16 tensor .*; must be a torch.float32"),
         ({"state": (_STATE[0], _STATE[1][..., :4])}, r"z of state is .* \(1, 2, 4\); must be .* \(1, 2, 8\)"),
         ({"k": _K[..., :4]}, "k has head dim 4; q has 8"),
@@ -391,11 +391,12 @@ def test_a_state_has_the_dtype_that_the_docs_say(method: str, dtype: torch.dtype
     """float32, and float64 for float64 inputs: what is returned can be given, and another dtype is refused."""
     q, k, v = (torch.randn(1, 40, 2, 8).to(dtype) for _ in range(3))
     words = {} if method == "linear" else {"features": ap.Features.draw(8, 16, seed=0)}
-    call, due = getattr(ap, method), torch.float64 if dtype == torch.float64 else torch.float32
+    call, with_state = getattr(ap, method), getattr(ap, f"{method}_with_state")
+    due = torch.float64 if dtype == torch.float64 else torch.float32
     whole = call(q, k, v, rt.CAUSAL, **words)
-    o, state = call(q[:, :25], k[:, :25], v[:, :25], rt.CAUSAL, return_state=True, **words)
+    o, state = with_state(q[:, :25], k[:, :25], v[:, :25], rt.CAUSAL, **words)
     assert {x.dtype for x in state} == {due}
-    rest, _ = call(q[:, 25:], k[:, 25:], v[:, 25:], rt.CAUSAL, return_state=True, state=state, **words)
+    rest, _ = with_state(q[:, 25:], k[:, 25:], v[:, 25:], rt.CAUSAL, state=state, **words)
     tolerance = 20 * torch.finfo(dtype).eps
     torch.testing.assert_close(torch.cat([o, rest], 1), whole, rtol=tolerance, atol=tolerance)
     if method == "linear":

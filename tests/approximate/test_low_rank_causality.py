@@ -50,10 +50,10 @@ def test_a_method_is_of_the_class_that_it_declares(name: str, mode: str, which: 
 def test_decodable_methods_decode(name: str) -> None:
     q, k, v = (torch.randn(2, 30, h, 8) for h in (4, 2, 2))
     options = {"features": ap.Features.draw(8, 16)} if name == "performer" else {}
-    method, state, rows = getattr(ap, name), None, []
+    method, state, rows = getattr(ap, f"{name}_with_state"), None, []
     for t in range(30):
         one = (x[:, t : t + 1] for x in (q, k, v))
-        o, state = method(*one, rt.CAUSAL, state=state, return_state=True, **options)
+        o, state = method(*one, rt.CAUSAL, state=state, **options)
         rows.append(o)
     torch.testing.assert_close(torch.cat(rows, 1), CALLS[name](q, k, v, rt.CAUSAL), rtol=1e-4, atol=1e-5)
 

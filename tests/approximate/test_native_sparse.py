@@ -33,7 +33,7 @@ SIZES = {
     "decode": (1, 70, 4, 2, 8, 8),
     "more-queries": (20, 12, 2, 2, 8, 8),
 }
-SMALL: dict[str, Any] = {"length": 8, "stride": 4, "block": 8}
+SMALL: dict[str, Any] = {"length": 8, "stride": 4, "block_size": 8}
 COUNTS: dict[str, Any] = {"count": 4, "first": 1, "local": 2}
 
 
@@ -76,9 +76,9 @@ def test_the_branches_equal_the_definition(size: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("size", SIZES)
 def test_choices_and_scores_equal_the_definition(size: str) -> None:
     x = inputs(*SIZES[size])
-    words = {"tokens": x["ks"].shape[1], "return_scores": True} | SMALL | COUNTS
-    chosen, scores = ap.choose_blocks(x["q"], x["kc"], **words)
-    due, due_scores = ap.choose_blocks(x["q"], x["kc"], backend="eager", **words)
+    words = {"tokens": x["ks"].shape[1]} | SMALL | COUNTS
+    chosen, scores = ap.choose_blocks_with_scores(x["q"], x["kc"], **words)
+    due, due_scores = ap.choose_blocks_with_scores(x["q"], x["kc"], backend="eager", **words)
     torch.testing.assert_close(scores, due_scores)
     assert torch.equal(chosen, due)
     assert chosen.dtype == torch.int32
@@ -102,7 +102,7 @@ def test_scores_count_overlaps() -> None:
 def test_what_is_always_chosen_and_what_is_best() -> None:
     """The first block, the own one and the one before; then the best of the rest; -1 before there are enough."""
     x = inputs(64, 64, 2, 1, 8, 8, B=1)
-    chosen, scores = ap.choose_blocks(x["q"], x["kc"], return_scores=True, **SMALL, **COUNTS)
+    chosen, scores = ap.choose_blocks_with_scores(x["q"], x["kc"], **SMALL, **COUNTS)
     for t in range(64):
         own = t // 8
         always = {0, own, max(own - 1, 0)}
@@ -131,16 +131,16 @@ def test_all_blocks_are_causal_attention_and_the_own_is_a_chunk() -> None:
     x = inputs(30, 30, 4, 2, 8, 8)
     q, k, v = x["q"], x["ks"], x["vs"]
     every = torch.arange(4, dtype=torch.int32).expand(2, 30, 2, 4)
-    torch.testing.assert_close(ap.selected_attention(q, k, v, every, block=8), rt.attention(q, k, v, rt.CAUSAL))
+    torch.testing.assert_close(ap.selected_attention(q, k, v, every, block_size=8), rt.attention(q, k, v, rt.CAUSAL))
     own = (torch.arange(30, dtype=torch.int32) // 8).view(1, 30, 1, 1).expand(2, 30, 2, 1)
     due = rt.attention(q, k, v, rt.CAUSAL & rt.Chunk(8))
-    torch.testing.assert_close(ap.selected_attention(q, k, v, own, block=8), due)
+    torch.testing.assert_close(ap.selected_attention(q, k, v, own, block_size=8), due)
     # a block that is there twice counts once, and the order is free
     first, none = torch.zeros_like(own), torch.full_like(own, -1)
-    twice = ap.selected_attention(q, k, v, torch.cat([own, none, first, own], -1), block=8)
-    torch.testing.assert_close(twice, ap.selected_attention(q, k, v, torch.cat([own, first], -1), block=8))
-    torch.testing.assert_close(ap.selected_attention(q, k, v, torch.cat([none, own], -1), block=8), due)
-    torch.testing.assert_close(ap.selected_attention(q, k, v, every.flip(-1), block=8), rt.attention(q, k, v, rt.CAUSAL))
+    twice = ap.selected_attention(q, k, v, torch.cat([own, none, first, own], -1), block_size=8)
+    torch.testing.assert_close(twice, ap.selected_attention(q, k, v, torch.cat([own, first], -1), block_size=8))
+    torch.testing.assert_close(ap.selected_attention(q, k, v, torch.cat([none, own], -1), block_size=8), due)
+    torch.testing.assert_close(ap.selected_attention(q, k, v, every.flip(-1), block_size=8), rt.attention(q, k, v, rt.CAUSAL))
 
 
 def test_blocks_of_one_token_make_each_branch_causal_attention() -> None:
@@ -149,7 +149,7 @@ def test_blocks_of_one_token_make_each_branch_causal_attention() -> None:
     q, k, v, gates = x["q"], x["ks"], x["vs"], x["gates"]
     pair = ap.compress(k, length=1, stride=1), ap.compress(v, length=1, stride=1)
     assert torch.equal(pair[0], k)
-    found = ap.native_sparse(q, pair, (k, v), (k, v), gates, length=1, stride=1, block=4, count=5, window=20)
+    found = ap.native_sparse(q, pair, (k, v), (k, v), gates, length=1, stride=1, block_size=4, count=5, window=20)
     torch.testing.assert_close(found, rt.attention(q, k, v, rt.CAUSAL) * gates.sum(-1, keepdim=True))
 
 
@@ -164,7 +164,7 @@ def test_equal_keys_give_means_of_what_is_complete() -> None:
         gates = torch.zeros(1, S, 1, 3)
         gates[..., branch] = 1
         found = ap.native_sparse(
-            zero, (zero[:, :5], compressed), (zero, v), (zero, v), gates, length=4, stride=2, block=4, count=3, window=3
+            zero, (zero[:, :5], compressed), (zero, v), (zero, v), gates, length=4, stride=2, block_size=4, count=3, window=3
         )
         torch.testing.assert_close(found.flatten(), torch.tensor(due))
 
@@ -244,8 +244,8 @@ def test_under_autocast() -> None:
     ("options", "due"),
     [
         ({"length": 6}, "length is 6; must be a multiple of stride, 4"),
-        ({"block": 10}, "block is 10; must be a multiple of stride, 4"),
-        ({"block": 4}, "length is 8; must be at most block, 4"),
+        ({"block_size": 10}, "block_size is 10; must be a multiple of stride, 4"),
+        ({"block_size": 4}, "length is 8; must be at most block_size, 4"),
         ({"count": 2}, "count is 2; first + local is 3, and count must be at least that"),
         ({"window": 0}, "window is 0; must be an int of at least 1"),
         ({"chosen": torch.zeros(2, 20, 2, 4)}, "chosen is a torch.float32 tensor (2, 20, 2, 4); must be an int32 tensor"),
@@ -309,14 +309,16 @@ def test_bad_packed_tensors_are_one_sentence() -> None:
 def test_the_choice_says_why_a_kernel_does_not_make_it() -> None:
     x = inputs(20, 20, 4, 2, 8, 8)
     choose = partial(ap.choose_blocks, x["q"], x["kc"], **SMALL, **COUNTS)
-    with pytest.raises(rt.Unsupported, match="backend 'triton' cannot make this choice: return_scores is True; it returns none"):
-        choose(backend="triton", return_scores=True)
+    with pytest.raises(rt.InvalidInput, match="no argument return_scores: call choose_blocks_with_scores, which returns"):
+        choose(return_scores=True)
+    with pytest.raises(rt.InvalidInput, match="backend is 'triton'; must be 'auto', 'eager' or 'plain'"):
+        ap.choose_blocks_with_scores(x["q"], x["kc"], backend="triton", **SMALL, **COUNTS)
     with pytest.raises(rt.InvalidInput, match=r"lse is a torch\.int64 tensor .*; must be a floating-point tensor"):
         choose(lse=torch.zeros(2, 4, 20, dtype=torch.int64))
     for changed, due in (
         ({"count": 65}, "65 blocks to a query; has up to 64"),
-        ({"block": 16 * SMALL["block"]}, "blocks of 128 and 8 tokens in strides of 4; has up to 32 strides in both"),
+        ({"block_size": 16 * SMALL["block_size"]}, "blocks of 128 and 8 tokens in strides of 4; has up to 32 strides in both"),
     ):
         sizes = SMALL | COUNTS | changed
-        found = refusal(x["q"], 2, sizes["length"], sizes["block"], sizes["stride"], sizes["count"])
+        found = refusal(x["q"], 2, sizes["length"], sizes["block_size"], sizes["stride"], sizes["count"])
         assert found == (due if INTERPRETED else "tensors are on cpu; needs a CUDA GPU of sm80 (Ampere) or newer")

@@ -38,7 +38,7 @@ def answer(
     leaves |= {n: x.to(wide).requires_grad_() for n, x in zip("Sz", state, strict=False)}
     q, k, v, *given = leaves.values()
     past = (*given, state[2].to(wide))
-    o, (S, z, largest) = ap.performer(q, k, v, mask, features=features, state=past, return_state=True, backend=path)
+    o, (S, z, largest) = ap.performer_with_state(q, k, v, mask, features=features, state=past, backend=path)
     assert o.dtype == dtype
     assert not largest.requires_grad
     outputs = {"o": o, "last S": S, "last z": z}
@@ -178,10 +178,10 @@ def test_no_row_knows_later_tokens(later: float, kind: str, path: str) -> None:
 @pytest.mark.parametrize("cut", [0, 1, CHUNK, 150])
 def test_a_state_goes_on_where_it_ended(cut: int, path: str, kind: str) -> None:
     leaves = [(x / 2).double().requires_grad_() for x in inputs(160, 4, 2, 8, 8)]
-    options = {"features": ap.Features.draw(8, 16, kind=kind), "backend": path, "return_state": True}
-    o, last = ap.performer(*leaves, rt.CAUSAL, **options)
-    first, state = ap.performer(*(x[:, :cut] for x in leaves), rt.CAUSAL, **options)
-    second, end = ap.performer(*(x[:, cut:] for x in leaves), rt.CAUSAL, state=state, **options)
+    options = {"features": ap.Features.draw(8, 16, kind=kind), "backend": path}
+    o, last = ap.performer_with_state(*leaves, rt.CAUSAL, **options)
+    first, state = ap.performer_with_state(*(x[:, :cut] for x in leaves), rt.CAUSAL, **options)
+    second, end = ap.performer_with_state(*(x[:, cut:] for x in leaves), rt.CAUSAL, state=state, **options)
     torch.testing.assert_close(torch.cat((first, second), 1), o)
     torch.testing.assert_close(end, last)
     incoming = torch.randn_like(o)
@@ -193,9 +193,9 @@ def test_a_state_goes_on_where_it_ended(cut: int, path: str, kind: str) -> None:
 def test_token_by_token_gives_the_rows_of_the_whole() -> None:
     q, k, v = inputs(30, 4, 2, 8, 8)
     features, state, rows = ap.Features.draw(8, 32), None, []
-    options = {"features": features, "return_state": True}
+    options = {"features": features}
     for t in range(30):
-        o, state = ap.performer(*(x[:, t : t + 1] for x in (q, k, v)), rt.CAUSAL, state=state, **options)
+        o, state = ap.performer_with_state(*(x[:, t : t + 1] for x in (q, k, v)), rt.CAUSAL, state=state, **options)
         rows.append(o)
     torch.testing.assert_close(torch.cat(rows, 1), ap.performer(q, k, v, rt.CAUSAL, features=features), rtol=1e-4, atol=1e-5)
 
@@ -206,9 +206,9 @@ def test_packed_sequences_are_computed_each_by_itself(path: str, mask: rt.Mask) 
     lengths = [3, 0, CHUNK + 7, 1]
     cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     leaves = [x[0].double().requires_grad_() for x in inputs(sum(lengths), 4, 2, 8, 6, B=1)]
-    options = {"features": ap.Features.draw(8, 16), "backend": path, "return_state": True}
-    o, last = ap.performer(*leaves, mask, cu=cu, **options)
-    due = [ap.performer(*(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, **options) for b in range(4)]
+    options = {"features": ap.Features.draw(8, 16), "backend": path}
+    o, last = ap.performer_with_state(*leaves, mask, cu=cu, **options)
+    due = [ap.performer_with_state(*(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, **options) for b in range(4)]
     torch.testing.assert_close(o, torch.cat([x[0] for x, _ in due]))
     for n, x in enumerate(last):
         torch.testing.assert_close(x, torch.cat([state[n] for _, state in due]))
@@ -217,7 +217,7 @@ def test_packed_sequences_are_computed_each_by_itself(path: str, mask: rt.Mask) 
     for x, y in zip(found, torch.autograd.grad(torch.cat([x[0] for x, _ in due]), leaves, incoming), strict=True):
         torch.testing.assert_close(x, y)
     no_cu = torch.zeros(1, dtype=torch.int32)
-    o, last = ap.performer(*(x[:0] for x in leaves), mask, cu=no_cu, **options)
+    o, last = ap.performer_with_state(*(x[:0] for x in leaves), mask, cu=no_cu, **options)
     assert [tuple(x.shape) for x in (o, *last)] == [(0, 4, 6), (0, 2, 16, 6), (0, 2, 16), (0, 2)]
 
 
@@ -296,7 +296,7 @@ _X = torch.zeros(1, 4, 2, 8)
         ({"scale": -1.0}, "scale is -1.0; must be above 0: queries and keys are each multiplied by its root"),
         ({"scale": 0}, "scale is 0.0; must be above 0"),
         ({"mask": rt.Chunk(2)}, "Performer has FULL and CAUSAL"),
-        ({"state": (_X, _X)}, r"state is .*; must be the tensors \(S, z, largest\) that return_state=True gives"),
+        ({"state": (_X, _X)}, r"state is .*; must be the tensors \(S, z, largest\) that the function with _with_state returns"),
         ({"backend": "fast"}, "backend is 'fast'; must be 'auto', 'triton', 'tiled' or 'eager'"),
         ({"dropout": 0.1}, "performer has no argument dropout: it has q, k, v, mask, features"),
     ],

@@ -84,7 +84,7 @@ def test_equals_the_definition(it: Shapes) -> None:
     due = definition(*wide, chosen, it.block)
     for backend in ways(q, v, it.Hk, it.block):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        found = attend(*leaves, chosen, block=it.block, scale=0.3, backend=backend)
+        found = attend(*leaves, chosen, block_size=it.block, scale=0.3, backend=backend)
         for a, b in zip(found, due, strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-5)
         for a, b in zip(
@@ -109,7 +109,7 @@ def test_scores_that_share_an_offset(size: float, dtype: torch.dtype) -> None:
         results[name] = outputs | gradients(outputs, leaves, dtype)
     for backend in ways(q.to(dtype), v, 2, 16):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)}
-        outputs = dict(zip(("o", "lse"), attend(*leaves.values(), chosen, block=16, scale=0.3, backend=backend), strict=True))
+        outputs = dict(zip(("o", "lse"), attend(*leaves.values(), chosen, block_size=16, scale=0.3, backend=backend), strict=True))
         found = outputs | gradients(outputs, leaves, dtype)
         for x, due in results["exact"].items():
             wrong, *usual = ((results[y] if isinstance(y, str) else y)[x].double() - due for y in (found, "plain", "half"))
@@ -125,7 +125,7 @@ def test_packed_sequences_are_as_alone() -> None:
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
     for backend in ways(q, v, 2, block):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o, lse = attend(*leaves, chosen, block=block, scale=0.3, cu_q=cu_q, cu_k=cu_k, backend=backend)
+        o, lse = attend(*leaves, chosen, block_size=block, scale=0.3, cu_q=cu_q, cu_k=cu_k, backend=backend)
         alone = [x.clone().requires_grad_() for x in (q, k, v)]
         due = []
         for b in range(len(lengths)):
@@ -149,7 +149,7 @@ def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
     due[1, :, 2:] = seen[1, 2:, :, 13].T
     for backend in ways(q, v, it.Hk, it.block):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        o, _ = attend(*leaves, chosen, block=it.block, scale=0.3, backend=backend)
+        o, _ = attend(*leaves, chosen, block_size=it.block, scale=0.3, backend=backend)
         assert torch.equal(o.isnan().any(-1), due)
         dq, dk, dv = torch.autograd.grad(o.nan_to_num().sum(), leaves)
         assert dq[~due].isfinite().all()
@@ -163,7 +163,7 @@ def test_every_block_is_causal_attention() -> None:
     q, k, v = (torch.randn(1, 50, 4, 16) for _ in range(3))
     chosen = torch.arange(4, dtype=torch.int32).expand(1, 50, 4, 4)
     for backend in ways(q, v, 4, 16):
-        o, lse = attend(q, k, v, chosen, block=16, scale=0.25, backend=backend)
+        o, lse = attend(q, k, v, chosen, block_size=16, scale=0.25, backend=backend)
         due, due_lse = rt.attention_with_lse(q, k, v, rt.CAUSAL)
         torch.testing.assert_close(o, due, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, due_lse, atol=1e-5, rtol=1e-5)
@@ -187,7 +187,7 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
     torch.manual_seed(S)
     q, k = torch.randn(B, T, H, D), torch.randn(B, S, Hk, D)
     compressed = ap.compress(k, length=length, stride=stride)
-    words = {"block": block, "count": count, "first": first, "length": length, "local": local, "stride": stride, "tokens": S}
+    words = {"block_size": block, "count": count, "first": first, "length": length, "local": local, "stride": stride, "tokens": S}
     due = ap.choose_blocks(q, compressed, backend="eager", **words)
     assert torch.equal(ap.choose_blocks(q, compressed, backend="plain", **words), due)
     if choice.refusal(q, Hk, length, block, stride, count) is not None:
@@ -202,7 +202,7 @@ def test_a_compressed_key_counts_in_both_blocks_that_it_reaches(block: int) -> N
     """One key has all the weight, and begins in the last stride of a block; a step of the kernel ends with block 31."""
     q, compressed = torch.ones(1, 1, 2, 16), torch.zeros(1, 159, 1, 16)
     compressed[0, block * 4 + 3] = 9.0
-    words = {"block": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
+    words = {"block_size": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
     for backend in ["eager", "plain"] + ["triton"] * (choice.refusal(q, 1, 8, 16, 4, 3) is None):
         assert ap.choose_blocks(q, compressed, backend=backend, **words).flatten().tolist() == [block, block + 1, 39], backend
 
@@ -211,7 +211,7 @@ def test_a_known_lse_gives_the_same_choice() -> None:
     """The early queries see no compressed key."""
     q, k = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16)
     compressed = ap.compress(k, length=8, stride=4)
-    sizes = {"block": 16, "count": 4, "length": 8, "stride": 4}
+    sizes = {"block_size": 16, "count": 4, "length": 8, "stride": 4}
     seen = native_sparse.sees_compressed(100, 100, compressed.shape[1], 8, 4, q.device)
     x = torch.einsum("bthd,bnhd->bhtn", q, compressed.repeat_interleave(2, 2)) / 4
     lse = x.masked_fill(~seen, -torch.inf).logsumexp(-1)
@@ -242,7 +242,7 @@ def test_the_gated_sum_and_its_gradients(shape: tuple[int, ...], dtype: torch.dt
 def test_ties_go_to_the_lower_block() -> None:
     """All compressed keys are alike, so blocks in the middle of the text have the same score."""
     q, k = torch.randn(1, 20, 2, 16), torch.ones(1, 160, 1, 16)
-    compressed, sizes = ap.compress(k, length=8, stride=4), {"block": 16, "count": 5, "length": 8, "stride": 4}
+    compressed, sizes = ap.compress(k, length=8, stride=4), {"block_size": 16, "count": 5, "length": 8, "stride": 4}
     chosen = ap.choose_blocks(q, compressed, first=1, local=2, tokens=160, **sizes)
     assert chosen[0, 10, 0].tolist() == [0, 1, 2, 8, 9]
 
@@ -343,11 +343,11 @@ def test_the_operator_compiles_and_is_refused_where_it_cannot_run() -> None:
     q, k, v, chosen = made(Shapes("compiled", D=16, Dv=16))
 
     def loss(q: Tensor) -> Tensor:
-        return attend(q, k, v, chosen, block=16, scale=0.3)[0].square().sum()
+        return attend(q, k, v, chosen, block_size=16, scale=0.3)[0].square().sum()
 
     leaf = q.clone().requires_grad_()
     (due,) = torch.autograd.grad(loss(leaf), leaf)
     (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(leaf), leaf)
     torch.testing.assert_close(found, due)
     with pytest.raises(rt.Unsupported, match="float64; has float32" if "triton" in ways(q, v, 2, 16) else "tensors are on cpu"):
-        attend(q.double(), k.double(), v.double(), chosen, block=16, scale=0.3, backend="triton")
+        attend(q.double(), k.double(), v.double(), chosen, block_size=16, scale=0.3, backend="triton")

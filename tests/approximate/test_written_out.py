@@ -266,7 +266,7 @@ def test_native_sparse() -> None:
 
     def run(q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> Tensor:
         pair = ap.compress(k, length=4, stride=2), ap.compress(v, length=4, stride=2)
-        sizes = {"length": 4, "stride": 2, "block": 6, "count": 4, "window": 5}
+        sizes = {"length": 4, "stride": 2, "block_size": 6, "count": 4, "window": 5}
         return ap.native_sparse(q, pair, (k, v), (k, v), gates.to(q.dtype), backend=backend, **sizes)
 
     compare(run, (q, k, v), due)

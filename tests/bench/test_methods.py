@@ -147,7 +147,7 @@ def fake_fla(monkeypatch) -> None:
         assert window_size == 0
         assert block_indices.dtype == torch.int64
         assert block_indices.shape[-1] == block_counts
-        return ap.selected_attention(q, k, v, block_indices.int(), block=block_size, scale=scale) * g_slc[..., None]
+        return ap.selected_attention(q, k, v, block_indices.int(), block_size=block_size, scale=scale) * g_slc[..., None]
 
     nsa.parallel_nsa = parallel_nsa
     for module in (fla, ops, linear, nsa):

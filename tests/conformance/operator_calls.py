@@ -287,7 +287,7 @@ def _choose_pages(device: torch.device) -> Work:
 
 
 def _native_sparse_decode(device: torch.device) -> Work:
-    sizes = {"length": 4, "stride": 2, "block": 4, "count": 1, "first": 0, "local": 1, "window": 3}
+    sizes = {"length": 4, "stride": 2, "block_size": 4, "count": 1, "first": 0, "local": 1, "window": 3}
     pairs = [tuple(torch.randn(4, rows, 2, 8, device=device) for _ in range(2)) for rows in (2, 4, 4)]
     q, gates = torch.randn(2, 4, 8, device=device), torch.rand(2, 4, 3, device=device)
     table, lengths = _table(device)
@@ -370,7 +370,7 @@ def _recurrence_backward(device: torch.device) -> Work:
 
 def _selected(device: torch.device) -> Work:
     tensors, chosen = _tensors(device), torch.tensor([[0, -1], [0, -1], [0, -1], [-1, 0]], dtype=torch.int32, device=device)
-    approximate.selected_attention(*tensors, chosen[None, :, None].expand(1, 4, 2, 2), block=16)
+    approximate.selected_attention(*tensors, chosen[None, :, None].expand(1, 4, 2, 2), block_size=16)
     # 1 + 2 + 3 + 4 tokens up to each position, two heads; a list is 64 bytes, offsets 16, lse 32
     return Work(2 * 128 * 10 * 2, 3 * _SIZE + 64 + 16, _SIZE + 32)
 
@@ -378,7 +378,7 @@ def _selected(device: torch.device) -> Work:
 def _selected_backward(device: torch.device) -> Work:
     chosen = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
     chosen[..., 1] = -1
-    o = approximate.selected_attention(*_tensors(device, True), chosen, block=16)
+    o = approximate.selected_attention(*_tensors(device, True), chosen, block_size=16)
     o.backward(torch.ones_like(o))
     return Work(2 * 128 * 10 * 2 * 5 // 2, 5 * _SIZE + 2 * 32 + 64 + 16, 3 * _SIZE)
 

@@ -185,7 +185,7 @@ def test_what_does_not_go_with_it_is_said(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(Unsupported, match=due):
             LLM(folder, **given, **ROOM)
-    wide = checkpoint(tmp_path, settings(length=32, stride=32, block=32))
+    wide = checkpoint(tmp_path, settings(length=32, stride=32, block_size=32))
     with pytest.raises(InvalidInput, match="block_size is 16 and the model has native_sparse layers with a stride of 32"):
         LLM(wide, **ROOM)
     with pytest.raises(Unsupported, match="the model has native_sparse layers, which choose keys by themselves"):

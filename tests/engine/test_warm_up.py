@@ -106,7 +106,7 @@ def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: 
 
 def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
     """Those of prompts, whose selected keys are read in pages, and those of single tokens."""
-    said = sparse.settings(mixers=["native_sparse"] * 3, length=32, stride=16, block=64, count=16, window=512)
+    said = sparse.settings(mixers=["native_sparse"] * 3, length=32, stride=16, block_size=64, count=16, window=512)
     config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, said))
     assert config.native_sparse is not None
     with recorded(90) as found, torch.inference_mode():

@@ -25,7 +25,7 @@ def answer(tensors: list[Tensor], state: list[Tensor], dtype: torch.dtype, path:
     leaves = {n: x.to(dtype).requires_grad_() for n, x in zip("qkv", tensors, strict=True)}
     leaves |= {n: x.to(wide).requires_grad_() for n, x in zip("Sz", state, strict=True)}
     q, k, v, *given = leaves.values()
-    o, (S, z) = ap.linear(q, k, v, options.pop("mask"), state=tuple(given), return_state=True, backend=path, **options)
+    o, (S, z) = ap.linear_with_state(q, k, v, options.pop("mask"), state=tuple(given), backend=path, **options)
     outputs = {"o": o, "last S": S, "last z": z}
     return outputs | gradients(outputs, leaves, tensors[0].dtype)
 

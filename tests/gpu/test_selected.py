@@ -25,7 +25,7 @@ def test_forward_and_gradients(dtype: torch.dtype, H: int, Hk: int, D: int, Dv: 
     B, T, block = 2, 700, 64
     q = torch.randn(B, T, H, D, device=device, dtype=dtype)
     k, v = (torch.randn(B, T, Hk, dim, device=device, dtype=dtype) for dim in (D, Dv))
-    chosen = ap.choose_blocks(q, ap.compress(k), count=5, block=block)
+    chosen = ap.choose_blocks(q, ap.compress(k), count=5, block_size=block)
     wide, plain, leaves = ([x.to(kind).requires_grad_() for x in (q, k, v)] for kind in (torch.float64, dtype, dtype))
     do = torch.randn(B, T, H, Dv, device=device, dtype=dtype)
     answers = []
@@ -49,7 +49,7 @@ def test_other_tiles_and_parts(one: Variant, device: torch.device) -> None:
 def test_decoding_from_pages(H: int, Hk: int, D: int, Dv: int, size: int, device: torch.device) -> None:
     """Sequences of all lengths, in bf16: the kernels beside the gathering definition, also in a CUDA graph."""
     B, N, window, draw = 5, 400 * 16 // size, 512, partial(torch.randn, device=device, dtype=torch.bfloat16)
-    sizes = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": window, "scale": D**-0.5}
+    sizes = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2, "window": window, "scale": D**-0.5}
     pairs_of = [(draw(B * N, rows, Hk, D), draw(B * N, rows, Hk, Dv)) for rows in (size // 16, size, size)]
     table = torch.randperm(B * N, device=device).int().view(B, N)
     lengths = torch.tensor([N * size, 1, 700, 0, 3333], device=device).int()
@@ -66,7 +66,7 @@ def test_decoding_from_pages(H: int, Hk: int, D: int, Dv: int, size: int, device
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, chosen, block=block, scale=0.3, backend="triton")
+    return attend(q, k, v, chosen, block_size=block, scale=0.3, backend="triton")
 
 
 def test_the_choice(device: torch.device) -> None:

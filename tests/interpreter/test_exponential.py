@@ -43,7 +43,7 @@ def answer(
     leaves |= {n: x.to(wide).requires_grad_() for n, x in zip("Sz", state, strict=False)}
     q, k, v, *given = leaves.values()
     past = (*given, state[2].to(wide))
-    o, (S, z, largest) = ap.performer(q, k, v, mask, features=features, state=past, return_state=True, backend=path, **options)
+    o, (S, z, largest) = ap.performer_with_state(q, k, v, mask, features=features, state=past, backend=path, **options)
     outputs = {"o": o, "last S": S, "last z": z}
     return outputs | gradients(outputs, leaves, tensors[0].dtype) | {"largest": largest.detach()}
 
@@ -165,10 +165,10 @@ def test_neighbours_and_repeats_do_not_matter() -> None:
 @pytest.mark.parametrize("cut", [1, 64, 99])
 def test_a_state_goes_on_where_it_ended(cut: int) -> None:
     q, k, v = inputs(130, 4, 2, 8, 8)
-    options = {"features": ap.Features.draw(8, 16), "backend": "triton", "return_state": True}
-    o, last = ap.performer(q, k, v, rt.CAUSAL, **options)
-    first, state = ap.performer(*(x[:, :cut] for x in (q, k, v)), rt.CAUSAL, **options)
-    second, end = ap.performer(*(x[:, cut:] for x in (q, k, v)), rt.CAUSAL, state=state, **options)
+    options = {"features": ap.Features.draw(8, 16), "backend": "triton"}
+    o, last = ap.performer_with_state(q, k, v, rt.CAUSAL, **options)
+    first, state = ap.performer_with_state(*(x[:, :cut] for x in (q, k, v)), rt.CAUSAL, **options)
+    second, end = ap.performer_with_state(*(x[:, cut:] for x in (q, k, v)), rt.CAUSAL, state=state, **options)
     torch.testing.assert_close(torch.cat((first, second), 1), o, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-5)
 

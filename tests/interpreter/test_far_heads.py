@@ -41,14 +41,14 @@ def both_ways(run, tensors: list[Tensor]) -> list[Tensor]:
 
 def test_selected_attention(near_and_far) -> None:
     chosen = torch.randint(2, (1, 24, HEADS, 2), dtype=torch.int32)
-    found = [both_ways(lambda *x: ap.selected_attention(*x, chosen, block=16, backend="triton"), xs) for xs in near_and_far]
+    found = [both_ways(lambda *x: ap.selected_attention(*x, chosen, block_size=16, backend="triton"), xs) for xs in near_and_far]
     for x, y in zip(*found, strict=True):
         assert torch.equal(x, y)
 
 
 def test_the_choice_of_blocks(near_and_far) -> None:
     near, distant = ([q[:, :1], k] for q, k, _ in near_and_far)
-    words = {"block": 16, "count": 2, "first": 0, "local": 1, "length": 8, "stride": 8, "tokens": 192}
+    words = {"block_size": 16, "count": 2, "first": 0, "local": 1, "length": 8, "stride": 8, "tokens": 192}
     due = ap.choose_blocks(*near, **words, backend="eager")
     assert torch.equal(ap.choose_blocks(*distant, **words, backend="triton"), due)
 

@@ -25,16 +25,16 @@ from tests.models.sparse import checkpoint, likeliest, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
-SMALL = {"length": 8, "stride": 4, "block": 16, "count": 4, "first": 1, "local": 2, "window": 21}
+SIZES = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2, "window": 512}
+SMALL = {"length": 8, "stride": 4, "block_size": 16, "count": 4, "first": 1, "local": 2, "window": 21}
 # tokens per page, key heads, heads of a group, head dims, blocks of a table, sizes
 SHAPES: dict[str, tuple[int, int, int, int, int, int, dict[str, int]]] = {
     "the paper's": (16, 1, 16, 32, 32, 72, SIZES),
     "small": (8, 2, 3, 16, 16, 40, SMALL),
     "a page of many blocks": (64, 1, 4, 24, 8, 6, SMALL),
     "length is stride": (16, 2, 1, 16, 16, 12, SMALL | {"length": 4, "first": 0, "local": 1}),
-    "a block of 48": (16, 1, 17, 16, 16, 12, SMALL | {"length": 16, "stride": 16, "block": 48, "window": 1}),
-    "many overlaps": (16, 1, 2, 16, 16, 20, SMALL | {"length": 64, "stride": 2, "block": 64, "window": 64}),
+    "a block of 48": (16, 1, 17, 16, 16, 12, SMALL | {"length": 16, "stride": 16, "block_size": 48, "window": 1}),
+    "many overlaps": (16, 1, 2, 16, 16, 20, SMALL | {"length": 64, "stride": 2, "block_size": 64, "window": 64}),
 }
 
 

@@ -53,7 +53,7 @@ def answer(
     leaves = {n: x.to(dtype).requires_grad_() for n, x in zip("qkv", tensors, strict=True)}
     leaves |= {n: x.to(wide).requires_grad_() for n, x in zip("Sz", state, strict=True)}
     q, k, v, *given = leaves.values()
-    o, (S, z) = ap.linear(q, k, v, mask, state=tuple(given), return_state=True, backend=path, **options)
+    o, (S, z) = ap.linear_with_state(q, k, v, mask, state=tuple(given), backend=path, **options)
     outputs = {"o": o, "last S": S, "last z": z}
     return outputs | gradients(outputs, leaves, tensors[0].dtype)
 
@@ -100,7 +100,7 @@ def test_other_lengths_of_keys_and_strides() -> None:
 def test_no_packed_sequence() -> None:
     q, k, v = (torch.empty(0, h, 8) for h in (4, 2, 2))
     none = torch.zeros(1, dtype=torch.int32)
-    o, (S, z) = ap.linear(q, k, v, rt.CAUSAL, cu=none, return_state=True, backend="triton")
+    o, (S, z) = ap.linear_with_state(q, k, v, rt.CAUSAL, cu=none, backend="triton")
     assert (o.shape, S.shape, z.shape) == ((0, 4, 8), (0, 2, 8, 8), (0, 2, 8))
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_choice_where_a_step_has_few_blocks(length: int, stride: int, block: int, count: int) -> None:
     """More blocks are kept than a step adds, and a block has up to 32 strides."""
     q, k = torch.randn(1, 9, 2, 16), torch.randn(1, 300, 1, 16)
-    words = {"length": length, "stride": stride, "block": block, "count": count, "tokens": 300}
+    words = {"length": length, "stride": stride, "block_size": block, "count": count, "tokens": 300}
     compressed = ap.compress(k, length=length, stride=stride)
     found, due = (ap.choose_blocks(q, compressed, backend=name, **words) for name in ("triton", "eager"))
     assert torch.equal(found, due)

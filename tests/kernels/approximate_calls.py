@@ -26,7 +26,7 @@ from tests.kernels.recorded import Recorded, recorded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # the sizes of the NSA paper: tokens of a compressed key, between two of them, and of a block; then how many blocks
-SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2}
+SIZES = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2}
 
 
 class Call(NamedTuple):
@@ -85,13 +85,13 @@ def selected(dtype: torch.dtype, H: int, Hk: int, D: int, Dv: int, block: int) -
     q, k, v = (_draw(dtype, 1, T, h, dim) for h, dim in ((H, D), (Hk, D), (Hk, Dv)))
     # all choose the first block, so its list has parts
     chosen = torch.zeros(1, T, Hk, 5, dtype=torch.int32)
-    _both_ways(lambda *x: attend(*x, chosen, block=block, scale=0.3, backend="triton")[0], q, k, v)
+    _both_ways(lambda *x: attend(*x, chosen, block_size=block, scale=0.3, backend="triton")[0], q, k, v)
 
 
 def in_pages(dtype: torch.dtype, H: int, Hk: int, D: int, size: int) -> None:
     k, v = (_draw(dtype, 90, 6, size, Hk, D)[:, n] for n in range(2))
     table, chosen = torch.zeros(700, dtype=torch.int32), torch.zeros(60, Hk, 16, dtype=torch.int32)
-    attend_in_pages(_draw(dtype, 60, H, D), k, v, table, 700, chosen, block=64, scale=0.3)
+    attend_in_pages(_draw(dtype, 60, H, D), k, v, table, 700, chosen, block_size=64, scale=0.3)
 
 
 def chooses(
@@ -100,7 +100,7 @@ def chooses(
     q, k = _draw(dtype, 1, 100, H, D), _draw(dtype, 1, 10, Hk, D)
     assert choice.refusal(q, Hk, length, block, stride, count) is None
     lse = _draw(FP32, 1, H, 100) if has_lse else None
-    sizes = SIZES | {"length": length, "stride": stride, "block": block, "count": count}
+    sizes = SIZES | {"length": length, "stride": stride, "block_size": block, "count": count}
     choice.choose(q, k, 200, scale=0.1, lse=lse, **sizes)
 
 

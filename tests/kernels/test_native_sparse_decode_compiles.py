@@ -18,7 +18,7 @@ from tests.kernels.test_dependent_launch_compiles import assert_waits  # noqa: E
 FLOATS = ("acc_ptr", "top_ptr", "total_ptr", "sums_ptr", "reference_ptr")
 INTEGERS = ("table_ptr", "near_table_ptr", "lengths_ptr", "chosen_ptr")
 KINDS = {"fp32": FLOATS, "i32": INTEGERS, "i64": ("words_ptr",)}
-SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
+SIZES = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2, "window": 512}
 # kernels that have matrix products
 PRODUCTS = ("_decode_compressed", "_decode_tokens")
 

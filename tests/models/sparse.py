@@ -16,7 +16,7 @@ from rooftile.fused import Rotation, rotate
 from rooftile.models import Decoder, ModelConfig
 from tests.models.checkpoints import SMALL, VOCABULARY
 
-SIZES = {"length": 8, "stride": 4, "block": 16, "count": 3, "first": 1, "local": 1, "window": 12}
+SIZES = {"length": 8, "stride": 4, "block_size": 16, "count": 3, "first": 1, "local": 1, "window": 12}
 MIXERS = ["native_sparse", "attention", "native_sparse"]
 
 

@@ -101,7 +101,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(tmp_path: Path) -> None:
         ({"native_sparse": SIZES | {"compression": "max"}}, "has native_sparse of which compression is"),
         ({"native_sparse": SIZES | {"hidden": -1}}, "has native_sparse of which hidden is -1"),
         ({"native_sparse": SIZES | {"hidden": 1 << 40}}, "native_sparse maps 8 x 8 numbers to 1,099,511,627,776"),
-        ({"native_sparse": SIZES | {"blocks": 4}}, r"has native_sparse\.blocks; has length, stride, block"),
+        ({"native_sparse": SIZES | {"blocks": 4}}, r"has native_sparse\.blocks; has length, stride, block_size"),
         ({"native_sparse": [8]}, r"has native_sparse \[8\]; must be a JSON object"),
         ({"model_type": "gemma2"}, "layer 0 is native_sparse and the family gemma2 has a softcap; must have none"),
         ({"model_type": "mistral"}, "layer 0 is native_sparse and has a window of its own; must have None"),

@@ -25,7 +25,7 @@ SMALL = {
     "sparse_transformer": {"stride": 6, "pattern": "fixed", "summary": 2},
     "reformer": {"chunk": 6, "rounds": 2, "buckets": 4, "strict": True},
     "routing": {"clusters": 3, "strict": True},
-    "native_sparse": {"block": 4, "length": 4, "stride": 2, "count": 4, "window": 5},
+    "native_sparse": {"block_size": 4, "length": 4, "stride": 2, "count": 4, "window": 5},
 }
 
 

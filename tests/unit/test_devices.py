@@ -135,7 +135,7 @@ def natively_sparse() -> Any:
     q, k, v = qkv()
     compressed, gates = (some(1, 4, 2, 16), some(1, 4, 2, 16)), some(1, 64, 2, 3).sigmoid()
     return approximate.native_sparse(
-        q, compressed, (k, v), (k, v), gates, length=16, stride=16, block=16, count=2, local=1, window=16
+        q, compressed, (k, v), (k, v), gates, length=16, stride=16, block_size=16, count=2, local=1, window=16
     )
 
 

@@ -6,7 +6,6 @@ Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +27,16 @@ from rooftile.recurrent.chunked import recur
 from rooftile.recurrent.features import PLAIN, features
 from rooftile.recurrent.problem import Recurrence
 from rooftile.runtime.operators import wants_grad
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words, answers_with
 
 BACKENDS = ("triton", "tiled", "eager")
 Feature = str | Callable[[Tensor], Tensor]
+# the sums over keys: S (B, Hk, F, Dv) and z (B, Hk, F)
+Sums = tuple[Tensor, Tensor]
+_WITH_STATE = "call linear_with_state, which returns (o, (S, z))"
 
 
-@answers_foreign_words
+@answers_with({"return_state": _WITH_STATE})
 def linear(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
@@ -46,9 +48,8 @@ def linear(
     deterministic: bool | None = None,
     feature: Feature = "elu",
     normalise: bool = True,
-    return_state: bool = False,
-    state: tuple[Tensor, Tensor] | None = None,
-) -> Any:
+    state: Sums | None = None,
+) -> Tensor:
     """Linear attention, phi(q_i)^T S_i / phi(q_i)^T z_i, with S_i = sum phi(k_j) v_j^T and z_i = sum phi(k_j) over j <= i.
 
     Without a mask the sums run over all j. Time and memory grow with T, not with T x S. There is no softmax scale: for the
@@ -66,12 +67,11 @@ def linear(
         feature: phi: "elu" is elu(x) + 1, "relu" is max(x, 0), "identity" is x; or a function of a tensor, differentiable, that
             maps the last axis and is called once for q and once for k, in their dtype.
         normalise: whether to divide by phi(q_i)^T z_i. A row for which that is below 2^-110 gives 0.
-        return_state: return (o, (S, z)) with the sums after the last key.
         state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs), F the number
-            of features (D, for a name). Gradients flow to it, and from the one that is returned.
+            of features (D, for a name), as `linear_with_state` returns them. Gradients flow to it.
 
     Returns:
-        o (B, T, H, Dv), contiguous, in the dtype of q; with return_state also (S, z).
+        o (B, T, H, Dv), contiguous, in the dtype of q.
 
     Raises:
         InvalidInput: an argument is wrong; says what came and what is due.
@@ -85,12 +85,51 @@ def linear(
     The class is strict and decodable: no row depends on later tokens, and `linear_step` gives the same rows one by one.
     Katharopoulos et al., arXiv:2006.16236.
     """
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state)[0]
+
+
+@answers_with({"return_state": "leave it out: the state is always returned"})
+def linear_with_state(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask | None = FULL,
+    *,
+    backend: str | None = None,
+    cu: Tensor | None = None,
+    deterministic: bool | None = None,
+    feature: Feature = "elu",
+    normalise: bool = True,
+    state: Sums | None = None,
+) -> tuple[Tensor, Sums]:
+    """Computes `linear` and also returns the sums after the last key, from which a later call goes on.
+
+    Args:
+        q, k, v, mask, backend, cu, deterministic, feature, normalise, state: as in `linear`.
+
+    Returns:
+        o (B, T, H, Dv), and (S, z) with S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs). Gradients flow
+        from both.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> o, state = linear_with_state(q[:, :100], k[:, :100], v[:, :100], CAUSAL)
+        >>> linear(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, state=state).shape
+        torch.Size([1, 28, 8, 64])
+    """
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, backend: str | None, cu: Tensor | None, deterministic: bool | None,
+    feature: Feature, normalise: bool, state: Sums | None,
+) -> tuple[Tensor, Sums]:  # fmt: skip
+    """Linear attention, and the sums after the last key."""
     q, k, v, cu = check_qkv(q, k, v, cu)
     causal = is_causal("linear attention", mask)
     if causal:
         check_causal_lengths("linear attention", q, k)
-    normalise, return_state = check_flag("normalise", normalise), check_flag("return_state", return_state)
-    chosen = check_backend(backend, BACKENDS)
+    normalise, chosen = check_flag("normalise", normalise), check_backend(backend, BACKENDS)
     check_deterministic(deterministic)
     q, k, kind = _mapped(q, k, feature)
     B = q.shape[0] if cu is None else cu.shape[0] - 1
@@ -105,7 +144,7 @@ def linear(
         problem = Recurrence(kind, causal, normalise, backend=chosen)
         o, last = recur(q, k, v, given, problem, cu=cu)
         S, z = last.s, last.z
-    return (o, (S, z)) if return_state else o
+    return o, (S, z)
 
 
 def _mapped(q: Tensor, k: Tensor, feature: Feature) -> tuple[Tensor, Tensor, str]:
@@ -160,8 +199,8 @@ def linear_step(
 
     Args:
         q, k, v: one token of each sequence.
-        state: S (B, Hk, F, Dv) and z (B, Hk, F) in float32 (float64 for float64 inputs), as `linear(..., return_state=True)`
-            returns them. Updated in place.
+        state: S (B, Hk, F, Dv) and z (B, Hk, F) in float32 (float64 for float64 inputs), as `linear_with_state` returns
+            them. Updated in place.
         feature, normalise: as in `linear`.
 
     Raises:
@@ -169,7 +208,7 @@ def linear_step(
         Unsupported: an input requires a gradient.
 
     Example:
-        >>> o, state = linear(q[:, :-1], k[:, :-1], v[:, :-1], CAUSAL, return_state=True)
+        >>> o, state = linear_with_state(q[:, :-1], k[:, :-1], v[:, :-1], CAUSAL)
         >>> linear_step(q[:, -1:], k[:, -1:], v[:, -1:], state).shape
         torch.Size([1, 1, 8, 64])
     """

@@ -39,7 +39,7 @@ def native_sparse(
     gates: Tensor,  # (B, T, H, 3)
     *,
     backend: str | None = None,
-    block: int = 64,
+    block_size: int = 64,
     chosen: Tensor | None = None,
     count: int = 16,
     cu: Tensor | None = None,
@@ -66,7 +66,7 @@ def native_sparse(
         gates: (B, T, H, 3), of the branches in this order, after their sigmoid.
         backend: "eager" is the definition; another name means the exact kernels (`rooftile.attention`); None or "auto" takes
             the fastest that runs.
-        block: tokens per selected block, a multiple of stride and at least length.
+        block_size: tokens per selected block, a multiple of stride and at least length.
         chosen: ready-made blocks (B, T, Hk, count) int32, from `choose_blocks`; -1 for none.
         count: blocks per query, those among them that are always chosen.
         cu: offsets (B + 1,) of packed sequences, queries and keys alike. They are read, which waits for a GPU.
@@ -96,10 +96,10 @@ def native_sparse(
 
     Yuan et al., Native Sparse Attention, arXiv:2502.11089.
     """
-    length, stride, block = check_lengths(length, stride, block)
+    length, stride, block_size = check_lengths(length, stride, block_size)
     count, first, local = check_counts(count, first, local)
     window = check_count("window", window)
-    sizes: dict[str, Any] = {"block": block, "length": length, "stride": stride}
+    sizes: dict[str, Any] = {"block_size": block_size, "length": length, "stride": stride}
     counts: dict[str, Any] = {"count": count, "first": first, "local": local}
     if cu is not None:
         rest: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "scale": scale, "window": window}
@@ -124,7 +124,7 @@ def native_sparse(
 
 def with_near(
     q: Tensor, compressed: Pair, selected: Pair, near: Pair, gates: Tensor, *, options: dict[str, Any], length: int, stride: int,
-    block: int, count: int, first: int, local: int, window: int, chosen: Tensor | None = None,
+    block_size: int, count: int, first: int, local: int, window: int, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`native_sparse` by kernels, of checked arguments; `near` may begin at the first key that a query sees.
 
@@ -132,24 +132,24 @@ def with_near(
     """
     S, scale = selected[0].shape[1], options["scale"]
     far, chosen = far_and_chosen(
-        q, compressed, S, options=options, length=length, stride=stride, block=block, count=count, first=first, local=local,
+        q, compressed, S, options=options, length=length, stride=stride, block_size=block_size, count=count, first=first, local=local,
         chosen=chosen,
     )  # fmt: skip
     # the exact kernels' other names say nothing of the kernels of selection
     kernels = "triton" if options["backend"] == "triton" else None
-    middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
+    middle = selected_attention(q, *selected, chosen, block_size=block_size, backend=kernels, scale=scale)
     return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)
 
 
 def far_and_chosen(
-    q: Tensor, compressed: Pair, S: int, *, options: dict[str, Any], length: int, stride: int, block: int, count: int, first: int,
+    q: Tensor, compressed: Pair, S: int, *, options: dict[str, Any], length: int, stride: int, block_size: int, count: int, first: int,
     local: int, chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The compressed branch (B, T, H, Dv) of the last T of S tokens, and the blocks that it chooses unless they are given."""
     far, lse = compressed_attention(q, *compressed, S, length, stride, options)
     if chosen is None:
         chosen = choose_blocks(
-            q, compressed[0], block=block, count=count, first=first, length=length, local=local, lse=lse,
+            q, compressed[0], block_size=block_size, count=count, first=first, length=length, local=local, lse=lse,
             scale=options["scale"], stride=stride, tokens=S,
         )  # fmt: skip
     return far, chosen

@@ -98,19 +98,19 @@ def _mapped(blocks: Tensor, phi: Phi) -> Tensor:
     raise InvalidInput(f"phi is {shown(phi)}; must be a tensor {due}, 'mean' or a function")
 
 
-def check_lengths(length: Any, stride: Any, block: Any = None) -> Any:
+def check_lengths(length: Any, stride: Any, block_size: Any = None) -> Any:
     """The lengths of a compression block, of its stride, and of a selected block, if that is given."""
     length, stride = check_count("length", length), check_count("stride", stride)
     if length % stride:
         raise InvalidInput(f"length is {length}; must be a multiple of stride, {stride}")
-    if block is None:
+    if block_size is None:
         return length, stride
-    block = check_count("block", block)
-    if block % stride:
-        raise InvalidInput(f"block is {block}; must be a multiple of stride, {stride}")
-    if length > block:
-        raise InvalidInput(f"length is {length}; must be at most block, {block}")
-    return length, stride, block
+    block_size = check_count("block_size", block_size)
+    if block_size % stride:
+        raise InvalidInput(f"block_size is {block_size}; must be a multiple of stride, {stride}")
+    if length > block_size:
+        raise InvalidInput(f"length is {length}; must be at most block_size, {block_size}")
+    return length, stride, block_size
 
 
 def check_compressed(x: Tensor, S: int, length: int, stride: int) -> None:

@@ -27,7 +27,7 @@ from rooftile.runtime.operators import call, define
 
 Pair = tuple[Tensor, Tensor]
 # the order of the sizes in the operator
-SIZES = ("length", "stride", "block", "count", "first", "local", "window")
+SIZES = ("length", "stride", "block_size", "count", "first", "local", "window")
 
 
 def decode(
@@ -46,7 +46,7 @@ def decode(
         near_table: block tables (B, N) of the near keys. Entries behind a sequence's window are not read.
         lengths: tokens of each sequence, (B,) int32.
         scale: of the scores.
-        sizes: length, stride, block, count, first, local and window, as in `rooftile.approximate.native_sparse`.
+        sizes: length, stride, block_size, count, first, local and window, as in `rooftile.approximate.native_sparse`.
 
     Returns:
         o (B, H, Dv).
@@ -80,7 +80,7 @@ def decode_as_defined(
     compressed, selected, near = cache[:2], cache[2:4], cache[4:]
     rows, Hk, D = compressed[0].shape[1:]
     scores = table.shape[1] * rows * (q.shape[1] + Hk * D)
-    tokens = min(max(sizes["count"] * sizes["block"], window), table.shape[1] * selected[0].shape[1]) * Hk * D
+    tokens = min(max(sizes["count"] * sizes["block_size"], window), table.shape[1] * selected[0].shape[1]) * Hk * D
     found = []
     for part in in_pieces(q.shape[0], 4 * max(scores, tokens)):
         known = q[part], lengths[part].long()
@@ -93,7 +93,7 @@ def decode_as_defined(
 
 def _decode(
     q: Tensor, compressed: list[Tensor], selected: list[Tensor], table: Tensor, lengths: Tensor, *, length: int, stride: int,
-    block: int, count: int, first: int, local: int, scale: float,
+    block_size: int, count: int, first: int, local: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The compressed and the selected branch, (B, H, Dv) in fp32 at least."""
     size, Hk = selected[0].shape[1:3]
@@ -110,11 +110,11 @@ def _decode(
         seen = ends < lengths[:, None]
         p = pairs.softmax(x.masked_fill(~seen[:, None, None], -math.inf))[0]
         o_compressed = torch.einsum("bhgn,bnhd->bhgd", p, torch.where(seen[..., None, None], vc, 0.0))
-        blocks = -(-table.shape[1] * size // block)
-        score = scores_of_blocks(p.flatten(1, 2)[:, :, None], blocks, q.shape[1] // Hk, length, stride, block)
-        own = ((lengths - 1).clamp(min=0) // block)[:, None, None, None]
+        blocks = -(-table.shape[1] * size // block_size)
+        score = scores_of_blocks(p.flatten(1, 2)[:, :, None], blocks, q.shape[1] // Hk, length, stride, block_size)
+        own = ((lengths - 1).clamp(min=0) // block_size)[:, None, None, None]
         chosen = choose_from(score, own, count, first, local)[:, 0]  # (B, Hk, count)
-        j = chosen[..., None].long() * block + torch.arange(block, device=q.device)
+        j = chosen[..., None].long() * block_size + torch.arange(block_size, device=q.device)
         seen = (chosen[..., None] >= 0) & (j < lengths[:, None, None, None])
         o_selected = _attend(heads, selected, table, j.flatten(2), seen.flatten(2), scale)
     return o_compressed.flatten(1, 2), o_selected.flatten(1, 2)

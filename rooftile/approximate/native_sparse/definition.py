@@ -46,9 +46,9 @@ def weights(q: Tensor, kc: Tensor, seen: Tensor, scale: float) -> Tensor:
     return pairs.softmax(x.masked_fill(~seen, -torch.inf))[0]
 
 
-def block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, block: int) -> Tensor:
+def block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, block_size: int) -> Tensor:
     """The scores (B, T, Hk, blocks) of blocks from the weights p (B, H, T, n) of compressed keys."""
-    n, ratio = p.shape[-1], block // stride
+    n, ratio = p.shape[-1], block_size // stride
     score = p.new_zeros(*p.shape[:-1], blocks)
     for j in range(blocks):
         for a in range(ratio):
@@ -59,11 +59,11 @@ def block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, b
     return score.unflatten(1, (-1, group)).sum(2).transpose(1, 2)
 
 
-def choose(score: Tensor, S: int, block: int, count: int, first: int, local: int) -> Tensor:
+def choose(score: Tensor, S: int, block_size: int, count: int, first: int, local: int) -> Tensor:
     """The blocks (B, T, Hk, count) of each query, rising, then -1; from scores (B, T, Hk, blocks). Ties go to the lower block."""
     T, blocks = score.shape[1], score.shape[-1]
     j = torch.arange(blocks, device=score.device)
-    own = pairs.positions(T, S, score.device)[0] // block  # (T, 1)
+    own = pairs.positions(T, S, score.device)[0] // block_size  # (T, 1)
     always = (j < first) | (j > own - local)
     score = score.masked_fill(always[:, None], torch.inf).masked_fill((j > own)[:, None], -torch.inf)
     best = pairs.first_by_score(score, count)
@@ -72,10 +72,10 @@ def choose(score: Tensor, S: int, block: int, count: int, first: int, local: int
     return torch.where(best == blocks, -1, best).int()
 
 
-def sees_selected(chosen: Tensor, S: int, block: int, group: int) -> Tensor:
+def sees_selected(chosen: Tensor, S: int, block_size: int, group: int) -> Tensor:
     """The pairs of queries and tokens, (B, H, T, S), of chosen blocks (B, T, Hk, n), -1 for none."""
     i, j = pairs.positions(chosen.shape[1], S, chosen.device)
-    seen = (chosen[..., None] == j[0] // block).any(-2)  # (B, T, Hk, S)
+    seen = (chosen[..., None] == j[0] // block_size).any(-2)  # (B, T, Hk, S)
     return seen.transpose(1, 2).repeat_interleave(group, dim=1) & (j <= i)
 
 
@@ -95,7 +95,7 @@ def native_sparse(
     *,
     length: int,
     stride: int,
-    block: int,
+    block_size: int,
     window: int,
     scale: float,
 ) -> Tensor:
@@ -103,7 +103,7 @@ def native_sparse(
     (T, H), (S, Hk), n = q.shape[1:3], selected[0].shape[1:3], compressed[0].shape[1]
     branches = (
         (compressed, sees_compressed(T, S, n, length, stride, q.device)),
-        (selected, sees_selected(chosen, S, block, H // Hk)),
+        (selected, sees_selected(chosen, S, block_size, H // Hk)),
         (near, sees_near(T, S, window, q.device)),
     )
     outs = [pairs.attention(q, k, v, seen, scale=scale)[0] for (k, v), seen in branches]

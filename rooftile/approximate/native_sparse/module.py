@@ -26,13 +26,13 @@ class NativeSparse(Projections):
         compression: "mlp", which the paper has, "linear" or "mean": the map of a block of keys, or of values, to one. The first
             two add a learned vector for each place in the block before it. Key heads share the maps.
         hidden: width of the MLP; 4 head_dim if None.
-        block, count, first, length, local, stride, window, backend: as in `rooftile.approximate.native_sparse`.
+        block_size, count, first, length, local, stride, window, backend: as in `rooftile.approximate.native_sparse`.
 
     Raises:
         InvalidInput: sizes do not match, or there is no such compression.
 
     Example:
-        >>> layer = NativeSparse(512, heads=8, kv_heads=2, block=16, length=8, stride=4, count=4, window=32)
+        >>> layer = NativeSparse(512, heads=8, kv_heads=2, block_size=16, length=8, stride=4, count=4, window=32)
         >>> layer(torch.randn(2, 100, 512)).shape
         torch.Size([2, 100, 512])
 
@@ -47,7 +47,7 @@ class NativeSparse(Projections):
         *,
         backend: str | None = None,
         bias: bool = True,
-        block: int = 64,
+        block_size: int = 64,
         compression: str = "mlp",
         count: int = 16,
         device: torch.device | str | None = None,
@@ -62,7 +62,7 @@ class NativeSparse(Projections):
         window: int = 512,
     ) -> None:
         super().__init__(dim, heads, bias=bias, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
-        self.length, self.stride, self.block = check_lengths(length, stride, block)
+        self.length, self.stride, self.block_size = check_lengths(length, stride, block_size)
         self.count, self.first, self.local = check_counts(count, first, local)
         self.window, self.backend = check_count("window", window), backend
         self.compression = check_choice("compression", compression, ("mlp", "linear", "mean"))
@@ -97,7 +97,7 @@ class NativeSparse(Projections):
         k = [self.place(one) for one in k]
         compressed = self._compressed(k[0], 0, cu), self._compressed(v[0], 1, cu)
         o = approximate.native_sparse(
-            q, compressed, (k[1], v[1]), (k[2], v[2]), gates, backend=self.backend, block=self.block, count=self.count, cu=cu,
+            q, compressed, (k[1], v[1]), (k[2], v[2]), gates, backend=self.backend, block_size=self.block_size, count=self.count, cu=cu,
             first=self.first, length=self.length, local=self.local, stride=self.stride, window=self.window,
         )  # fmt: skip
         return self.out(o.flatten(-2))
@@ -108,5 +108,5 @@ class NativeSparse(Projections):
         return approximate.compress(x, cu=cu, length=self.length, phi=phi, places=places, stride=self.stride)
 
     def extra_repr(self) -> str:
-        sizes = f"length={self.length}, stride={self.stride}, block={self.block}, count={self.count}, window={self.window}"
+        sizes = f"length={self.length}, stride={self.stride}, block_size={self.block_size}, count={self.count}, window={self.window}"
         return f"{super().extra_repr()}, {sizes}"

@@ -5,12 +5,10 @@ Yuan et al., Native Sparse Attention, arXiv:2502.11089.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_backend, check_count, check_deterministic, check_flag, check_qkv, check_scale
+from rooftile.approximate.arguments import check_backend, check_count, check_deterministic, check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_indices, check_range
 from rooftile.approximate.gathered.pairs import best
 from rooftile.approximate.native_sparse import definition
@@ -23,29 +21,28 @@ from rooftile.exact.reference import pairs
 from rooftile.exact.validate import shown
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transformed
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words, answers_with
 
 # bytes that the scores of a piece of the queries may have
 PIECE = 2**26
 
 
-@answers_foreign_words
+@answers_with({"return_scores": "call choose_blocks_with_scores, which returns (chosen, scores)"})
 def choose_blocks(
     q: Tensor,  # (B, T, H, D)
     compressed: Tensor,  # (B, n, Hk, D)
     *,
     backend: str | None = None,
-    block: int = 64,
+    block_size: int = 64,
     count: int = 16,
     first: int = 1,
     length: int = 32,
     local: int = 2,
     lse: Tensor | None = None,
-    return_scores: bool = False,
     scale: float | None = None,
     stride: int = 16,
     tokens: int | None = None,
-) -> Any:
+) -> Tensor:
     """The blocks of tokens that each query of a group of heads selects, by the weights of the compressed keys.
 
     A block's score is the sum of the softmax weights of the compressed keys that overlap with it, by how much they do, over the
@@ -57,14 +54,13 @@ def choose_blocks(
         compressed: compressed keys (B, n, Hk, D), from `compress`.
         backend: "eager" is the definition, which holds all scores at once; "triton" the kernel, which holds and
             returns none; "plain" computes in pieces; None or "auto" takes the kernel where it runs.
-        block: tokens per selected block, a multiple of stride.
+        block_size: tokens per selected block, a multiple of stride.
         count: blocks per query, at least first + local.
         first: blocks at the beginning of the text that are always chosen.
         length, stride: as in the compression.
         local: the number of blocks that are always chosen: the query's own, and blocks before it.
         lse: of the attention to the compressed keys, (B, H, T), if it is known: the kernel then reads these keys once and not
             twice. Everything else computes its own.
-        return_scores: return (chosen, scores) with the scores (B, T, Hk, blocks), fp32, before anything is always chosen.
         scale: of the compressed scores; 1 / sqrt(D) if None.
         tokens: the length S of the text; T if None.
 
@@ -76,30 +72,82 @@ def choose_blocks(
         >>> choose_blocks(q, compress(k), count=4).shape
         torch.Size([1, 256, 2, 4])
     """
-    q, compressed, _, _ = check_qkv(q, compressed, compressed)
-    length, stride, block = check_lengths(length, stride, block)
-    count, first, local = check_counts(count, first, local)
-    S = q.shape[1] if tokens is None else check_count("tokens", tokens, 0)
-    check_compressed(compressed, S, length, stride)
-    scale, way = check_scale(scale, q.shape[-1]), check_backend(backend, ("eager", "triton", "plain"))
-    eager = way == "eager"
+    q, compressed, S, scale, sizes = _checked(q, compressed, tokens, scale, length, stride, block_size, count, first, local)
+    way = check_backend(backend, ("eager", "triton", "plain"))
     (B, T, H, _), Hk = q.shape, compressed.shape[2]
-    blocks, group = -(-S // block), H // Hk
     known = isinstance(lse, Tensor) and lse.is_floating_point() and lse.shape == (B, H, T) and lse.device == q.device
     if lse is not None and not known:
         due = f"must be a floating-point tensor (B, H, T) = ({B}, {H}, {T}) on {q.device}"
         raise InvalidInput(f"lse is {shown(lse)}; {due}")
-    wants_scores, watched = check_flag("return_scores", return_scores), transformed() or torch.compiler.is_compiling()
-    reason = "return_scores is True; it returns none" if wants_scores else refusal(q, Hk, length, block, stride, count)
-    reason = "a transform of torch.func or a compiler sees the call; has neither" if watched and not reason else reason
+    reason = refusal(q, Hk, sizes["length"], sizes["block_size"], sizes["stride"], sizes["count"])
+    if reason is None and (transformed() or torch.compiler.is_compiling()):
+        reason = "a transform of torch.func or a compiler sees the call; has neither"
     if way == "triton" and reason is not None:
         raise Unsupported(f"backend 'triton' cannot make this choice: {reason}")
     if way == "auto":
         warn_without_triton(q.is_cuda)
     if reason is None and way in ("auto", "triton"):
-        sizes = {"length": length, "stride": stride, "block": block, "count": count, "first": first, "local": local}
         lse = None if lse is None else lse.detach()
         return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, lse=lse, **sizes)
+    return _in_pieces(q, compressed, S, scale, way == "eager", **sizes)[0]
+
+
+@answers_with({"return_scores": "leave it out: the scores are always returned", "lse": "leave it out: scores are computed anew"})
+def choose_blocks_with_scores(
+    q: Tensor,  # (B, T, H, D)
+    compressed: Tensor,  # (B, n, Hk, D)
+    *,
+    backend: str | None = None,
+    block_size: int = 64,
+    count: int = 16,
+    first: int = 1,
+    length: int = 32,
+    local: int = 2,
+    scale: float | None = None,
+    stride: int = 16,
+    tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes `choose_blocks` in plain operations and also returns the scores (the kernel never holds them).
+
+    Args:
+        backend: "eager" is the definition, which holds all weights at once; "plain" computes in pieces; None or "auto" is "plain".
+        q, compressed, block_size, count, first, length, local, scale, stride, tokens: as in `choose_blocks`.
+
+    Returns:
+        the blocks (B, T, Hk, count) int32, and the scores (B, T, Hk, blocks), fp32, before anything is always chosen.
+
+    Example:
+        >>> q, k = torch.randn(1, 256, 8, 64), torch.randn(1, 256, 2, 64)
+        >>> chosen, scores = choose_blocks_with_scores(q, compress(k), count=4)
+        >>> scores.shape
+        torch.Size([1, 256, 2, 4])
+    """
+    q, compressed, S, scale, sizes = _checked(q, compressed, tokens, scale, length, stride, block_size, count, first, local)
+    way = check_backend(backend, ("eager", "plain"))
+    return _in_pieces(q, compressed, S, scale, way == "eager", **sizes)
+
+
+def _checked(
+    q: Tensor, compressed: Tensor, tokens: int | None, scale: float | None, length: int, stride: int, block_size: int, count: int,
+    first: int, local: int,
+) -> tuple[Tensor, Tensor, int, float, dict[str, int]]:  # fmt: skip
+    """The tensors, the length of the text, the scale and the sizes of a choice."""
+    q, compressed, _, _ = check_qkv(q, compressed, compressed)
+    length, stride, block_size = check_lengths(length, stride, block_size)
+    count, first, local = check_counts(count, first, local)
+    S = q.shape[1] if tokens is None else check_count("tokens", tokens, 0)
+    check_compressed(compressed, S, length, stride)
+    sizes = {"length": length, "stride": stride, "block_size": block_size, "count": count, "first": first, "local": local}
+    return q, compressed, S, check_scale(scale, q.shape[-1]), sizes
+
+
+def _in_pieces(
+    q: Tensor, compressed: Tensor, S: int, scale: float, eager: bool, *, length: int, stride: int, block_size: int, count: int,
+    first: int, local: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The chosen blocks and all scores, in plain operations; `eager` is the definition, in one piece."""
+    (B, T, H, _), Hk = q.shape, compressed.shape[2]
+    blocks, group = -(-S // block_size), H // Hk
     seen = definition.sees_compressed(T, S, compressed.shape[1], length, stride, q.device)
     found, scores = [], []
     rows = max(T, 1) if eager else max(PIECE // max(4 * B * H * compressed.shape[1], 1), 1)
@@ -107,20 +155,19 @@ def choose_blocks(
         for t in range(0, max(T, 1), rows):
             p = definition.weights(q[:, t : t + rows], compressed, seen[t : t + rows], scale)
             if eager:
-                score = definition.block_scores(p, blocks, group, length, stride, block)
-                found.append(definition.choose(score, S, block, count, first, local))
+                score = definition.block_scores(p, blocks, group, length, stride, block_size)
+                found.append(definition.choose(score, S, block_size, count, first, local))
             else:
-                score = scores_of_blocks(p, blocks, group, length, stride, block)
-                found.append(_choose(score, t + S - T, block, count, first, local))
+                score = scores_of_blocks(p, blocks, group, length, stride, block_size)
+                found.append(_choose(score, t + S - T, block_size, count, first, local))
             scores.append(score)
-    chosen = torch.cat(found, 1)
-    return (chosen, torch.cat(scores, 1)) if wants_scores else chosen
+    return torch.cat(found, 1), torch.cat(scores, 1)
 
 
-def scores_of_blocks(p: Tensor, blocks: int, group: int, length: int, stride: int, block: int) -> Tensor:
+def scores_of_blocks(p: Tensor, blocks: int, group: int, length: int, stride: int, block_size: int) -> Tensor:
     """Scores (B, T, Hk, blocks) from weights p (B, H, T, n): a convolution with the overlaps, in units of stride."""
     p = p.unflatten(1, (-1, group)).sum(2).transpose(1, 2)  # (B, T, Hk, n)
-    ratio, back = block // stride, length // stride - 1
+    ratio, back = block_size // stride, length // stride - 1
     # compressed key ratio j + d overlaps with block j by this many strides
     overlaps = torch.ones(ratio, dtype=p.dtype, device=p.device)
     overlaps = torch.nn.functional.pad(overlaps, (back, back)).unfold(0, back + 1, 1).sum(-1)
@@ -131,9 +178,9 @@ def scores_of_blocks(p: Tensor, blocks: int, group: int, length: int, stride: in
     return (p.unfold(-1, ratio + back, ratio) * overlaps).sum(-1)
 
 
-def _choose(score: Tensor, start: int, block: int, count: int, first: int, local: int) -> Tensor:
+def _choose(score: Tensor, start: int, block_size: int, count: int, first: int, local: int) -> Tensor:
     """The definition's choice for queries that begin at a place."""
-    own = (torch.arange(score.shape[1], device=score.device) + start).div(block, rounding_mode="floor")
+    own = (torch.arange(score.shape[1], device=score.device) + start).div(block_size, rounding_mode="floor")
     return choose_from(score, own[:, None, None], count, first, local)
 
 
@@ -157,7 +204,7 @@ def selected_attention(
     chosen: Tensor,  # (B, T, Hk, n)
     *,
     backend: str | None = None,
-    block: int = 64,
+    block_size: int = 64,
     deterministic: bool | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -171,14 +218,14 @@ def selected_attention(
             once.
         backend: "eager" is the definition, "triton" the kernels, "plain" PyTorch's operations on the gathered keys of a few
             queries at a time; None or "auto" takes the kernels where they run.
-        block: tokens per block; the last one may be short. The kernels have multiples of 16.
+        block_size: tokens per block; the last one may be short. The kernels have multiples of 16.
         deterministic: the kernels' gradients always have the same bits.
         scale: of the scores; 1 / sqrt(D) if None.
 
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q; 0 for a query without blocks.
 
-    With all blocks chosen this is causal attention, and with the own block alone attention under CAUSAL & Chunk(block): known
+    With all blocks chosen this is causal attention, and with the own block alone attention under CAUSAL & Chunk(block_size): known
     answers of the tests.
 
     Example:
@@ -187,17 +234,17 @@ def selected_attention(
         torch.Size([1, 256, 8, 64])
     """
     q, k, v, _ = check_qkv(q, k, v)
-    block, scale = check_count("block", block), check_scale(scale, q.shape[-1])
+    block_size, scale = check_count("block_size", block_size), check_scale(scale, q.shape[-1])
     way = check_backend(backend, ("eager", "triton", "plain"))
     check_deterministic(deterministic)
     (B, T, H, _), (S, Hk) = q.shape, k.shape[1:3]
     chosen = check_indices("chosen", chosen, (B, T, Hk, None), f"(B, T, Hk, n) = ({B}, {T}, {Hk}, n)", q)
-    check_range("chosen", chosen, max(-(-S // block), 0), -1)
+    check_range("chosen", chosen, max(-(-S // block_size), 0), -1)
     with as_given(q):
         if way == "eager":
-            seen = definition.sees_selected(chosen, S, block, H // Hk)
+            seen = definition.sees_selected(chosen, S, block_size, H // Hk)
             return pairs.attention(q, k, v, seen, scale=scale)[0].contiguous()
-        return attend_selected(q, k, v, chosen.to(torch.int32), block=block, scale=scale, backend=way)[0]
+        return attend_selected(q, k, v, chosen.to(torch.int32), block_size=block_size, scale=scale, backend=way)[0]
 
 
 def check_counts(count: Any, first: Any, local: Any) -> tuple[int, int, int]:

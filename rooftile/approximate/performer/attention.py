@@ -14,7 +14,6 @@ from rooftile.approximate.arguments import (
     check_backend,
     check_causal_lengths,
     check_deterministic,
-    check_flag,
     check_qkv,
     check_states,
     is_causal,
@@ -28,13 +27,16 @@ from rooftile.exact.validate import shown
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.chunked import recur
 from rooftile.recurrent.problem import Recurrence
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 # the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W
 _MAPS = {"positive": "exp", "hyperbolic": "exp", "trigonometric": "wave", "relu": "random relu"}
+# the sums over keys, and the largest exponent so far
+Sums = tuple[Tensor, Tensor, Tensor]
+_WITH_STATE = "call performer_with_state, which returns (o, (S, z, largest))"
 
 
-@answers_foreign_words
+@answers_with({"return_state": _WITH_STATE})
 def performer(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
@@ -45,10 +47,9 @@ def performer(
     backend: str | None = None,
     cu: Tensor | None = None,
     deterministic: bool | None = None,
-    return_state: bool = False,
     scale: float | None = None,
-    state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Any:
+    state: Sums | None = None,
+) -> Tensor:
     """Performer's attention: sum_j A_ij v_j / sum_j A_ij, with A_ij = phi(q_i) . phi(k_j) for random features phi.
 
     On average A_ij is exp(scale q_i . k_j), so o estimates `rooftile.attention`. The exponents are taken relative to the largest
@@ -65,13 +66,12 @@ def performer(
             T x S x m numbers); None or "auto" takes the fastest that runs.
         cu: offsets (B + 1,), int32, of packed sequences; a state then has a row for each sequence.
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
-        return_state: return (o, (S, z, largest)) with the sums after the last key.
         scale: of the scores, above 0; 1 / sqrt(D) if None.
         state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
-            (float64 for float64 inputs). Gradients flow to S and z, and from those that are returned.
+            (float64 for float64 inputs), as `performer_with_state` returns them. Gradients flow to S and z.
 
     Returns:
-        o (B, T, H, Dv), contiguous, in the dtype of q; with return_state also (S, z, largest).
+        o (B, T, H, Dv), contiguous, in the dtype of q.
 
     Raises:
         InvalidInput: an argument is wrong; says what came and what is due.
@@ -84,11 +84,52 @@ def performer(
 
     The class is strict and decodable: a step is a call with one token and `state`. Choromanski et al., arXiv:2009.14794.
     """
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)[0]
+
+
+@answers_with({"return_state": "leave it out: the state is always returned"})
+def performer_with_state(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask | None = FULL,
+    *,
+    features: Features,
+    backend: str | None = None,
+    cu: Tensor | None = None,
+    deterministic: bool | None = None,
+    scale: float | None = None,
+    state: Sums | None = None,
+) -> tuple[Tensor, Sums]:
+    """Computes `performer` and also returns the sums after the last key, from which a later call goes on.
+
+    Args:
+        q, k, v, mask, features, backend, cu, deterministic, scale, state: as in `performer`.
+
+    Returns:
+        o (B, T, H, Dv), and (S, z, largest) with S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
+        (float64 for float64 inputs). Gradients flow from o, S and z.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> features = Features.draw(64, 256, seed=0)
+        >>> o, state = performer_with_state(q[:, :100], k[:, :100], v[:, :100], CAUSAL, features=features)
+        >>> performer(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, features=features, state=state).shape
+        torch.Size([1, 28, 8, 64])
+    """
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, features: Features, backend: str | None, cu: Tensor | None,
+    deterministic: bool | None, scale: float | None, state: Sums | None,
+) -> tuple[Tensor, Sums]:  # fmt: skip
+    """Performer's attention, and the sums after the last key."""
     q, k, v, cu = check_qkv(q, k, v, cu)
     causal = is_causal("Performer", mask)
     if causal:
         check_causal_lengths("Performer", q, k)
-    return_state, chosen = check_flag("return_state", return_state), check_backend(backend, BACKENDS)
+    chosen = check_backend(backend, BACKENDS)
     check_deterministic(deterministic)
     projection = _projection_for(features, q)
     number = check_positive_scale(scale, q.shape[-1])
@@ -104,7 +145,8 @@ def performer(
             projection = torch.cat((projection, -projection))
         problem = Recurrence(_MAPS[features.kind], causal, True, number, chosen)
         o, last = recur(q, k, v, given, problem, cu=cu, projection=projection)
-    return (o, tuple(last)) if return_state else o
+    S, z, largest = last
+    return o, (S, z, largest)
 
 
 def _projection_for(features: Any, q: Tensor) -> Tensor:

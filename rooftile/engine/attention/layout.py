@@ -60,7 +60,7 @@ class CacheLayout:
         if sizes is None:
             return whole
         return replace(
-            whole, window=max(sizes.window, sizes.length), block=sizes.block, chosen=sizes.count, stride=sizes.stride
+            whole, window=max(sizes.window, sizes.length), block=sizes.block_size, chosen=sizes.count, stride=sizes.stride
         )  # fmt: skip
 
     def block_bytes(self, dtype: torch.dtype) -> int:

@@ -67,7 +67,7 @@ def reads_in_place(config: ModelConfig, like: Tensor) -> bool:
     """Whether kernels read the keys of prompts where they lie in a cache, of the dtype and on the device of a tensor."""
     assert config.native_sparse is not None
     q, v = like.new_empty(0, config.heads, config.head_dim), like.new_empty(0, config.kv_heads, config.head_dim)
-    return refusal(q, v, config.kv_heads, config.native_sparse.block) is None
+    return refusal(q, v, config.kv_heads, config.native_sparse.block_size) is None
 
 
 def _completes(positions: Tensor, length: int, stride: int) -> Tensor:
@@ -157,7 +157,7 @@ class SparseStep:
             o, chosen = far_and_chosen(one[None], compressed, length, options=whole.options, **sizes.keywords())
             far.append(o[0])
             pages = whole.pages.layer(layer)
-            middle.append(attend_in_pages(one, *pages, blocks, length, chosen[0], block=sizes.block, scale=whole.scale))
+            middle.append(attend_in_pages(one, *pages, blocks, length, chosen[0], block_size=sizes.block_size, scale=whole.scale))
         assert self.near_prompts is not None
         near = PagedKV(*whole.near_pages.layer(whole.near[layer]), *self.near_prompts)
         if self._prepared is None:

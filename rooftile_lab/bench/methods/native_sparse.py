@@ -38,7 +38,7 @@ class _NativeSparse(Way):
     @property
     def selection(self) -> dict[str, Any]:
         """The settings of the choice."""
-        return self.spacing | {"block": self.block, "count": self.count}
+        return self.spacing | {"block_size": self.block, "count": self.count}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Selected(_Branch):
         return Tensors((q, k, v), (chosen,))
 
     def run(self, x: Tensors, backend: str | None = None) -> Tensor:
-        return ap.selected_attention(*x.leaves, *x.beside, backend=backend, block=self.block)
+        return ap.selected_attention(*x.leaves, *x.beside, backend=backend, block_size=self.block)
 
 
 @dataclass(frozen=True, kw_only=True)

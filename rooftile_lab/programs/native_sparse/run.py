@@ -61,17 +61,17 @@ def parts(x: Prepared, sizes: Sizes) -> dict[str, tuple[Callable[..., Any], Leav
     gates = torch.rand(*q.shape[:3], 3, device=q.device, dtype=q.dtype)
     near = CAUSAL & Window(WINDOW - 1)
     both = ("fwd", "bwd")
-    choose = {"tokens": sizes.N, "block": sizes.block, "count": sizes.count}
+    choose = {"tokens": sizes.N, "block_size": sizes.block, "count": sizes.count}
     return {
         "choice": (lambda q, k: ap.choose_blocks(q, k, lse=lse, **choose), (q, kc), ("fwd",)),
         "choice, two walks": (lambda q, k: ap.choose_blocks(q, k, **choose), (q, kc), ("fwd",)),
         "compressed": (lambda *y: compressed_attention(*y, sizes.N, LENGTH, STRIDE, options)[0], (q, kc, vc), both),
-        "selected": (lambda *y: ap.selected_attention(*y, chosen, block=sizes.block), (q, k, v), both),
+        "selected": (lambda *y: ap.selected_attention(*y, chosen, block_size=sizes.block), (q, k, v), both),
         "near": (lambda *y: rt.attention(*y, near), (q, k, v), both),
         "gates": (lambda *y: gated_sum(y[:3], y[3]), (x.o[None], x.o[None].clone(), x.o[None].clone(), gates), both),
         "whole": (
             lambda q, kc, vc, k, v, gates: ap.native_sparse(
-                q, (kc, vc), (k, v), (k, v), gates, chosen=None, block=sizes.block, count=sizes.count
+                q, (kc, vc), (k, v), (k, v), gates, chosen=None, block_size=sizes.block, count=sizes.count
             ), (q, kc, vc, k, v, gates), both,
         ),
         "exact": (lambda *y: rt.attention(*y, CAUSAL), (q, k, v), both),
@@ -126,7 +126,7 @@ def _of_call(session: Session, clock: Clock, x: Prepared, sizes: Sizes, rounds: 
 
 def _floor(session: Session, name: str, sizes: Sizes, phase: str) -> Any:
     """The least time of a part, where `rooftile.cost` counts it."""
-    heads = {"H": sizes.H, "Hk": sizes.Hk, "D": sizes.D, "Dv": sizes.Dv, "block": sizes.block, "count": sizes.count}
+    heads = {"H": sizes.H, "Hk": sizes.Hk, "D": sizes.D, "Dv": sizes.Dv, "block_size": sizes.block, "count": sizes.count}
     words = {"B": 1, "T": sizes.N, "S": sizes.N, **heads, "phase": phase, "itemsize": 2 if session.dtype == "bf16" else 4}
     branch = {"choice, two walks": "choice", "fla selection": "selected"}.get(name, name)
     if branch in ("choice", *cost.BRANCHES):

@@ -148,7 +148,7 @@ def complaint(variant: Variant, sizes: Sizes, device: torch.device, dtype: torch
     """Why a variant must not be timed: it differs from plain operations on a short text. None if it does not."""
     x = Prepared.of("random", sizes, device, dtype)
     leaves = [each[None].float().requires_grad_() for each in (x.q, x.k, x.v)]
-    due, _ = attend(*leaves, x.chosen[None], block=x.block, scale=x.scale, backend="plain")
+    due, _ = attend(*leaves, x.chosen[None], block_size=x.block, scale=x.scale, backend="plain")
     gradients = torch.autograd.grad((due * x.do[None].float()).sum(), leaves)
     # so that the long lists of a short text have parts, too
     run = works(x, replace(variant, each=16), x.tiles(variant), x.lists())

@@ -85,15 +85,15 @@ def parts_of(shape: Shape) -> int:
 
 def refusal(q: Tensor, Hk: int, dim_v: int, sizes: dict[str, Any]) -> str | None:
     """Why the kernels do not run such a call, or None."""
-    ratio = sizes["block"] // sizes["stride"]
+    ratio = sizes["block_size"] // sizes["stride"]
     if q.dtype.itemsize == 8:
         return f"{q.dtype}; has float32, bfloat16, float16"
     if max(q.shape[2], dim_v) > 256:
         return f"head dims {q.shape[2]}, {dim_v}; has up to 256"
     if ratio > MOST_KEYS:
         return f"blocks of {ratio} strides; has up to {MOST_KEYS}"
-    if sizes["block"] & -sizes["block"] < 16:
-        return f"blocks of {sizes['block']} tokens; has multiples of 16"
+    if sizes["block_size"] & -sizes["block_size"] < 16:
+        return f"blocks of {sizes['block_size']} tokens; has multiples of 16"
     most = LARGEST_BYTES // ((padded(q.shape[2]) + padded(dim_v)) * q.dtype.itemsize)
     if most < padded(q.shape[1] // Hk):
         return f"{q.shape[1] // Hk} query heads to a key head, of dims {q.shape[2]}, {dim_v}, {q.dtype}; has up to {most}"
@@ -107,19 +107,19 @@ def padded(n: int) -> int:
 
 def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes: Any) -> Shape:
     """The configuration of a call with queries (B, H, D)."""
-    (B, H, D), block, stride, length = q.shape, sizes["block"], sizes["stride"], sizes["length"]
-    ratio = block // stride
+    (B, H, D), block_size, stride, length = q.shape, sizes["block_size"], sizes["stride"], sizes["length"]
+    ratio = block_size // stride
     aligned = triton.next_power_of_2(ratio)
     keys = max(KEYS, aligned)
-    tokens = min(block & -block, 64)
+    tokens = min(block_size & -block_size, 64)
     groups = max(B * Hk, 1)
-    chosen, near = sizes["count"] * (block // tokens), -(-(window - 1) // tokens) + 1
+    chosen, near = sizes["count"] * (block_size // tokens), -(-(window - 1) // tokens) + 1
     # powers of two, so that batches of many sizes share what was compiled
     each = _power_of_two(groups * (chosen + near) // PROGRAMS, 4)
     splits = _power_of_two(PROGRAMS // groups, MOST_SPLITS)
     rows, block_d, block_dv, block_c = (padded(x) for x in (H // Hk, D, dim_v, sizes["count"]))
     return Shape(
-        H // Hk, rows, D, dim_v, block_d, block_dv, size, size // stride, length, stride, block, sizes["count"],
+        H // Hk, rows, D, dim_v, block_d, block_dv, size, size // stride, length, stride, block_size, sizes["count"],
         sizes["first"], sizes["local"], window, keys, ratio, aligned, keys // aligned, block_c, tokens, splits, each,
         -(-chosen // each), -(-near // each), "ieee" if q.dtype.itemsize == 4 else "tf32", overlaps(q.device)["PDL"],
     )  # fmt: skip

@@ -28,7 +28,7 @@ def attend(
     v: Tensor,  # (B, S, Hk, Dv)
     chosen: Tensor,  # int32 (B, T, Hk, n), -1 for none
     *,
-    block: int,
+    block_size: int,
     scale: float,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
@@ -40,8 +40,8 @@ def attend(
         q: queries.
         k: keys. Query t is at position t + S - T.
         v: values.
-        chosen: blocks of `block` tokens, within a sequence; all heads of a group choose alike.
-        block: tokens of a block, a multiple of 16.
+        chosen: blocks of `block_size` tokens, within a sequence; all heads of a group choose alike.
+        block_size: tokens of a block, a multiple of 16.
         scale: of the scores.
         cu_q: offsets of packed sequences (B + 1,), int32, on the device of q.
         cu_k: the same of keys.
@@ -51,22 +51,22 @@ def attend(
         o like q with the head dim of v, and lse (B, H, T), packed (H, total), natural, -inf for a query that sees nothing. Both
         have gradients.
     """
-    if backend == "triton" and (reason := refusal(q, v, k.shape[-2], block)) is not None:
+    if backend == "triton" and (reason := refusal(q, v, k.shape[-2], block_size)) is not None:
         raise Unsupported(f"backend 'triton' cannot run attention to chosen blocks: {reason}")
     if backend == "auto":
         warn_without_triton(q.is_cuda)
     if cu_q is not None:
-        o, lse = _attend(q, k, v, chosen, cu_q, cu_k, scale, block, backend)
+        o, lse = _attend(q, k, v, chosen, cu_q, cu_k, scale, block_size, backend)
         return o, lse.T
     B, T = q.shape[:2]
     cu_q, cu_k = (torch.arange(B + 1, device=q.device, dtype=torch.int32) * x.shape[1] for x in (q, k))
     rows, keys, values, choices = (x.flatten(0, 1) for x in (q, k, v, chosen))
-    o, lse = _attend(rows, keys, values, choices, cu_q, cu_k, scale, block, backend)
+    o, lse = _attend(rows, keys, values, choices, cu_q, cu_k, scale, block_size, backend)
     return o.unflatten(0, (B, T)), lse.unflatten(0, (B, T)).transpose(1, 2)
 
 
 def attend_in_pages(
-    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int, chosen: Tensor, *, block: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int, chosen: Tensor, *, block_size: int, scale: float
 ) -> Tensor:  # fmt: skip
     """The same for the last T of a sequence's `length` tokens, whose keys the kernel reads where they lie in a cache.
 
@@ -77,7 +77,7 @@ def attend_in_pages(
         pages: the sequence's pages (N,) int32, N size >= length.
         length: tokens of the sequence.
         chosen: blocks (T, Hk, n) int32.
-        block: tokens of a block.
+        block_size: tokens of a block.
         scale: of the scores.
 
     Returns:
@@ -88,8 +88,8 @@ def attend_in_pages(
     of_queries, of_keys = (torch.arange(2, device=q.device, dtype=torch.int32) * n for n in (q.shape[0], length))
     with device_of(q):
         q = q if q.stride(-1) == 1 else q.contiguous()
-        tiles = kernels.unions(chosen, of_queries, of_keys, block, queries_for(q.shape[1] // k.shape[2], q.dtype))
-        return kernels.forward(q, k, v, tiles, scale, block, pages=pages.contiguous())[0]
+        tiles = kernels.unions(chosen, of_queries, of_keys, block_size, queries_for(q.shape[1] // k.shape[2], q.dtype))
+        return kernels.forward(q, k, v, tiles, scale, block_size, pages=pages.contiguous())[0]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -105,14 +105,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     return found
 
 
-def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
+def refusal(q: Tensor, v: Tensor, Hk: int, block_size: int) -> str | None:
     """Why the kernels do not run such a call, or None: what came; what they have."""
     if reason := refusal_of_device(q):
         return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
         return f"head dims {q.shape[-1]}, {v.shape[-1]}; has up to {LARGEST_DIM}"
-    if block % 16:
-        return f"blocks of {block} tokens; has multiples of 16"
+    if block_size % 16:
+        return f"blocks of {block_size} tokens; has multiples of 16"
     if q.shape[-2] // Hk > LARGEST_GROUP:
         return f"{q.shape[-2] // Hk} query heads to a key head; has up to {LARGEST_GROUP}"
     # matrix products have powers of two
@@ -130,8 +130,8 @@ def refusal_of_device(q: Tensor) -> str | None:
     return "float64; has float32, bfloat16, float16" if q.dtype == torch.float64 else None
 
 
-def _runs_kernels(q: Tensor, v: Tensor, Hk: int, block: int, backend: str) -> bool:
-    return backend != "plain" and refusal(q, v, Hk, block) is None
+def _runs_kernels(q: Tensor, v: Tensor, Hk: int, block_size: int, backend: str) -> bool:
+    return backend != "plain" and refusal(q, v, Hk, block_size) is None
 
 
 def _on(q: Tensor) -> ModuleType:
@@ -140,38 +140,38 @@ def _on(q: Tensor) -> ModuleType:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, block: int, backend: str
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, block_size: int, backend: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not _runs_kernels(q, v, k.shape[1], block, backend):
+    if not _runs_kernels(q, v, k.shape[1], block_size, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return _on(q).forward(q, k, v, chosen, cu_q, cu_k, scale, block)
+            return _on(q).forward(q, k, v, chosen, cu_q, cu_k, scale, block_size)
     from rooftile.approximate.native_sparse.selected import kernels
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
-        return kernels.forward(q, k, v, tiles, scale, block)
+        tiles = kernels.unions(chosen, cu_q, cu_k, block_size, queries_for(q.shape[1] // k.shape[1], q.dtype))
+        return kernels.forward(q, k, v, tiles, scale, block_size)
 
 
 def _run_backward(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor,
-    scale: float, block: int, backend: str,
+    scale: float, block_size: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not _runs_kernels(q, v, k.shape[1], block, backend):
+    if not _runs_kernels(q, v, k.shape[1], block_size, backend):
         # a row that sees nothing has an output of 0, whatever do holds
         delta = ((o.to(lse.dtype) * do).sum(-1) - dlse).masked_fill(lse == -torch.inf, 0.0)
         with torch.autocast(q.device.type, enabled=False):
-            return _on(q).backward(do, lse, delta, q, k, v, chosen, cu_q, cu_k, scale, block)
+            return _on(q).backward(do, lse, delta, q, k, v, chosen, cu_q, cu_k, scale, block_size)
     from rooftile.approximate.native_sparse.selected import kernels
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         do, lse = do.contiguous(), lse.contiguous()
         delta = kernels.deltas(o.contiguous(), do, lse, dlse.contiguous())
-        tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
-        lists = kernels.key_lists(chosen, cu_q, cu_k, k.shape[0], block)
+        tiles = kernels.unions(chosen, cu_q, cu_k, block_size, queries_for(q.shape[1] // k.shape[1], q.dtype))
+        lists = kernels.key_lists(chosen, cu_q, cu_k, k.shape[0], block_size)
         known = do, lse, delta, torch.empty_like(lse), q, k, v
-        return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, lists, cu_q, cu_k, scale, block)
+        return kernels.dq(*known, tiles, scale, block_size), *kernels.dkdv(*known, lists, cu_q, cu_k, scale, block_size)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

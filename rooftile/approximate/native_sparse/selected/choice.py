@@ -18,7 +18,7 @@ MOST_BLOCKS = 64
 MOST_STRIDES = 32
 
 
-def refusal(q: Tensor, Hk: int, length: int, block: int, stride: int, count: int) -> str | None:
+def refusal(q: Tensor, Hk: int, length: int, block_size: int, stride: int, count: int) -> str | None:
     """Why the kernel does not make such a choice, or None: what came; what it has."""
     dim, group = q.shape[-1], q.shape[-2] // Hk
     # in fp32 the kernel reads a part of the dims at a time
@@ -31,13 +31,13 @@ def refusal(q: Tensor, Hk: int, length: int, block: int, stride: int, count: int
         return f"{group} query heads to a key head, of dim {dim}, {q.dtype}; has up to {most}"
     if count > MOST_BLOCKS:
         return f"{count} blocks to a query; has up to {MOST_BLOCKS}"
-    if (block + length) // stride > MOST_STRIDES:
-        return f"blocks of {block} and {length} tokens in strides of {stride}; has up to {MOST_STRIDES} strides in both"
+    if (block_size + length) // stride > MOST_STRIDES:
+        return f"blocks of {block_size} and {length} tokens in strides of {stride}; has up to {MOST_STRIDES} strides in both"
     return None
 
 
 def choose(
-    q: Tensor, compressed: Tensor, tokens: int, *, scale: float, length: int, stride: int, block: int, count: int, first: int,
+    q: Tensor, compressed: Tensor, tokens: int, *, scale: float, length: int, stride: int, block_size: int, count: int, first: int,
     local: int, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the blocks (B, T, Hk, count) int32 that queries (B, T, H, D), the last T of `tokens`, choose.
@@ -51,7 +51,7 @@ def choose(
     q, compressed = (x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in (q, compressed))
     with device_of(q):
         lse = None if lse is None else lse.mT.flatten(0, 1).float().contiguous()
-        found = choice.choose(q, compressed, lse, table, scale, length, stride, block, count, first, local)
+        found = choice.choose(q, compressed, lse, table, scale, length, stride, block_size, count, first, local)
     return found.unflatten(0, (B, T))
 
 
