@@ -22,7 +22,7 @@ NAMES = {
     "_segment_sums": "sums", "_outputs": "outputs", "_query_gradients": "queries", "_key_gradients": "keys",
     "_value_gradients": "values",
 }  # fmt: skip
-IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dx_ptr"}
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool = True, group: int = 1, packed: bool = False):
@@ -35,10 +35,10 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
 
     kernel = {
         "_segment_sums": states._segment_sums, "_outputs": outputs._outputs,
-        "_query_gradients": gradients._query_gradients, "_key_gradients": gradients._key_gradients,
-        "_value_gradients": gradients._value_gradients,
+        "_query_gradients": gradients._query_gradients, "_key_gradients": gradients._key_or_value_gradients,
+        "_value_gradients": gradients._key_or_value_gradients,
     }[name]  # fmt: skip
-    own = {"CAUSAL": causal, "NORMALISE": True, "WEIGHTED": group > 1, "FEATURE": "elu"}
+    own = {"CAUSAL": causal, "NORMALISE": True, "WEIGHTED": group > 1, "FEATURE": "elu", "KEYS": name == "_key_gradients"}
     shape = {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "PACKED": packed}
     constants = kernels.tile_of(NAMES[name], dim, dim, dtype, sm >= 90, group > 1) | shape | own
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of, state, sum_of_state
 
 
 # fmt: off
@@ -39,12 +39,9 @@ def _outputs(
     batch = b.to(tl.int64)
     d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
     lower = n[:, None] >= n[None, :]
-    # under the mask each slot has its state, S before z; without it each sequence has one
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
-    step_z: tl.constexpr = D * DV + D if CAUSAL else D
-    s = tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    z = tl.load(z_ptr + head * step_z + d, mask=d < D, other=0.0)
+    s = state(s_ptr, head, d, e, D, DV, CAUSAL)
+    z = sum_of_state(z_ptr, head, d, D, DV, CAUSAL)
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
