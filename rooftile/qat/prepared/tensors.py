@@ -17,10 +17,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rooftile.errors import InvalidInput
 from rooftile.nn import reading
-from rooftile.qat import steps
-from rooftile.qat.described import Preparation
-from rooftile.qat.numbers import numbers
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.prepared.described import Preparation
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.rounding import steps
+from rooftile.qat.rounding.numbers import numbers
 from rooftile.qat.sharded import is_sharded
 
 
