@@ -178,14 +178,6 @@ def restore_module(module: PreparedModule) -> None:
     module.__class__ = module.qat_from  # type: ignore[assignment]
 
 
-def tensors_in(model: nn.Module) -> Iterator[tuple[str, PreparedTensor]]:
-    """Yields the prepared weights of modules that stay, by their names in the model."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, PreparedModule):
-            for name, tensor in module.qat_tensors.items():
-                yield prefix if name == "weight" else f"{prefix}.{name}".lstrip("."), tensor
-
-
 @functools.cache
 def class_of(base: type[nn.Module], names: tuple[str, ...]) -> type[PreparedModule]:
     """The class of modules of class `base` some of whose weights are prepared; it has the name of its base."""

@@ -22,10 +22,7 @@ from torch.nn import functional
 from rooftile.errors import Unsupported
 from rooftile.numerics.block_floating import BLOCK_FORMATS, MX_ACTIVATIONS, SHARED, Rule, quantise_blocks, rounded_activations
 from rooftile.numerics.rows import rounded_rows
-from rooftile.qat.rounding.codes import Held, Taken, clipped, taken_from
-
-# the plan of formats takes it from here
-from rooftile.qat.rounding.codes import Rounding as Rounding
+from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.learned import gradients_of
 from rooftile.qat.rounding.slow import COMPILED, backend_for, tell
