@@ -1,4 +1,4 @@
-"""The layer of a weight in few bits."""
+"""Holds a linear layer whose weight is quantised."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _row_constants(dim_v: int) -> dict[str, Any]:
 
 
 def row_gradients(do: Tensor, o: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
-    """w and u of each row of contiguous tensors."""
+    """Computes w and u of each row of contiguous tensors."""
     weight, unit = torch.empty_like(den), torch.empty_like(den)
     if den.numel():
         constants = _row_constants(do.shape[-1])
@@ -135,7 +135,7 @@ def _queries(
     q_ptr, do_ptr, weight_ptr, q_stride_b, q_stride_t, q_stride_h, batch, first, row, h, t, d, e, here, D: tl.constexpr,
     DV: tl.constexpr, FEATURE: tl.constexpr,
 ):  # fmt: skip
-    """f(Q) and dN of tokens t of a query head, whose rows in contiguous tensors are `row`."""
+    """Loads f(Q) and dN of tokens t of a query head; `row` is their row in contiguous tensors."""
     q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
     f_q = features(q, here[:, None] & (d < D)[None, :], FEATURE)
     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
@@ -153,7 +153,7 @@ def _key_or_value_gradients(
     DOT: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """dk (KEYS) or dv of a segment of a key head, BLOCK_D or BLOCK_V of its columns: summed over the query heads of its group."""
+    """Sums dk (KEYS) or dv of a segment of a key head over the query heads of its group: BLOCK_D or BLOCK_V of its columns."""
     slot, hk = tl.program_id(0), tl.program_id(1)
     b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
     if start >= length:

@@ -60,14 +60,14 @@ def rows(ptr, first, t, column, here, wide, stride):
 
 @triton.jit
 def state(s_ptr, head, d, e, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr):
-    """Rows d and columns e of S: under the mask each slot has its state, S before z; without it each sequence has one."""
+    """Loads rows d and columns e of S. Under the mask each slot has its state, S before z; without it each sequence has one."""
     step: tl.constexpr = D * DV + D if CAUSAL else D * DV
     return tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
 
 
 @triton.jit
 def sum_of_state(z_ptr, head, d, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr):
-    """Rows d of z, which lies as S does."""
+    """Loads rows d of z, which lies behind S or, without the mask, by itself."""
     step: tl.constexpr = D * DV + D if CAUSAL else D
     return tl.load(z_ptr + head * step + d, mask=d < D, other=0.0)
 

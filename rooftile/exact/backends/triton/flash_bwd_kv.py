@@ -132,7 +132,7 @@ def _walk(
 
 @triton.jit
 def _rows_of(problem, b, row_0, SPEC: tl.constexpr):
-    """A sequence's rows of query head 0: q, do, their words and rests."""
+    """Points to a sequence's rows in query head 0: q, do, their words and rests."""
     q_ptr, _, _, do_ptr, stats_ptr, rests_ptr = problem.tensors
     _, H, _, _, padded_T = problem.sizes
     first = row_0 if SPEC.PACKED else b.to(tl.int64) * H * padded_T
@@ -143,7 +143,7 @@ def _rows_of(problem, b, row_0, SPEC: tl.constexpr):
 
 @triton.jit
 def _rows_of_head(rows, problem, h):
-    """The rows of head h, and the strides of q and do."""
+    """Points to the rows of head h, and returns the row strides of q and do."""
     q_ptr, do_ptr, stats_ptr, rests_ptr = rows
     q_strides, do_strides = problem.strides[0], problem.strides[3]
     h = h.to(tl.int64)
@@ -153,7 +153,7 @@ def _rows_of_head(rows, problem, h):
 
 @triton.jit
 def _list_of_keys(lists, b, h, j_0, row_0, key_0, T, SPEC: tl.constexpr):
-    """The list of the block that key j_0 of a query head lies in, and how many blocks of queries are in it.
+    """Finds the list of the block that key j_0 of a query head lies in, and how many blocks of queries are in it.
 
     A slot past the end has no list.
     """

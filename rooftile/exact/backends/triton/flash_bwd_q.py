@@ -98,7 +98,7 @@ def _walk(
 
 @triton.jit
 def _load_words(stats_ptr, rests_ptr, t, there, PACKED: tl.constexpr):
-    """lse and delta of rows, and their true lse and its rest. Dense rows are padded, packed ones are followed by another sequence's."""
+    """Loads lse and delta of rows, and their true lse and its rest. Another sequence's rows follow packed ones."""
     lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if PACKED else tl.load(stats_ptr + t))
     true_lse, rest = unpack_lse_delta(tl.load(rests_ptr + t, mask=there, other=0) if PACKED else tl.load(rests_ptr + t))
     return lse, delta, true_lse, rest

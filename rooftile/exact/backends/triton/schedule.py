@@ -60,7 +60,7 @@ class Place(NamedTuple):
 def place_of(
     n, cu_ptr, cu_q_ptr, cu_k_ptr, B, H, T, S, tiles, wave, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Tile number n of H heads; cu_ptr has the offsets of what is cut into tiles, queries or keys."""
+    """Finds tile number n of H heads; cu_ptr has the offsets of the rows that are cut into tiles, queries or keys."""
     if PACKED:
         bh = n % H
         h = bh
@@ -80,13 +80,13 @@ def place_of(
 
 @triton.jit
 def first_of_sequence(ptr, strides, b, row_0, PACKED: tl.constexpr):
-    """A sequence's first row of head 0; strides are (batch, row, head)."""
+    """Points to the first row of a sequence in head 0; strides are (batch, row, head)."""
     return ptr + (row_0 * strides[1] if PACKED else b.to(tl.int64) * strides[0])
 
 
 @triton.jit
 def first_of_head(ptr, strides, b, row_0, h, PACKED: tl.constexpr):
-    """A head's first row in a sequence."""
+    """Points to the first row of a sequence in head h."""
     return first_of_sequence(ptr, strides, b, row_0, PACKED) + h.to(tl.int64) * strides[2]
 
 
@@ -111,7 +111,7 @@ def key_tiles(
     t_0, T, S, mask, lists, cu_q_ptr, b, h,
     SPEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, SAFE_S: tl.constexpr,
 ):  # fmt: skip
-    """The keys that some of BLOCK_T queries from t_0 on see, and within them the keys that all see."""
+    """Finds the keys that some of BLOCK_T queries from t_0 on see, and within them the keys that all see."""
     offset = S - T
     top = t_0 + offset
     bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset

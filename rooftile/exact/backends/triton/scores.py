@@ -43,21 +43,21 @@ class Problem(NamedTuple):
     """A backward's arguments, all but its outputs."""
 
     tensors: tl.tuple  # q, k, v, do, and the words and rests of rows
-    strides: tl.tuple  # of q, k, v and do, (batch, row, head)
+    strides: tl.tuple  # (batch, row, head) for q, k, v and do
     sizes: tl.tuple  # B, H, T, S and padded T; packed: T and S are totals
-    offsets: tl.tuple  # of packed queries and keys
+    offsets: tl.tuple  # cu_q and cu_k of packed sequences
     numbers: OptionNumbers
     options: OptionTensors
 
 
 class Scoring(NamedTuple):
-    """From products to scores and weights in a head of a sequence: the same for all tiles of a walk."""
+    """How products become scores and weights in a head of a sequence: the same for all tiles of a walk."""
 
     numbers: OptionNumbers
     T: tl.tensor
     S: tl.tensor
-    offset: tl.tensor  # of query 0 on the axis of keys
-    factor: tl.tensor  # of scores, where they meet an exponential
+    offset: tl.tensor  # query 0 on the axis of keys
+    factor: tl.tensor  # what scores are multiplied by in an exponential
     bias_ptr: tl.tensor  # the head's first
     bias_stride_t: tl.tensor
     bias_stride_s: tl.tensor
@@ -69,7 +69,7 @@ class Scoring(NamedTuple):
 
 @triton.jit
 def seed_of(options, SPEC: tl.constexpr):
-    """Dropout's seed."""
+    """Loads dropout's seed, if there is dropout."""
     seed = 0
     if SPEC.DROPOUT:
         seed = tl.load(options.seed_ptr)
@@ -78,7 +78,7 @@ def seed_of(options, SPEC: tl.constexpr):
 
 @triton.jit
 def scoring_of(T, S, numbers, options, seed, b, row_0, h, SPEC: tl.constexpr):
-    """The scoring of head h of sequence b, whose first query is row_0."""
+    """Returns the scoring of head h of sequence b, whose first query is row_0."""
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = options.bias_strides
     first = row_0 * bias_stride_t if SPEC.PACKED else b.to(tl.int64) * bias_stride_b
     bias_ptr = options.bias_ptr + first + h.to(tl.int64) * bias_stride_h
@@ -91,7 +91,7 @@ def scoring_of(T, S, numbers, options, seed, b, row_0, h, SPEC: tl.constexpr):
 
 @triton.jit
 def load_rows(tile, there, column, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of rows; MASKED: zeros for those that are not there. Columns past DIM are zeros."""
+    """Loads a tile of rows, with zeros in columns past DIM and, if MASKED, in rows that are not there."""
     if MASKED:
         return tl.load(tile, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
     if column.shape[0] > DIM:
@@ -101,7 +101,7 @@ def load_rows(tile, there, column, DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def score(x, t, j, scoring, SPEC: tl.constexpr):
-    """The scores of products of queries t and keys j, not masked; and what the derivative of a softcap needs of them."""
+    """Turns products of queries t and keys j into scores without a mask; returns also the tanh of a softcap, for its derivative."""
     UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     cap = x
     if SPEC.SOFTCAP:
@@ -118,7 +118,7 @@ def score(x, t, j, scoring, SPEC: tl.constexpr):
 
 @triton.jit
 def seen(t, j, n, scoring, blocks, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Whether query t sees key j, in tile number n of a walk over keys."""
+    """Says whether query t sees key j, in tile number n of a walk over keys."""
     sees = visible(t + scoring.offset, j, scoring.S, scoring.numbers.mask, SPEC)
     if SPEC.BITS:
         place = n // (SPEC.LIST_S // BLOCK_S)
@@ -172,7 +172,7 @@ def dropout_mask(seed, threshold, b, h, t, j):
 
 @triton.jit
 def drop(x, t, j, scoring):
-    """Sets what dropout takes to 0 and scales the rest."""
+    """Sets the weights that dropout takes to 0, and scales the rest."""
     keep = dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t, j)
     return tl.where(keep, x * scoring.numbers.keep_scale, 0.0)
 

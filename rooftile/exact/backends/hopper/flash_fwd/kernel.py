@@ -263,7 +263,7 @@ def _step(
 
 @gluon.jit
 def _own_queries(queries: Ring, tile, WG: gl.constexpr, config: KernelConfig):
-    """A warpgroup's queries of a tile in shared memory."""
+    """Slices a warpgroup's queries out of a tile in shared memory."""
     return queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
 
 
