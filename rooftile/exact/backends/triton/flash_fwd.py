@@ -164,9 +164,6 @@ def _forward(
     k_ptr = first_of_head(k_ptr, k_strides, b, key_0, h // SPEC.GROUP, SPEC.PACKED)
     v_ptr = first_of_head(v_ptr, v_strides, b, key_0, h // SPEC.GROUP, SPEC.PACKED)
     q_stride_t, k_stride_s, v_stride_s = q_strides[1], k_strides[1], v_strides[1]
-    numbers = OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale)
-    options = OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr)
-    scoring = scoring_of(T, S, numbers, options, seed_of(options, SPEC), b, row_0, h, SPEC)
 
     t_0 = i_t * BLOCK_T
     t = t_0 + tl.arange(0, BLOCK_T)
@@ -181,6 +178,9 @@ def _forward(
         q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (SPEC.BLOCK_D + tl.arange(0, SPEC.REST_D))[None, :]
         q_rest = tl.load(q_rest_tile, mask=(t < T)[:, None], other=0.0)
 
+    numbers = OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale)
+    options = OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr)
+    scoring = scoring_of(T, S, numbers, options, seed_of(options, SPEC), b, row_0, h, SPEC)
     factor = scoring.factor
 
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
