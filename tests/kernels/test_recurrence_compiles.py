@@ -47,9 +47,13 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     for argument in kernel.arg_names:
         pointer = WORDS[dtype] if argument in IN_DTYPE else "*i32" if argument in ("lost_ptr", "cu_ptr") else "*fp32"
         signature[argument] = "constexpr" if argument in constants else pointer if argument.endswith("_ptr") else "i32"
+        if argument.endswith("_strides"):
+            signature[argument] = ("i32",) * 3
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-    even = [n for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr") or "_stride_" in argument]
-    source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in even})
+    names = list(enumerate(kernel.arg_names))
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
+    even += [(n, axis) for n, argument in names if argument.endswith("_strides") for axis in range(3)]
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

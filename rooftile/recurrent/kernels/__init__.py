@@ -128,7 +128,7 @@ class _Call:
             constants = self.constants("sums", group, FEATURE=self.problem.feature, WEIGHTED=weight is not None)
             arguments = (
                 x, y, part if weight is None else weight, part if unit is None else unit, part, lost, self.cu,
-                *self.strides(x), *self.strides(y), length, self.B,
+                self.strides(x), self.strides(y), length, self.B,
             )  # fmt: skip
             _start_sums((slots, self.Hk, 1), arguments, constants)
         if self.B:
@@ -160,7 +160,7 @@ def forward(
         constants = call.constants("outputs", FEATURE=problem.feature, CAUSAL=problem.causal, NORMALISE=problem.normalise)
         s, z = call.starts(part, last)
         arguments = (
-            q, k, v, o, den, s, z, lost, call.cu, *call.strides(q), *call.strides(k), *call.strides(v), call.T, call.B,
+            q, k, v, o, den, s, z, lost, call.cu, call.strides(q), call.strides(k), call.strides(v), call.T, call.B,
         )  # fmt: skip
         _start_outputs((slots, call.H, triton.cdiv(call.dim_v, constants["BLOCK_V"])), arguments, constants)
     return o, den, last
@@ -180,7 +180,7 @@ def backward(
     weight, unit = row_gradients(do, o, den) if problem.normalise else (torch.ones_like(den), torch.zeros_like(den))
     past, lost_k, last = call.states(k, v, None, None, state, False)
     later, lost_q, first = call.states(q, do, weight, unit, State(d_last.s, d_last.z, state.largest), True)
-    strides = (*call.strides(q), *call.strides(k), *call.strides(v))
+    strides = (call.strides(q), call.strides(k), call.strides(v))
     options = {"FEATURE": problem.feature, "CAUSAL": problem.causal}
     slots, slots_k = call.slots(call.T), call.slots(call.S)
     if slots and dq.numel():

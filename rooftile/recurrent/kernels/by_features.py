@@ -117,12 +117,9 @@ class _Call:
     def options(self, kernel: str, **own: Any) -> dict[str, Any]:
         return self.constants(kernel, **({"GROUP": self.H // self.Hk, "CAUSAL": self.causal} | own))
 
-    def stride_tuples(self, *given: Tensor) -> list[tuple[int, ...]]:
+    def strides(self, *given: Tensor) -> list[tuple[int, ...]]:
         """(batch, position, head) of each."""
-        return [tuple(self.strides(x)) for x in given]
-
-    def strides(self, *given: Tensor) -> list[int]:
-        return [n for x in given for n in ((0, *x.stride()[:2]) if self.packed else x.stride()[:3])]
+        return [(0, *x.stride()[:2]) if self.packed else x.stride()[:3] for x in given]
 
     def exponents(self, x: Tensor, slots: int, keys: bool) -> tuple[Tensor, Tensor, Tensor]:
         top = self.new(*x.shape[:-1])
@@ -196,7 +193,7 @@ def backward(
     if call.slots_q and dq.numel():
         arguments = (
             q, k, v, call.w, call.rest, do, weight, unit, dq, *exponents, *call.starts, call.cu,
-            *call.stride_tuples(q, k, v), *scalars,
+            *call.strides(q, k, v), *scalars,
         )  # fmt: skip
         _start_queries((call.slots_q, call.H, 1), arguments, call.options("queries"))
     r, r_1 = starts
@@ -204,7 +201,7 @@ def backward(
     if call.slots_k and dk.numel():
         arguments = (
             q, k, v, call.w, call.rest, do, weight, unit, dk, *exponents, call.peak, call.last.largest, r, r_1, call.cu,
-            *call.stride_tuples(q, k, v), *scalars,
+            *call.strides(q, k, v), *scalars,
         )  # fmt: skip
         _start_keys((call.slots_k, call.Hk, 1), arguments, call.options("keys"))
     if call.slots_k and dv.numel():

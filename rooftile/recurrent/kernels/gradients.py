@@ -23,6 +23,7 @@ from rooftile.recurrent.kernels.tiles import (
     EMPTY,
     SEGMENT,
     features,
+    head_rows,
     is_lost,
     lost_after,
     lost_before,
@@ -80,8 +81,7 @@ def row_gradients(do: Tensor, o: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["T", "B"])
 def _query_gradients(
     q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, s_ptr, z_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
+    q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -102,9 +102,9 @@ def _query_gradients(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    q_base = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
+    q_base = q_ptr + batch * q_strides[0] + h.to(tl.int64) * q_strides[2]
+    k_base = k_ptr + batch * k_strides[0] + hk.to(tl.int64) * k_strides[2]
+    v_base = v_ptr + batch * v_strides[0] + hk.to(tl.int64) * v_strides[2]
     for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
         t = c + n
         here = t < length
@@ -115,8 +115,8 @@ def _query_gradients(
         u = tl.load(unit_ptr + row, mask=here, other=0.0)
         df = tl.dot(dn, tl.trans(s.to(DOT)), input_precision=PRECISION) + u[:, None] * z[None, :]
         if CAUSAL:
-            f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE)
-            v = rows(v_base, first, t, e, here, e < DV, v_stride_t)
+            f_k = features(rows(k_base, first, t, d, here, d < D, k_strides[1]), there, FEATURE)
+            v = rows(v_base, first, t, e, here, e < DV, v_strides[1])
             da = tl.dot(dn, tl.trans(v.to(DOT)), input_precision=PRECISION) + u[:, None]
             da = tl.where(lower, da, 0.0)
             seen = f_k
@@ -126,17 +126,17 @@ def _query_gradients(
             df = tl.dot(da.to(DOT), seen.to(DOT), df, input_precision=PRECISION)
             s = tl.dot(tl.trans(f_k.to(DOT)), v.to(DOT), s, input_precision=PRECISION)
             z += tl.sum(f_k, 0)
-        dq = df * slope(rows(q_base, first, t, d, here, d < D, q_stride_t), FEATURE)
+        dq = df * slope(rows(q_base, first, t, d, here, d < D, q_strides[1]), FEATURE)
         tl.store(dq_ptr + row[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _queries(
-    q_ptr, do_ptr, weight_ptr, q_stride_b, q_stride_t, q_stride_h, batch, first, row, h, t, d, e, here, D: tl.constexpr,
-    DV: tl.constexpr, FEATURE: tl.constexpr,
+    q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here,
+    D: tl.constexpr, DV: tl.constexpr, FEATURE: tl.constexpr,
 ):  # fmt: skip
     """Loads f(Q) and dN of tokens t of a query head; `row` is their row in contiguous tensors."""
-    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+    q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
     f_q = features(q, here[:, None] & (d < D)[None, :], FEATURE)
     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
     return f_q, do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
@@ -146,8 +146,7 @@ def _queries(
 @triton.jit(do_not_specialize=["T", "B"])
 def _key_or_value_gradients(
     q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dx_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
+    q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
@@ -172,25 +171,23 @@ def _key_or_value_gradients(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
+    k_base = k_ptr + batch * k_strides[0] + hk.to(tl.int64) * k_strides[2]
+    v_base = v_ptr + batch * v_strides[0] + hk.to(tl.int64) * v_strides[2]
     chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
     for i in range(0, chunks):
         t = start + (chunks - 1 - i) * BLOCK + n
         here = t < length
         if KEYS:
-            own = rows(v_base, first, t, e, here, e < DV, v_stride_t).to(DOT)
+            own = rows(v_base, first, t, e, here, e < DV, v_strides[1]).to(DOT)
             dx = tl.dot(own, tl.trans(r.to(DOT)), input_precision=PRECISION) + r_1[None, :]
         else:
-            own = features(rows(k_base, first, t, d, here, d < D, k_stride_t), here[:, None] & (d < D)[None, :], FEATURE).to(DOT)
+            own = features(rows(k_base, first, t, d, here, d < D, k_strides[1]), here[:, None] & (d < D)[None, :], FEATURE).to(DOT)
             dx = tl.dot(own, r.to(DOT), input_precision=PRECISION)
         if CAUSAL:
             for g in range(0, GROUP):
                 h = hk * GROUP + g
                 row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                f_q, dn = _queries(
-                    q_ptr, do_ptr, weight_ptr, q_stride_b, q_stride_t, q_stride_h, batch, first, row, h, t, d, e, here, D, DV, FEATURE
-                )
+                f_q, dn = _queries(q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here, D, DV, FEATURE)
                 # dk: dA and the queries' features; dv: A and dN
                 if KEYS:
                     u = tl.load(unit_ptr + row, mask=here, other=0.0)
@@ -217,10 +214,7 @@ def _key_or_value_gradients(
                 for g in range(0, GROUP):
                     h = hk * GROUP + g
                     row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                    f_q, dn = _queries(
-                        q_ptr, do_ptr, weight_ptr, q_stride_b, q_stride_t, q_stride_h, batch, first, row, h, t, d, e, here, D, DV,
-                        FEATURE,
-                    )  # fmt: skip
+                    f_q, dn = _queries(q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here, D, DV, FEATURE)
                     if KEYS:
                         u = tl.load(unit_ptr + row, mask=here, other=0.0)
                     r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
@@ -228,7 +222,7 @@ def _key_or_value_gradients(
                         r_1 += tl.sum(f_q * u[:, None], 0)
         place = ((0 if PACKED else batch * T) + first + t) * HEADS + hk
         if KEYS:
-            dx = dx * slope(rows(k_base, first, t, d, here, d < D, k_stride_t), FEATURE)
+            dx = dx * slope(rows(k_base, first, t, d, here, d < D, k_strides[1]), FEATURE)
             tile, inside = dx_ptr + place[:, None] * D + d[None, :], here[:, None] & (d < D)[None, :]
         else:
             tile, inside = dx_ptr + place[:, None] * DV + e[None, :], here[:, None] & (e < DV)[None, :]

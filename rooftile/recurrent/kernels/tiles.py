@@ -59,6 +59,12 @@ def rows(ptr, first, t, column, here, wide, stride):
 
 
 @triton.jit
+def head_rows(ptr, strides, batch, h, first, t, column, here, wide):
+    """Loads a tile of tokens t of a head, as `rows` does; strides are (batch, token, head)."""
+    return rows(ptr + batch * strides[0] + h.to(tl.int64) * strides[2], first, t, column, here, wide, strides[1])
+
+
+@triton.jit
 def state(s_ptr, head, d, e, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr):
     """Loads rows d and columns e of S. Under the mask each slot has its state, S before z; without it each sequence has one."""
     step: tl.constexpr = D * DV + D if CAUSAL else D * DV
