@@ -1,9 +1,20 @@
-"""Rooftile: exact, hardware-aware attention for PyTorch.
+"""Rooftile: attention, number formats and training for them, LLM serving, and a diagnosis of bottlenecks, for PyTorch.
 
     import rooftile as rt
-    o = rt.attention(q, k, v, rt.CAUSAL)    # q (B, T, H, D), k and v (B, S, Hk, D)
+    o = rt.attention(q, k, v, rt.CAUSAL)            # exact: q (B, T, H, D), k and v (B, S, Hk, D)
+    print(rt.explain(q, k, v, rt.CAUSAL))           # which backend runs, and why the others do not
+    print(rt.diagnose(model, x, backward=True))     # what bounds a program, and what would help
 
-`rooftile.explain(q, k, v)` shows which backend would run, and why the others would not.
+    rt.fuse(model)                                  # a Transformers model on one-pass kernels
+    rt.qat.prepare(model, "int4")                   # trains with the rounding of the server
+    print(rt.plan(model, x))                        # a number format for each layer
+    rt.linear(x, rt.quantise_weight(w, "fp8"))      # a product with a quantised weight
+
+    rt.LLM(folder).generate(prompts)                # serves from a paged KV cache
+    rt.kvcache, rt.attention_paged                  # the cache, and attention to it
+    rt.approximate                                  # attention to fewer pairs
+
+Names are imported when they are first used: `import rooftile` brings neither torch nor Triton.
 """
 
 import sys

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from textwrap import fill
 
+from rooftile.approximate.methods import METHODS
 from rooftile_lab.bench.results import Row, latest, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,17 +50,22 @@ def entrance() -> str:
     judged = [one for one in rows("h200-diagnosis") if "judged_percent" in one.measures]
     fused = row("h200-training", "llama-1b-8x4k", "fused", "step")
     served = row("h200-engine", "W1-1b", "rooftile", "serve")
-    where = card(ours, cudnn, *judged, fused, served)
+    linear, exact = (row("h200-approximate", "linear-16k", name, "fwd") for name in ("rooftile", "exact"))
+    where = card(ours, cudnn, *judged, fused, served, linear, exact)
     share = median(one.measures["judged_percent"] for one in judged)
     times, tokens = fused.measures["of_sdpa_ratio"], served.measures["output_tok_s"]
-    words = (
-        "Rooftile is a PyTorch library on GPUs and CPUs for exact attention (a causal forward of 16k tokens runs at "
-        f"{ours.tflops:.0f} TFLOP/s, {us(cudnn) / us(ours):.2f} times cuDNN's speed), for finding what bounds a program "
-        f"(experiments judge {share:.0f} % of its time, the median of {len(judged)} programs), for training models and giving "
-        f"them number formats (a 1B Llama trains {times:.2f} times as fast as with PyTorch's SDPA), and for serving them "
-        f"({tokens:,.0f} tokens per second from a 1B Llama); all numbers are from an {where}."
-    )
-    return fill(words, 130, break_on_hyphens=False)
+    parts = {
+        "**exact attention**": f"a causal forward of 16k tokens runs at {ours.tflops:.0f} TFLOP/s, "
+        f"{us(cudnn) / us(ours):.2f} times cuDNN's speed",
+        "**diagnosis**": f"experiments say what bounds a program, for {share:.0f} % of its time (the median of {len(judged)} "
+        "programs)",
+        "**training** in 16 bits or for number formats": f"a 1B Llama trains {times:.2f} times as fast as with PyTorch's SDPA",
+        "**serving** from a paged KV cache": f"{tokens:,.0f} tokens per second from a 1B Llama",
+        f"**approximate attention** by {len(METHODS)} methods": "linear attention's forward of 16k tokens takes "
+        f"{us(linear) / us(exact):.2f} of exact attention's time",
+    }
+    head = f"Rooftile is a PyTorch library on GPUs and CPUs (the numbers are from an {where}) for"
+    return f"{head}\n\n" + ";\n".join(f"- {what}: {number}" for what, number in parts.items()) + "."
 
 
 def fp8() -> str:

@@ -19,7 +19,7 @@ HEAD = """# Operators
 Written by `scripts/write_operators.py`; `make tables` rewrites it.
 
 Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `torch.compile`, a `TorchDispatchMode` and the
-profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
+profiler see it. A call that is not watched goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
 returns the FLOPs and the bytes of a call.
 
 An argument marked `!` in the schema is written to. An operator with gradients has its backward below it, but for

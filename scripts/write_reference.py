@@ -1,4 +1,4 @@
-"""Writes docs/reference/api.md from the docstrings and signatures of the public names."""
+"""Writes the pages of docs/reference/api/ from the docstrings and signatures of the public names."""
 
 from __future__ import annotations
 
@@ -8,112 +8,221 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from rooftile import FULL
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api"
 
-# the parts of the page, each by the title of its first section: a reader finds a name by a few links
-PARTS = {
-    "Functions": "Attention", "Serving": "Engine", "Number formats": "Formats and training", "Masks": "Masks, blocks and methods",
-    "Errors": "Errors and modules", "flash-attn 2 names": "Names of flash-attn",
-}  # fmt: skip
-# a section: its title, its module, and its names in the order in which a reader needs them
-SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "Functions",
-        "rooftile",
+
+class Section(NamedTuple):
+    """A heading, a module, and its names in the order in which a reader needs them."""
+
+    title: str
+    module: str
+    names: tuple[str, ...]
+
+
+class Page(NamedTuple):
+    """A file of the reference, without its suffix, with its title."""
+
+    file: str
+    title: str
+    sections: tuple[Section, ...]
+
+
+PAGES = (
+    Page(
+        "attention",
+        "Exact attention",
         (
-            "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
-            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse", "doctor",
+            Section(
+                "Functions",
+                "rooftile",
+                (
+                    "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
+                ),
+            ),
+            Section("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
+            Section("Lists of blocks", "rooftile", ("Blocks",)),
+            Section(
+                "FP8 and INT8 attention",
+                "rooftile",
+                ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse"),
+            ),
+            Section("Attention to a paged KV cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
+            Section("Errors", "rooftile", ("InvalidInput", "Unsupported")),
         ),
     ),
-    ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
-    ("Attention to a paged KV cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
-    ("The paged KV cache", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
-    (
-        "Serving",
-        "rooftile.engine",
-        ("LLM", "EngineConfig", "AsyncEngine", "EngineStats", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"),
+    Page(
+        "kvcache",
+        "The paged KV cache",
+        (Section("Blocks and pages", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),),
     ),
-    (
+    Page(
+        "integrations",
+        "In other libraries",
+        (
+            Section("SDPA and Transformers", "rooftile", ("enable", "disable", "enabled", "is_enabled", "status")),
+            Section("Fused models", "rooftile", ("fuse", "unfuse")),
+            Section("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),
+        ),
+    ),
+    Page(
+        "flash-attn",
+        "Names of flash-attn",
+        (
+            Section(
+                "flash-attn 2 names",
+                "rooftile.integrations.flash_attn",
+                (
+                    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+                    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+                    "flash_attn_with_kvcache", "install", "uninstall",
+                ),
+            ),
+            Section(
+                "flash-attn 3 names",
+                "rooftile.integrations.flash_attn_3",
+                ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+            ),
+            Section("flash-attn 4 names", "rooftile.integrations.flash_attn_4", ("flash_attn_func", "flash_attn_varlen_func")),
+            Section(
+                "flash-attn padding",
+                "rooftile.integrations.flash_attn_padding",
+                ("unpad_input", "pad_input", "index_first_axis", "index_put_first_axis"),
+            ),
+            Section("flash-attn rotary", "rooftile.integrations.flash_attn_rotary", ("apply_rotary_emb",)),
+        ),
+    ),
+    Page(
+        "fused",
+        "Fused operations and the optimiser",
+        (
+            Section(
+                "Fused operations",
+                "rooftile.fused",
+                (
+                    "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
+                    "cross_entropy", "linear_cross_entropy",
+                ),
+            ),
+            Section("Optimiser", "rooftile.optim", ("AdamW",)),
+        ),
+    ),
+    Page(
+        "numerics",
         "Number formats",
-        "rooftile.numerics",
         (
-            "quantise", "quantise_blocks", "quantise_nvfp4", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled",
-            "BlockScaled", "TwoLevelScaled", "QuantisedQKV", "quantise_rows", "QuantisedRows",
+            Section(
+                "Formats and scales",
+                "rooftile.numerics",
+                (
+                    "quantise", "quantise_blocks", "quantise_nvfp4", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled",
+                    "BlockScaled", "TwoLevelScaled", "QuantisedQKV", "quantise_rows", "QuantisedRows",
+                ),
+            ),
         ),
     ),
-    ("Quantised weights", "rooftile", ("quantise_weight", "quantise_model", "QuantisedWeight", "linear")),
-    (
-        "Fused operations",
-        "rooftile.fused",
+    Page(
+        "weights",
+        "Quantised and 2:4 weights",
         (
-            "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
-            "cross_entropy", "linear_cross_entropy",
+            Section("Quantised weights", "rooftile", ("quantise_weight", "quantise_model", "QuantisedWeight", "linear")),
+            Section("2:4 weights", "rooftile.sparsity", ("two_four", "compress", "TwoFour", "Recipe")),
         ),
     ),
-    ("Optimiser", "rooftile.optim", ("AdamW",)),
-    (
+    Page(
+        "qat",
         "Quantisation-aware training",
-        "rooftile.qat",
         (
-            "prepare", "restore", "off", "status", "convert", "save", "state_dict", "load_state_dict", "QuantisedLinear",
-            "SparseLinear", "Status",
+            Section(
+                "Training for a format",
+                "rooftile.qat",
+                (
+                    "prepare", "restore", "off", "status", "convert", "save", "state_dict", "load_state_dict", "QuantisedLinear",
+                    "SparseLinear", "Status",
+                ),
+            ),
         ),
     ),
-    ("A format for each layer", "rooftile", ("plan",)),
-    ("What `plan` returns", "rooftile.planning", ("Plan",)),
-    ("2:4 weights", "rooftile.sparsity", ("two_four", "compress", "TwoFour", "Recipe")),
-    ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
-    ("Lists of blocks", "rooftile", ("Blocks",)),
-    ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),
-    (
+    Page(
+        "diagnosis",
+        "Diagnosis and plans",
+        (
+            Section("What bounds a program", "rooftile", ("diagnose", "doctor")),
+            Section("Steps and counts", "rooftile.diagnosis", ("step", "counts")),
+            Section("The result of `diagnose`", "rooftile.diagnosis.diagnosis", ("Diagnosis",)),
+            Section("A format for each layer", "rooftile", ("plan",)),
+            Section("The result of `plan`", "rooftile.planning", ("Plan",)),
+            Section("The roofline", "rooftile.cost", ("Roof", "roof", "memory_roof")),
+        ),
+    ),
+    Page(
+        "approximate",
         "Approximate attention",
-        "rooftile.approximate",
         (
-            "linear", "linear_step", "performer", "Features", "linformer", "sparse_transformer", "reformer", "lsh", "routing",
-            "update_centroids", "commitment_loss", "Loki", "LokiLayers", "native_sparse", "compress", "choose_blocks",
-            "selected_attention",
+            Section(
+                "Methods",
+                "rooftile.approximate",
+                (
+                    "linear", "linear_step", "performer", "Features", "linformer", "sparse_transformer", "reformer", "lsh",
+                    "routing", "update_centroids", "commitment_loss", "Loki", "LokiLayers", "native_sparse", "compress",
+                    "choose_blocks", "selected_attention",
+                ),
+            ),
         ),
     ),
-    ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
-    ("As a module", "rooftile.nn", ("Attention",)),
-    ("A decoder to train", "rooftile.models", ("TrainableDecoder",)),
-    (
-        "flash-attn 2 names",
-        "rooftile.integrations.flash_attn",
+    Page(
+        "nn",
+        "Layers and models",
         (
-            "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-            "flash_attn_with_kvcache", "install", "uninstall",
+            Section("As a module", "rooftile.nn", ("Attention",)),
+            Section("A decoder to train", "rooftile.models", ("TrainableDecoder",)),
+            Section("A decoder to serve", "rooftile.models", ("Decoder", "ModelConfig", "NativeSparseSizes")),
         ),
     ),
-    (
-        "flash-attn 3 names",
-        "rooftile.integrations.flash_attn_3",
-        ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    Page(
+        "engine",
+        "Engine",
+        (
+            Section(
+                "Serving",
+                "rooftile.engine",
+                (
+                    "LLM", "EngineConfig", "AsyncEngine", "EngineStats", "SamplingParams", "RequestOutput", "CompletionOutput",
+                    "Logprob",
+                ),
+            ),
+        ),
     ),
-    ("flash-attn 4 names", "rooftile.integrations.flash_attn_4", ("flash_attn_func", "flash_attn_varlen_func")),
-    (
-        "flash-attn padding",
-        "rooftile.integrations.flash_attn_padding",
-        ("unpad_input", "pad_input", "index_first_axis", "index_put_first_axis"),
-    ),
-    ("flash-attn rotary", "rooftile.integrations.flash_attn_rotary", ("apply_rotary_emb",)),
 )  # fmt: skip
 
+WRITTEN = "Written by `scripts/write_reference.py` from the docstrings; `make tables` rewrites it."
 
-def page() -> str:
-    """Returns the whole page in Markdown."""
-    head = "# Reference\n\nWritten by `scripts/write_reference.py` from the docstrings; `make tables` rewrites it."
-    return "\n\n".join([head, *(part for section in SECTIONS for part in section_text(*section))]) + "\n"
+
+def files() -> dict[str, str]:
+    """Returns the text of each file of the reference."""
+    return {"index.md": index(), **{f"{page.file}.md": text(page) for page in PAGES}}
+
+
+def index() -> str:
+    """Returns the first page, which leads to every name."""
+    lines = []
+    for page in PAGES:
+        names = [f"[`{name}`]({page.file}.md#{name.lower()})" for section in page.sections for name in section.names]
+        lines.append(f"| [{page.title}]({page.file}.md) | {', '.join(dict.fromkeys(names))} |")
+    return "\n".join([f"# API\n\n{WRITTEN}\n\n| page | names |\n|---|---|", *lines]) + "\n"
+
+
+def text(page: Page) -> str:
+    """Returns a page in Markdown."""
+    parts = [part for section in page.sections for part in section_text(*section)]
+    return "\n\n".join([f"# {page.title}\n\n{WRITTEN}", *parts]) + "\n"
 
 
 def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[str]:
-    if title in PARTS:
-        yield f"## {PARTS[title]}"
-    yield f"### {title}"
+    yield f"## {title}"
     if module != "rooftile":
         yield f"In `{module}`."
     for name in names:
@@ -122,9 +231,9 @@ def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[st
 
 def entry(name: str, thing: object) -> Iterator[str]:
     """Yields the heading, the signature and the docstring of one name."""
-    yield f"#### `{name}`"
+    yield f"### `{name}`"
     if not callable(thing):
-        yield f"The mask `{thing}`: see the table of masks in [masks as intervals](../concepts/masks-as-intervals.md)."
+        yield f"The mask `{thing}`: see the table of masks in [masks as intervals](../../concepts/masks-as-intervals.md)."
         return
     if not (inspect.isclass(thing) and issubclass(thing, Exception)):
         yield f"```text\n{signature(name, thing)}\n```"
@@ -157,16 +266,28 @@ def docstring(text: str) -> Iterator[str]:
             word = "Arguments" if title == "Args:" else "Raises"
             yield f"{word}:\n\n" + "\n".join(f"- `{name}`: {' '.join(words.split())}" for name, words in items)
         elif title == "Returns:":
-            yield "Returns " + " ".join(body.split())
+            yield "Returns " + re.sub(r"^(A|An|The)\b", lambda found: found[0].lower(), " ".join(body.split()))
         elif block.startswith(">>>"):
             yield f"```pycon\n{block}\n```"
         else:
             yield block
 
 
+def stale(due: dict[str, str]) -> list[str]:
+    """Returns the names of files that are missing, old, or left from before."""
+    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*")}
+    return sorted(name for name in found.keys() | due.keys() if found.get(name) != due.get(name))
+
+
 if __name__ == "__main__":
-    due = page()
+    due = files()
+    changed = stale(due)
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
-    PAGE.write_text(due, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(PAGE.parents[2])}")
+        sys.exit(f"{', '.join(changed)} in {FOLDER.name}/: out of date" if changed else 0)
+    FOLDER.mkdir(exist_ok=True)
+    for name in changed:
+        if name in due:
+            (FOLDER / name).write_text(due[name], encoding="utf-8")
+        else:
+            (FOLDER / name).unlink()
+        print(f"{'wrote' if name in due else 'removed'} docs/reference/api/{name}")

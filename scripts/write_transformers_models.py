@@ -34,7 +34,7 @@ logits where there is one, built at toy size with random weights, and run on a C
 `attn_implementation="rooftile"` and with `"eager"`. Written by `scripts/write_transformers_models.py`;
 `tests/integrations/test_every_model.py` compares again.
 
-- *outputs*: every floating-point output, without padding. *gradients*: that of every parameter.
+- *outputs*: every floating-point output, without padding. *gradients*: the gradient of every parameter.
 - *future*: the outputs after other last tokens. A causal model that saw the future would differ.
 - *padding*: outputs and gradients of real tokens, with padding on the right and on the left.
 

@@ -53,7 +53,7 @@ def check_causal_lengths(method: str, q: Tensor, k: Tensor) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of the names that there are."""
+    """One of the given names."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidInput(f"{name} is {shown(value)}; must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
     return value

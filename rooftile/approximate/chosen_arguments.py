@@ -75,7 +75,7 @@ def check_indices(name: str, x: Any, shape: tuple[int | None, ...], due: str, li
 
 
 def check_range(name: str, x: Tensor, most: int, least: int = 0) -> None:
-    """Raises InvalidInput for an index out of range, where it can be read, and reading it waits for nobody."""
+    """Raises InvalidInput for an index out of range, where it can be read without a wait for a device."""
     if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and not mapped(x):
         low, high = int(x.min()), int(x.max())
         if low < least or high >= most:

@@ -1,4 +1,4 @@
-"""The methods: what each is called, what it may know of later tokens, what it takes, what it costs, and where it comes from.
+"""The methods: the name of each, its knowledge of later tokens, its arguments, its cost, and its paper.
 
 value-causal   no output depends on the value of a later token
 strict         no output depends on anything of a later token
@@ -91,7 +91,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="Loki",
-            # for decoding alone: there is no prefill that its rows could be those of
+            # for decoding alone: its rows belong to no prefill
             causality={"token": CLASSES - {"decodable"}, "page": CLASSES - {"decodable"}},
             takes=frozenset({"groups", "decode"}),
             cost=cost.loki,

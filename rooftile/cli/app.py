@@ -13,7 +13,7 @@ from rooftile.cli.output import add_command
 
 app = typer.Typer(
     name="rooftile",
-    help="Exact, hardware-aware attention for PyTorch: measures, explains and runs attention on this machine.",
+    help="Attention, number formats, serving and a diagnosis of bottlenecks for PyTorch: measures, explains and runs them here.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

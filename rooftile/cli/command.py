@@ -17,7 +17,7 @@ from rooftile.engine.vllm_names import LLM_REFUSED, Refused
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 
-# the flags of vLLM that a command answers beside its own
+# the flags of vLLM that a command answers besides its own
 REFUSED: Mapping[str, Mapping[str, Refused]] = {"generate": LLM_REFUSED, "serve": LLM_REFUSED | SERVER_REFUSED}
 # vLLM's short spellings
 _SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
@@ -72,7 +72,7 @@ def _read(word: str) -> Any:
 
 
 def _answer(command: str, flag: str, name: str, refused: Refused, value: Any) -> None:
-    """Accepts a flag that asks for what happens anyway; refuses another with the reason that `LLM` gives.
+    """Accepts a flag that changes nothing; refuses another with the reason that `LLM` gives.
 
     Raises:
         Unsupported: it asks for what is missing here.

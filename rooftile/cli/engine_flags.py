@@ -18,7 +18,7 @@ _SHORT = {"tensor_parallel_size": ("-tp",)}
 
 
 def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds a flag per setting of an engine to a command, whose argument `settings` gets those that were given.
+    """Adds a flag per setting of an engine to a command, whose argument `settings` gets the given flags.
 
     A flag that the command has by itself stays its own: the seed of `generate` is the seed of its samples.
     """

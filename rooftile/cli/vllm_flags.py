@@ -1,6 +1,6 @@
 """The flags of `vllm serve` that concern its server, and that `rooftile serve` does not have: what happens anyway, and why.
 
-Those that concern the engine are keywords of vLLM's `LLM`, too, and stand in `rooftile.engine.vllm_names`.
+Flags that concern the engine are keywords of vLLM's `LLM`, too, and stand in `rooftile.engine.vllm_names`.
 """
 
 from __future__ import annotations

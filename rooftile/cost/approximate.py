@@ -137,7 +137,7 @@ def native_sparse(
 ) -> Cost:  # fmt: skip
     """The cost of Native Sparse Attention without projections and compression: the pairs of its three branches.
 
-    The weights that choose blocks are those of the compressed branch, so they count once.
+    The weights that choose blocks are the weights of the compressed branch, so they count once.
     """
     n = max((S - length) // stride + 1, 0)
     sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
@@ -189,7 +189,7 @@ def native_sparse_decode(
 ) -> Cost:  # fmt: skip
     """The cost of one query per sequence from a paged cache, without its block tables.
 
-    The choice reads no key of its own: its weights are those of the compressed branch. Each branch reads the keys and values that
+    The choice reads no key of its own: its weights are the compressed branch's. Each branch reads the keys and values that
     it sees, once for the heads of a group. So 32 sequences of 65,536 tokens read a twelfth of what exact attention does:
 
     Example:

@@ -1,7 +1,7 @@
 """FLOPs and bytes of one call of each operator of this package, from its arguments and results as a TorchDispatchMode sees them.
 
 Each byte that matters counts as read once and each byte of a result as written once, whatever a kernel's schedule. FLOPs are
-those of matrix products (`cost.flops`), so operations that only move and scale numbers have none. Offsets, lengths and slots are
+the FLOPs of matrix products (`cost.flops`), so operations that only move and scale numbers have 0. Offsets, lengths and slots are
 data: where the work depends on them they are read back, which waits for the device.
 """
 
@@ -127,7 +127,7 @@ def _linear_masked(arguments: tuple[Any, ...], results: Any) -> Work:
 
 
 def _linear_masked_backward(arguments: tuple[Any, ...], results: Any) -> Work:
-    """The gradient of the weight is that of all its places."""
+    """The gradient of the weight is the gradient of all its places."""
     dy, _, w, _, needs_x, needs_w = arguments
     return Work((needs_x + 2 * needs_w) * dy.numel() * w.shape[1], _nbytes(arguments), _nbytes(results))
 

@@ -1,4 +1,4 @@
-"""Bytes that operators beside attention must move: what is read once and what is written once.
+"""Bytes that operators other than attention must move: each input read once, each result written once.
 
 Every function returns bytes through device memory for numbers of `itemsize` bytes; rotations are fp32.
 """
@@ -46,7 +46,7 @@ def decode(problem: Problem, *, kv_itemsize: int | None = None, scale_itemsize: 
 
     Args:
         problem: the queries and the cached tokens.
-        kv_itemsize: bytes of a number in the cache; by default those of the problem's dtype.
+        kv_itemsize: bytes of a number in the cache; by default the bytes of the problem's dtype.
         scale_itemsize: bytes of the scale that each key and each value of a head has in FP8.
     """
     spec, sizes = problem.spec, problem.sizes

@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from rooftile.diagnosis.decode_step import Sizes, decoding
+from rooftile.diagnosis.decode_step import DecodeSizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.diagnosis.run import diagnose
@@ -41,7 +41,7 @@ def diagnose_checkpoint(
         ncu: also count bytes by Nsight Compute.
 
     Returns:
-        The diagnosis of the decode step, and that of the prompt.
+        The diagnoses of the decode step and of the prompt.
 
     Raises:
         InvalidInput: batch or context is not positive, or the model has fewer positions.
@@ -50,7 +50,7 @@ def diagnose_checkpoint(
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise InvalidInput(f"{name} is {value}; must be at least 1")
-    # warm-up, timed, watched, profiled and recorded steps, and those of each remedy that is tried
+    # warm-up, timed, watched, profiled and recorded steps, and the steps of each remedy that is tried
     steps = 2 * (16 + 20 * len([name for name in apply if name in BY_RUNNING]) + SPARE)
     config = EngineConfig(
         device=device, max_model_len=context + steps, max_num_seqs=batch, max_batched_tokens=max(context, batch),
@@ -58,7 +58,7 @@ def diagnose_checkpoint(
         generation_config="none",
     )  # fmt: skip
     engine = build_engine(model, config)
-    with torch.inference_mode(), decoding(engine, Sizes(batch, context, steps // 2)):
+    with torch.inference_mode(), decoding(engine, DecodeSizes(batch, context, steps // 2)):
 
         def decode() -> None:
             engine.step()

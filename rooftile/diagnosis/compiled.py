@@ -26,7 +26,7 @@ TEMPLATE = "triton_tem_"
 SIGNATURE = {"cpp": r"\bkernel\(([^)]*)\)", "triton": r"def {name}\(([^)]*)\)"}
 
 
-class Kernel(NamedTuple):
+class GeneratedKernel(NamedTuple):
     """One generated kernel. Its sizes are compiled in: it runs on tensors of the same shapes only."""
 
     name: str
@@ -37,12 +37,12 @@ class Kernel(NamedTuple):
         return self.run(*args, **kwargs)
 
     def touched(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that a call reads, and those that it writes."""
+        """The tensors that a call reads, and the tensors that it writes."""
         given = [(use, x) for use, x in zip(self.uses, args, strict=False) if isinstance(x, Tensor)]
         return [x for use, x in given if use != "out"], [x for use, x in given if use != "in"]
 
     def arithmetic(self, args: Sequence[Any]) -> tuple[int | None, int | None]:
-        """FLOPs and special functions: those of the operators in its name, each once for every element of its largest tensor.
+        """FLOPs and special functions of the operators in its name, each once for every element of its largest tensor.
 
         None for a kernel from a template.
         """
@@ -72,7 +72,7 @@ def operators_of(name: str) -> list[str]:
 
 
 @contextmanager
-def watched_kernels(seen: Callable[[Kernel, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def watched_kernels(seen: Callable[[GeneratedKernel, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Calls `seen` in place of each generated kernel within the block; it runs the kernel itself."""
     put_back: list[tuple[ModuleType, str, Any]] = []
     try:
@@ -90,7 +90,7 @@ def watched_kernels(seen: Callable[[Kernel, tuple[Any, ...], dict[str, Any]], An
 class _Replaced:
     """Stands where the kernel stood: C++ kernels are called, Triton's have a method."""
 
-    def __init__(self, kernel: Kernel, seen: Callable[[Kernel, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, kernel: GeneratedKernel, seen: Callable[[GeneratedKernel, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._kernel, self._seen = kernel, seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _graphs() -> list[ModuleType]:
     return [module for module in modules.values() if hasattr(module, "call")]
 
 
-def _kernel(module: ModuleType, name: str, thing: Any) -> Kernel | None:
+def _kernel(module: ModuleType, name: str, thing: Any) -> GeneratedKernel | None:
     """A kernel with the uses of its arguments; None if the module's text does not have them."""
     language = "cpp" if name.startswith("cpp") else "triton"
     text = Path(module.__file__ or "").read_text()
@@ -116,7 +116,7 @@ def _kernel(module: ModuleType, name: str, thing: Any) -> Kernel | None:
     if signature is None:
         return None
     run = thing if language == "cpp" else thing.run
-    return Kernel(name, run, tuple(_use(words) for words in signature[1].split(",")))
+    return GeneratedKernel(name, run, tuple(_use(words) for words in signature[1].split(",")))
 
 
 def _use(parameter: str) -> str:

@@ -1,4 +1,4 @@
-"""Predicted bytes and FLOPs beside those that Nsight Compute counts.
+"""Compares predicted bytes and FLOPs with the counts of Nsight Compute.
 
 Each leading operator runs once, alone and with cold caches, in a process of its own under ncu:
 

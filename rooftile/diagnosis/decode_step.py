@@ -17,7 +17,7 @@ from rooftile.hardware.profiler import device_intervals
 IDS = 10_000
 
 
-class Sizes(NamedTuple):
+class DecodeSizes(NamedTuple):
     """How many requests decode, the mean of their tokens half-way through the steps, and how many steps there are."""
 
     batch: int
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, scale: float = 1.0) -> Sizes:
+    def of(cls, scale: float = 1.0) -> DecodeSizes:
         """256 requests of 640 tokens, 64 steps; scaled down for a smaller machine."""
         return cls(*(max(1, round(number * scale)) for number in (256, 640, 64)))
 
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 @contextmanager
-def decoding(engine: Engine, sizes: Sizes) -> Iterator[Callable[[], float]]:
+def decoding(engine: Engine, sizes: DecodeSizes) -> Iterator[Callable[[], float]]:
     """Fills the engine with requests that all decode for the steps to come, and aborts them at the end.
 
     Yields a function that returns the mean of their tokens.
@@ -59,7 +59,7 @@ def decoding(engine: Engine, sizes: Sizes) -> Iterator[Callable[[], float]]:
             engine.step()
 
 
-def milliseconds(engine: Engine, sizes: Sizes) -> tuple[float, float]:
+def milliseconds(engine: Engine, sizes: DecodeSizes) -> tuple[float, float]:
     """Milliseconds per step, and the mean context half-way. On a GPU each step begins before the last has ended."""
     with decoding(engine, sizes) as context:
         first, began = context(), perf_counter()
@@ -69,7 +69,7 @@ def milliseconds(engine: Engine, sizes: Sizes) -> tuple[float, float]:
         return seconds / sizes.steps * 1e3, (first + context()) / 2
 
 
-def idle(engine: Engine, sizes: Sizes) -> dict[str, float]:
+def idle(engine: Engine, sizes: DecodeSizes) -> dict[str, float]:
     """How long a GPU is busy in such steps, and the share of the time in which it is idle: from the profiler."""
     with decoding(engine, sizes):
         intervals = device_intervals(engine.step, sizes.steps)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rooftile.diagnosis.output.notebook import notebook
 from rooftile.diagnosis.output.page import render
-from rooftile.diagnosis.output.rows import Op, Program, Step, row
+from rooftile.diagnosis.output.rows import Op, Program, StepSummary, row
 from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration
@@ -34,13 +34,13 @@ class Diagnosis:
     machine: dict[str, Any]
     ceilings: dict[str, Any]
     program: Program
-    step: Step
+    step: StepSummary
     ops: tuple[Op, ...]  # most expensive first
     remedies: tuple[Remedy, ...]  # largest predicted saving first
     uncounted: tuple[str, ...] = ()  # operators without a rule
     counters: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    # the events of the profiled step, which are not in the JSON; None in a diagnosis that was read from one
+    # the events of the profiled step, which are not in the JSON; None in a diagnosis that was read from JSON
     trace: Trace | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Diagnosis:
         """
         values = values_of(written, FORM)
         try:
-            rebuilt = {"program": Program(**values["program"]), "step": Step(**values["step"])}
+            rebuilt = {"program": Program(**values["program"]), "step": StepSummary(**values["step"])}
             rebuilt["ops"] = tuple(Op(**_tuples(Op, op)) for op in values["ops"])
             rebuilt["remedies"] = tuple(Remedy(**_tuples(Remedy, remedy)) for remedy in values["remedies"])
             return cls(**_tuples(cls, values | rebuilt))
@@ -164,7 +164,7 @@ def diagnosis(
         machine=dict(machine),
         ceilings=dict(ceilings),
         program=program,
-        step=Step(
+        step=StepSummary(
             time_us=step.time_us,
             spread_us=step.spread_us,
             launches=launches,

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rooftile.diagnosis.compiled import Kernel, watched_kernels
+from rooftile.diagnosis.compiled import GeneratedKernel, watched_kernels
 from rooftile.diagnosis.counts import is_free
 from rooftile.diagnosis.modules import Modules
 
@@ -99,14 +99,14 @@ class Dispatched(TorchDispatchMode):
         self._seen(func, args, kwargs, result, before)
         return result
 
-    def _run_kernel(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_kernel(self, kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _disable_current_modes():
             before = self._before(kernel, args, kwargs)
             result = kernel(*args, **kwargs)
             self._seen(kernel, args, kwargs, result, before)
         return result
 
-    def _before(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Looks at the arguments before the operator changes them."""
         return None
 

@@ -38,7 +38,7 @@ HEAD = ("", "measured", "datasheet", "of datasheet", "busy elsewhere")
 class Examination:
     """Holds the findings of `doctor`; `print` it for a table, and a notebook shows it as one.
 
-    The fields are those of the command's JSON.
+    The fields are the fields of the command's JSON.
     """
 
     machine: dict[str, Any]

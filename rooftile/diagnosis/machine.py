@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from rooftile.diagnosis.compiled import NAMESPACE, TEMPLATE
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.runtime.devices import capability
 
 
-def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> Roofs:
+def roofs_of(operation: OperatorRow, device: torch.device, measured: Ceilings) -> Roofs:
     """The roofs that an operator meets: by the dtype of its numbers, and whether they are products."""
     name, products = operation.op.split("::")[1], _has_products(operation.op)
     on_gpu = device.type == "cuda"

@@ -25,17 +25,17 @@ from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
-from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
+from rooftile.diagnosis.remedies.attentions import StepAttention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
+from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep
 from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
-from rooftile.diagnosis.remedies.seen import WORTH, Seen
-from rooftile.diagnosis.steps import Role, Timed
+from rooftile.diagnosis.steps import Role, StepTimer
 from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -72,8 +72,8 @@ class Observer:
     Args:
         name: of the step, for the reader.
         budget: seconds for the experiments.
-        resized: gives the step with the batch times a factor (1: as it is); None where no axis of the inputs is one. Without it
-            the step is run by its program only.
+        resized: gives the step with the batch times a factor (1: as it is); None where inputs have no axis of a batch. Without it
+            only the program runs the step.
         pads: also times products with padded sizes.
         ncu: also counts bytes by Nsight Compute.
     """
@@ -86,7 +86,7 @@ class Observer:
         self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
         self._ncu = ncu
         self._taken: list[float] = []
-        self._asked: list[float] = []
+        self._launched: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
         self._profiled: Profiled
@@ -96,7 +96,7 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
+        timed: Role = lambda: StepTimer(self.device, self._taken, self._launched)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
@@ -140,7 +140,7 @@ class Observer:
     def _timeline(self) -> Timeline:
         return self._profiled.timeline
 
-    def _us(self, operation: Operation) -> float:
+    def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
         us = self._timeline.op_us.get((operation.op, operation.shapes))
         if us is None:
@@ -179,7 +179,7 @@ class Observer:
         operations = self._watch.operations
         return sum(self._us(operations[row]) for row in rows)
 
-    def _leading(self) -> list[Operation]:
+    def _leading(self) -> list[OperatorRow]:
         """An operation of each of the kinds that explain most of the time, longest first."""
         operations = self._watch.operations
         # a collective alone would wait for the other processes for ever
@@ -247,7 +247,7 @@ class Observer:
             idle_us=sum(step.idle_us.values()), replayed_us=self._timeline.replayed_us * self._shrink,
             on_gpu=self.device.type == "cuda",
         )  # fmt: skip
-        seen = Seen(
+        seen = ObservedStep(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
@@ -276,7 +276,7 @@ class Observer:
         if not timeline.launched:
             return None
         launches = tuple(one._replace(device_us=one.device_us * self._shrink) for one in timeline.launched)
-        return Queue(launches, timeline.tail_us).paced(median(self._asked))
+        return Queue(launches, timeline.tail_us).paced(median(self._launched))
 
     @property
     def _mode(self) -> str:
@@ -296,8 +296,8 @@ class Observer:
         ]  # fmt: skip
 
     def _other_attentions(
-        self, operations: Sequence[Operation], samples: Mapping[Kind, Sample]
-    ) -> list[tuple[Attention, Mapping[str, float], str]]:  # fmt: skip
+        self, operations: Sequence[OperatorRow], samples: Mapping[Kind, Sample]
+    ) -> list[tuple[StepAttention, Mapping[str, float], str]]:  # fmt: skip
         """The attentions of the step that take a part of its time, with the times of others on the same shapes."""
         times_us = [self._us(operation) for operation in operations]
         timed: dict[tuple[object, ...], tuple[Mapping[str, float], str] | None] = {}
@@ -336,7 +336,7 @@ class Observer:
         )  # fmt: skip
 
     def _graph_us(self, why_not: dict[str, str]) -> float | None:
-        """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
+        """The time of the step as a CUDA graph; None, with the reason, if it cannot be captured."""
         step = self._resized(1.0) if self._resized is not None else None
         if step is None:
             why_not["graph"] = NOT_TRIED

@@ -20,7 +20,7 @@ ALIKE = 1.05
 
 
 class Rank(NamedTuple):
-    """The place of this process among those of the program."""
+    """The rank of this process among the processes of the program."""
 
     number: int
     world: int

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class OperatorRow:
     """Calls of one operator in one module and phase, with the same shapes, strides and dtypes: a row of the table."""
 
     module: str
@@ -31,7 +31,7 @@ class Operation:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its tensors, as a profiler names them: without those of single numbers."""
+        """The shapes of its tensors, as a profiler names them: without shapes of single numbers."""
         return tuple(kind[0] for kind in self.key[4:] if isinstance(kind, tuple) and kind[0])
 
 
@@ -39,14 +39,14 @@ class Operation:
 class Sample:
     """One recorded call with copies of its inputs: function(*args, **kwargs) runs it again."""
 
-    operation: Operation
+    operation: OperatorRow
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class StepCall:
     """One call of the step, in order: its row of the table, and the bytes that it reads and writes of each tensor.
 
     Tensors that share their storage have one name. Views are no calls.

@@ -141,7 +141,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _with_batch(given: Any, factor: float) -> Any | None:
-    """Arguments with the first axis of all tensors times `factor`; None if they have none in common, or nothing to halve."""
+    """Arguments with the first axis of all tensors times `factor`; None if they share no axis, or nothing to halve."""
     sizes = {x.shape[0] if x.ndim else 0 for x in tree_leaves(given) if _may_be_a_batch(x)}
     if len(sizes) != 1 or (size := sizes.pop()) == 0 or (factor < 1 and size < 2):
         return None

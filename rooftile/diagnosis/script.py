@@ -38,7 +38,7 @@ FEWEST = 3
 CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
 
 
-class Call(NamedTuple):
+class ScriptCall(NamedTuple):
     """A call that can be made again."""
 
     function: Callable[..., Any]
@@ -52,14 +52,14 @@ class Call(NamedTuple):
 class _Reached(BaseException):
     """The named function was called: nothing of the script after this is run."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ScriptCall) -> None:
         super().__init__()
         self.call = call
 
 
 def run(
     path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None, patience: float = 600.0
-) -> Call | None:  # fmt: skip
+) -> ScriptCall | None:  # fmt: skip
     """Runs a script until its steps have been seen.
 
     Args:
@@ -95,9 +95,9 @@ def run(
         steps.run_again()
 
 
-def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> Call | None:
+def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> ScriptCall | None:
     """Runs the script from its beginning to its end, or until all steps have been seen; None if it has steps of its own."""
-    calls: list[Call] = []
+    calls: list[ScriptCall] = []
     with _as_main(path, arguments), watching(steps), _modules(calls, steps, patience), _optimisers(steps), _named(function):
         alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
         try:
@@ -127,7 +127,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
         finally:
             alarm.off()
             if steps.is_elsewhere:
-                # a process that the script has forked has reached the script's end: nobody asked for its diagnosis
+                # a process that the script has forked has reached the script's end: its diagnosis was not asked for
                 os._exit(0)
     if function is not None:
         raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
@@ -180,7 +180,7 @@ class _Alarm:
 
 
 @contextmanager
-def _modules(calls: list[Call], steps: Steps, patience: float) -> Iterator[None]:
+def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator[None]:
     """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step."""
     original = nn.Module.__call__
     depth = count = 0
@@ -196,7 +196,7 @@ def _modules(calls: list[Call], steps: Steps, patience: float) -> Iterator[None]
         if depth == 0:
             where = user_line(sys._getframe(1))
             name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
-            calls[:] = [Call(self, args, kwargs, name, Modes.now())]
+            calls[:] = [ScriptCall(self, args, kwargs, name, Modes.now())]
         depth += 1
         try:
             return original(self, *args, **kwargs)
@@ -259,7 +259,7 @@ def _line_of(error: BaseException) -> str:
     return found
 
 
-def _call_of(frame: FrameType, name: str) -> Call:
+def _call_of(frame: FrameType, name: str) -> ScriptCall:
     code = frame.f_code
     if code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
         raise InvalidInput(f"{name} is a generator or a coroutine, whose call runs nothing; name a function that runs one step")
@@ -274,7 +274,7 @@ def _call_of(frame: FrameType, name: str) -> Call:
         kwargs |= frame.f_locals[rest.pop(0)]
     *owner, last = name.split(".")
     if owner:
-        return Call(getattr(args[0], last), tuple(args[1:]), kwargs, name, Modes.now())
+        return ScriptCall(getattr(args[0], last), tuple(args[1:]), kwargs, name, Modes.now())
     if last not in frame.f_globals:
         raise InvalidInput(f"{name} is defined inside another function; name one of the module's, or a method as Class.method")
-    return Call(frame.f_globals[last], tuple(args), kwargs, name, Modes.now())
+    return ScriptCall(frame.f_globals[last], tuple(args), kwargs, name, Modes.now())

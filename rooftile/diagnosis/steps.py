@@ -44,11 +44,11 @@ class Steps:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this is a process that the program has forked: its steps are not those that were asked about."""
+        """Whether this is a process that the program has forked: its steps were not asked about."""
         return os.getpid() != self._process
 
     def run_again(self) -> None:
-        """The program has ended and is run again: its next step warms it up, and is none of those that were asked for."""
+        """The program has ended and is run again: its next step warms it up, and does not count."""
         self._is_first = True
         self.runs += 1
 
@@ -120,28 +120,28 @@ def step() -> Iterator[None]:
     steps.end()
 
 
-class Timed:
+class StepTimer:
     """Times the step that runs in its block, device and host together; the time in µs is added to `taken`.
 
-    The time until the host has asked for all of it is added to `asked`.
+    The time until the host has asked for all of it is added to `launched`.
     """
 
-    def __init__(self, device: torch.device, taken: list[float], asked: list[float] | None = None) -> None:
+    def __init__(self, device: torch.device, taken: list[float], launched: list[float] | None = None) -> None:
         self._device = device
-        self._taken, self._asked = taken, asked
+        self._taken, self._launched = taken, launched
 
-    def __enter__(self) -> Timed:
+    def __enter__(self) -> StepTimer:
         wait_for(self._device)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        asked = time.perf_counter()
+        launched = time.perf_counter()
         wait_for(self._device)
         if error[0] is None:
             self._taken.append((time.perf_counter() - self._start) * 1e6)
-            if self._asked is not None:
-                self._asked.append((asked - self._start) * 1e6)
+            if self._launched is not None:
+                self._launched.append((launched - self._start) * 1e6)
 
 
 def wait_for(device: torch.device) -> None:

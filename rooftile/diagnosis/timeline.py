@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rooftile.diagnosis.compiled import NAMESPACE, Kernel, watched_kernels
+from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel, watched_kernels
 from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.where import user_line
 
@@ -145,7 +145,7 @@ class Profiled:
             self.trace = pack(self._profiler)
 
 
-def _named(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a generated kernel, of which the profiler knows nothing on a CPU, under its name."""
     with record_function(f"{NAMESPACE}::{kernel.name}"):
         return kernel(*args, **kwargs)
@@ -161,7 +161,7 @@ def _read(
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
-    asked: list[Launch] = []
+    launches: list[Launch] = []
     tail_us = replayed_us = copied_us = 0.0
     if on_gpu:
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
@@ -189,7 +189,7 @@ def _read(
         copies = [_span(e) for e in moved]
         waits = _waits(host)
         gaps = _device_gaps(work, copies, launched, waits, window, lines)
-        asked, tail_us = _asked(work_of, waits, (window[0], host_end))
+        launches, tail_us = _launched(work_of, waits, (window[0], host_end))
         spans = _union(_span(e) for e in work)
         busy, count = _length(spans), len(work)
         # a GPU runs copies of both directions at once
@@ -205,7 +205,7 @@ def _read(
         wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
-        launched=tuple(asked), tail_us=tail_us, replayed_us=replayed_us,
+        launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
         copied_us=copied_us,
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def _read(
 def _is_work(event: Any) -> bool:
     """A kernel, a copy or a fill; the profiler also reports ranges and synchronisations as events of the device.
 
-    A range, such as that of an optimiser's step, would cover the gaps between its kernels.
+    A range, such as an optimiser's step, would cover the gaps between its kernels.
     """
     is_range = event.is_user_annotation() or "Synchron" in event.name()
     return bool(event.duration_ns() > 0 and not is_range and event.correlation_id() != 0)
@@ -296,7 +296,7 @@ def _waits(host: Sequence[Any]) -> list[Interval]:
     return [_span(e) for e in host if any(word in e.name() for word in WAITING) and "Async" not in e.name()]
 
 
-def _asked(
+def _launched(
     work: Iterable[tuple[int, float, OpKey | None]], waits: Iterable[Interval], window: Interval
 ) -> tuple[list[Launch], float]:  # fmt: skip
     """The launches of a step with the host's own time before each, and its time after the last.

@@ -58,7 +58,7 @@ def unchanged(held: Iterable[Any]) -> Iterator[None]:
 def state_of(function: Any, inputs: Iterable[Any]) -> list[Any]:
     """Finds what a function or module works on: modules, optimisers, schedules, scalers, generators and tensors.
 
-    They are itself, its inputs, and what its code, and that of the user's functions that it calls, names; also inside of lists,
+    They are itself, its inputs, and the names in its code and in the user's functions that it calls; also inside of lists,
     dictionaries, partial functions and objects. Tensors of a data set count only where they are inputs or have a name.
     """
     found: dict[int, Any] = {}

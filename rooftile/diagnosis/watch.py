@@ -19,13 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
-from rooftile.diagnosis.compiled import NAMESPACE, Kernel
+from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel
 from rooftile.diagnosis.counts import Counted, count
 from rooftile.diagnosis.counts.arithmetic import dtype_name
 from rooftile.diagnosis.counts.fusable import Fusing, fusing
 from rooftile.diagnosis.counts.traffic import RULES, base_name, by_storage, distinct, tensors, touched
 from rooftile.diagnosis.dispatched import Dispatched
-from rooftile.diagnosis.records import Call, Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.where import user_line
 from rooftile.errors import InvalidInput
 
@@ -40,7 +40,7 @@ class Watch(Dispatched):
         super().__init__(self._note)
         self._rows: dict[tuple[Any, ...], _Row] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self.calls: list[Call] = []  # their rows are positions in `operations`
+        self.calls: list[StepCall] = []  # their rows are positions in `operations`
         # a weak reference keeps the address of a storage that is gone from being used again, so that each has its own
         self._storages: dict[int, StorageWeakRef] = {}
         self.kept: frozenset[int] = frozenset()  # the tensors, as in `calls`, that outlive the step
@@ -50,11 +50,13 @@ class Watch(Dispatched):
         self.kept = frozenset(address for address, storage in self._storages.items() if not storage.expired())
 
     @property
-    def operations(self) -> list[Operation]:
+    def operations(self) -> list[OperatorRow]:
         """A row for each operator in each module and phase with the same shapes, in the order of their first calls."""
         return [row.operation() for row in self._rows.values()]
 
-    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+    def _note(
+        self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any
+    ) -> None:
         key = (self.module, self.phase, *_signature(func, args, kwargs))
         row = self._rows.get(key)
         if row is None:
@@ -65,13 +67,13 @@ class Watch(Dispatched):
             self._numbers[key] = len(self._numbers)
         row.indices.append(len(self.calls))
         # what a compiler has fused needs no other fusion
-        fused = Fusing() if isinstance(func, Kernel) else fusing(func, args, kwargs)
-        read, written = func.touched(args) if isinstance(func, Kernel) else touched(func, args, kwargs, result)
+        fused = Fusing() if isinstance(func, GeneratedKernel) else fusing(func, args, kwargs)
+        read, written = func.touched(args) if isinstance(func, GeneratedKernel) else touched(func, args, kwargs, result)
         for x in (*read, *written):
             if x.layout == torch.strided and x.untyped_storage()._cdata not in self._storages:
                 storage = x.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage)
-        call = Call(
+        call = StepCall(
             row=self._numbers[key], reads=_reads(func, read, written, row.counted.bytes), writes=by_storage(written),
             pointwise=fused.joins, ends=fused.ends, passes=fused.passes, draws=fused.draws, anew=fused.anew,
             backward=self.phase == "backward", again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
@@ -94,7 +96,9 @@ class Devices(Dispatched):
             raise InvalidInput(f"the step uses {len(self._gpus)} GPUs ({names}); diagnose one at a time")
         return next(iter(self._gpus), torch.device("cpu"))
 
-    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+    def _note(
+        self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any
+    ) -> None:
         self._gpus |= {x.device for x in tensors((args, kwargs, result)) if x.device.type == "cuda"}
 
 
@@ -106,13 +110,13 @@ class Record(Dispatched):
         limit: bytes of copies at most; what does not fit is left out.
     """
 
-    def __init__(self, wanted: Collection[Operation], limit: int) -> None:
+    def __init__(self, wanted: Collection[OperatorRow], limit: int) -> None:
         super().__init__(self._note)
         self._wanted = {operation.kind: operation for operation in wanted}
         self._left = limit
         self.samples: dict[tuple[object, ...], Sample] = {}
 
-    def _before(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _signature(func, args, kwargs)
         operation = self._wanted.get(kind)
         if operation is None or kind in self.samples:
@@ -122,11 +126,13 @@ class Record(Dispatched):
             return None
         self._left -= size
         copies: dict[int, Tensor] = {}
-        # experiments count the versions of what they write, and inference tensors have none
+        # experiments count the versions of tensors that they write, and inference tensors have no version
         with torch.inference_mode(False):
             return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
 
-    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+    def _note(
+        self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any
+    ) -> None:
         if before is not None:
             operation, (given, named) = before
             self.samples[operation.kind] = Sample(operation, func, given, named)  # type: ignore[arg-type]
@@ -141,42 +147,42 @@ class _Row:
     device: str
     indices: list[int]
 
-    def operation(self) -> Operation:
+    def operation(self) -> OperatorRow:
         module, phase, name, *_ = self.key
-        return Operation(
+        return OperatorRow(
             module=module, op=name, phase=phase, calls=len(self.indices), flops=self.counted.flops,
             special=self.counted.special, bytes=self.counted.bytes, where=self.where, dtype=self.dtype, device=self.device,
             key=self.key, indices=tuple(self.indices),
         )  # fmt: skip
 
 
-def _count(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Counted:
-    if not isinstance(func, Kernel):
+def _count(func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Counted:
+    if not isinstance(func, GeneratedKernel):
         return count(func, args, kwargs, result)
     read, written = func.touched(args)
     return Counted(*func.arithmetic(args), distinct(read) + distinct(written))
 
 
 def _reads(
-    func: OpOverload | Kernel, read: Sequence[Tensor], written: Sequence[Tensor], counted_bytes: int | None
+    func: OpOverload | GeneratedKernel, read: Sequence[Tensor], written: Sequence[Tensor], counted_bytes: int | None
 ) -> dict[int, int]:  # fmt: skip
     """The bytes that a call reads of each tensor; of the table of a gather only the rows that it touches."""
     found = by_storage(read)
-    if not isinstance(func, Kernel) and base_name(func) in RULES and counted_bytes is not None and found:
+    if not isinstance(func, GeneratedKernel) and base_name(func) in RULES and counted_bytes is not None and found:
         table = max(found, key=lambda tensor: found[tensor])
         untouched = sum(found.values()) + sum(by_storage(written).values()) - counted_bytes
         found[table] = max(0, found[table] - max(0, untouched))
     return found
 
 
-def name_of(func: OpOverload | Kernel) -> str:
+def name_of(func: OpOverload | GeneratedKernel) -> str:
     """The name of an operator or of a generated kernel, as in `Operation.op`."""
-    return f"{NAMESPACE}::{func.name}" if isinstance(func, Kernel) else func._schema.name
+    return f"{NAMESPACE}::{func.name}" if isinstance(func, GeneratedKernel) else func._schema.name
 
 
-def _signature(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _signature(func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     flat, _ = tree_flatten((args, kwargs))
-    overload = "" if isinstance(func, Kernel) else func._overloadname
+    overload = "" if isinstance(func, GeneratedKernel) else func._overloadname
     return name_of(func), overload, *[_kind(x) for x in flat]
 
 

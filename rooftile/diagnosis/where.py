@@ -13,15 +13,15 @@ import rooftile
 
 # frames around this file's called the step for a diagnosis: their lines say nothing about its operators
 RUNNER = str(Path(__file__).with_name("run.py"))
-# code of which nobody asks for the line: that of PyTorch, of this package and of Python itself
+# code whose lines are of no interest: PyTorch, this package and Python itself
 OURS = (*tuple(str(Path(module.__file__ or "").parent) for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
 
 
 def user_line(frame: FrameType | None, line: int | None = None, *, outwards: bool = True) -> str:
-    """The innermost frame that is the user's, as "file.py:12"; "" if the step has none, as a module of torch.nn.
+    """The innermost frame that is the user's, as "file.py:12"; "" if the step has no such frame, as a module of torch.nn.
 
-    A library that is neither PyTorch's nor this one counts as the user's, such as Transformers: its line says more than that of
-    the call of the whole model.
+    A library that is neither PyTorch's nor this one counts as the user's, such as Transformers: its line says more than the
+    line that calls the whole model.
 
     line: of this frame; None: the one that it is at. outwards: also ask the frames that called it.
     """

@@ -1,6 +1,7 @@
 """The public functions: exact attention on whatever backend runs it fastest.
 
-A call goes `attention -> checks.spec_code -> dispatch.choose -> ops.attend -> backends.X.forward`.
+A call goes `attention -> normalise -> completed (validate.spec_code) -> dispatch.choose -> ops.attend -> backends.X.forward`. A
+call like one before it goes `attention -> ops.prepared -> backends.X`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import dispatch, ops, reference
@@ -19,15 +19,13 @@ from rooftile.exact import validate as checks
 from rooftile.exact.backends import eager
 from rooftile.exact.blocks import Blocks
 from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.ops import nested
-from rooftile.exact.ops.listed import with_blocks
-from rooftile.exact.ops.padding import with_padding, without_padding
-from rooftile.exact.spec import NO_OPTIONS, Asked, Options, Spec, decode, replaced
+from rooftile.exact.normalise import completed, normalise
+from rooftile.exact.spec import NO_OPTIONS, Asked, Call, Options, Spec, decode
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV, QuantisedRows
 from rooftile.numerics.precision import Precision, recipe_of
 from rooftile.runtime.explanation import Explanation
-from rooftile.runtime.operators import levels_of_gradients, mapped, only_grad_and_vmap, transformed, transforms_active
+from rooftile.runtime.operators import mapped, transformed, transforms_active
 from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.linear import explain_linear
@@ -100,11 +98,7 @@ def attention(
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = _options(bias, alibi, sinks)
-    if blocks is not None or type(mask) is not Mask:
-        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
-    if key_padding_mask is not None:
-        return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)[0]
-    return _attend(q, k, v, mask, options, asked)[0]
+    return _attend(q, k, v, mask, options, asked, blocks, key_padding_mask)[0]
 
 
 @answers_foreign_words
@@ -140,11 +134,7 @@ def attention_with_lse(
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = _options(bias, alibi, sinks)
-    if blocks is not None or type(mask) is not Mask:
-        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
-    if key_padding_mask is not None:
-        return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)
-    return _attend(q, k, v, mask, options, asked)
+    return _attend(q, k, v, mask, options, asked, blocks, key_padding_mask)
 
 
 @answers_foreign_words
@@ -191,7 +181,8 @@ def attention_packed(
         torch.Size([10, 4, 64])
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
-    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate, blocks)[0]
+    options = Options(bias, alibi, sinks, None, cu_q, cu_k)
+    return _attend(q, k, v, mask, options, asked, blocks, is_packed=True, validate=validate)[0]
 
 
 @answers_foreign_words
@@ -218,7 +209,8 @@ def attention_packed_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
-    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate, blocks)
+    options = Options(bias, alibi, sinks, None, cu_q, cu_k)
+    return _attend(q, k, v, mask, options, asked, blocks, is_packed=True, validate=validate)
 
 
 @answers_foreign_words
@@ -450,71 +442,48 @@ def explain(
         return explain_linear(q, k)
     if isinstance(q, QuantisedRows) or v is None:
         raise InvalidInput("explain got no v; give q, k and v of attention, or x and a QuantisedWeight or TwoFour")
+    # a seed is not drawn: nothing runs
+    asked = Asked(scale, softcap, dropout, 0 if dropout else None, deterministic, precision, needs_lse)
     checks.check_query(q)
-    given = q, k, v
-    asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
-    seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
-    options = Options(bias, alibi, sinks, seed)
-    if blocks is not None or type(mask) is not Mask:
-        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
-    if key_padding_mask is not None:
-        q, k, v, options = without_padding(q, k, v, mask, options, asked, key_padding_mask)
-    options = checks.bias_in_numbers(options, q.dtype)
-    spec = decode(checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options)))
-    return dispatch.explain(spec).below(checks.sizes_line(*given))
+    call, _ = normalise(Call(q, k, v, mask, Options(bias, alibi, sinks), asked), blocks, key_padding_mask, False)
+    _, code = completed(call)
+    found = dispatch.explain(decode(code))
+    return found if q.is_nested else found.below(checks.sizes_line(q, k, v))
 
 
 def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:
     return NO_OPTIONS if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, blocks: Blocks | None = None,
+    padding: Tensor | None = None, *, is_packed: bool = False, validate: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The one way of a call: normalised if it is not plain, then run as it was prepared, or checked and dispatched."""
+    finish = None
+    is_plain = blocks is None and padding is None and type(mask) is Mask and not validate
+    if not is_plain or (isinstance(q, Tensor) and q.is_nested):
+        call, finish = normalise(Call(q, k, v, mask, options, asked, is_packed), blocks, padding, validate)
+        q, k, v, mask, options, asked, is_packed = call
     key = ops.signature(q, k, v, mask, options, asked)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
         run, chosen = ready
         ops.RAN[chosen] += 1
-        return run(q, k, v, options)
-    return _attend_anew(q, k, v, mask, options, asked, key)
+        found = run(q, k, v, options)
+    else:
+        found = _run(Call(q, k, v, mask, options, asked, is_packed), key)
+    return found if finish is None else finish(*found)
 
 
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, read: bool, blocks: Blocks | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_attend` for packed sequences, whose offsets are checked too; `read`: also on a GPU, where that waits."""
-    if blocks is not None or type(mask) is not Mask:
-        options = checks.check_packed(q, k, options, read)
-        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks, read)
-    known = not read and options.cu_q is not None and options.cu_k is not None
-    key = ops.signature(q, k, v, mask, options, asked) if known else None
-    ready = None if key is None else ops.prepared(key)
-    if ready is not None:
-        run, chosen = ready
-        ops.RAN[chosen] += 1
-        return run(q, k, v, options)
-    return _attend_anew(q, k, v, mask, checks.check_packed(q, k, options, read), asked, key)
-
-
-def _attend_anew(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, key: tuple[Any, ...] | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Checks a call, chooses its backend and runs it; a call with a key is remembered by it."""
-    checks.check_query(q)
-    if q.is_nested:
-        return _attend_nested(q, k, v, mask, options, asked)
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x) for x in (q, k, v))
-    if asked.dropout or asked.seed is not None:
-        options = replaced(options, seed=checks.check_seed(asked.seed, asked.dropout, q.device))
-    options = checks.bias_in_numbers(options, q.dtype)
-    code = checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options))
+def _run(call: Call, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
+    """Checks a dense or packed call, chooses its backend and runs it; a call with a key is remembered by it."""
+    (q, k, v, _, options, asked, _), code = completed(call)
     checks.warn_of_swapped_axes(q, k)
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
     if not torch.compiler.is_compiling():
         ops.RAN[chosen] += 1
-    if options.bias is not None and q.ndim == 4:
-        options = replaced(options, bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others; but no transform of
     # torch.func passes an operator in a graph
     is_operator = q.is_meta or (torch.compiler.is_compiling() and not transforms_active())
@@ -524,25 +493,6 @@ def _attend_anew(
     if key is not None:
         ops.remember(key, q, k, v, options, code, chosen)
     return answer
-
-
-def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, padding: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_attend` without the padded keys."""
-    call = without_padding(q, k, v, mask, options, asked, padding)
-    if call.options.cu_k is None:
-        return _attend(call.q, call.k, call.v, mask, call.options, asked)
-    return with_padding(*_attend_packed(call.q, call.k, call.v, mask, call.options, asked, False), q)
-
-
-def _attend_nested(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`_attend` for jagged nested tensors: packed sequences, and results with the offsets of q."""
-    rows, keys, values, options = nested.packed_of(q, k, v, options)
-    assert options.cu_q is not None
-    return nested.nested_of(*_attend_packed(rows, keys, values, mask, options, asked, False), options.cu_q)
 
 
 def _choose(code: str, backend: str | None) -> str:
@@ -556,26 +506,3 @@ def _spec(code: str) -> Spec:
 
 # what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _beyond_reverse_mode(*tensors: Tensor | None) -> bool:
-    """Whether a derivative in forward mode is under way through one of these, or one of a derivative under torch.func."""
-    if torch.compiler.is_compiling():
-        # Dynamo tells whether there are transforms, but not which
-        return transforms_active()
-    given = [x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
-    if transformed():
-        # no tangent is looked for behind the transforms' wrappers
-        return forward_ad._current_level >= 0 or not only_grad_and_vmap() or len(levels_of_gradients(*given)) > 1
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def _dense_bias(bias: Tensor) -> Tensor:
-    """The bias with all its four axes written out."""
-    return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias

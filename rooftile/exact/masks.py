@@ -153,7 +153,7 @@ CAUSAL = Mask(right=0)
 
 
 @answers_foreign_words
-def Window(left: int | None, right: int | None = None) -> Mask:  # noqa: N802 - reads as a noun beside CAUSAL
+def Window(left: int | None, right: int | None = None) -> Mask:  # noqa: N802 - reads as a noun, like CAUSAL
     """Sees i - left <= j <= i + right, both ends inclusive; None leaves a side open.
 
     >>> str(CAUSAL & Window(1024))

@@ -117,8 +117,8 @@ class Options(NamedTuple):
     """The tensors that an attention call may carry beside q, k and v. Absent ones are None.
 
     bias is dense (1|B, 1|H, 1|T, 1|S) or packed (1|H, 1|total_q, J), alibi (1|B, H) slopes, sinks (H,), seed (1,) int64,
-    cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences. The others are the lists of `rooftile.Blocks`, those of
-    queries, and those of keys where there is a backward.
+    cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences. The others are the lists of `rooftile.Blocks`, by
+    queries, and by keys where there is a backward.
     """
 
     bias: Tensor | None = None
@@ -150,6 +150,21 @@ class Asked(NamedTuple):
     needs_lse: bool = False
     backend: Any = None
     block_size: tuple[int, int] | None = None  # the size of a listed block
+
+
+class Call(NamedTuple):
+    """An attention call as its caller gave it, or normalised (`rooftile.exact.normalise`): still unchecked.
+
+    q, k and v are dense (B, T, H, D), or packed (total, H, D) with offsets among the options.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    options: Options
+    asked: Asked
+    is_packed: bool = False
 
 
 def replaced(options: Options, **new: Tensor | None) -> Options:

@@ -57,7 +57,7 @@ def spec_code(
         dropout=_probability(asked.dropout),
         has_bias=bias is not None,
         needs_grad=needs_grad,
-        bias_grad=bool(records(bias)),
+        bias_grad=bias is not None and bool(records(bias)),
         needs_lse=asked.needs_lse,
         forward_mode=forward_mode,
         precision="native" if recipe is None else recipe.code,

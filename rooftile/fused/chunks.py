@@ -69,7 +69,7 @@ class Logits:
 
 
 class Gradients:
-    """Sums up dw and db in fp32, and fills in dx; those that are not wanted are empty."""
+    """Sums up dw and db in fp32, and fills in dx; unwanted gradients are empty."""
 
     def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...] = (True,) * 3) -> None:
         wide = torch.promote_types(input.dtype, torch.float32)

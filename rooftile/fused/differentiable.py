@@ -110,7 +110,7 @@ class _Function(torch.autograd.Function):
         held = (*found, *arguments[: operation._tensors])
         ctx.save_for_backward(*(None if n in operation._unused else x for n, x in enumerate(held)))
         ctx.mark_non_differentiable(*found[operation.differentiable :])
-        # PyTorch would make zeros for every result without a gradient, also for those that have none by definition
+        # PyTorch would make zeros for every result without a gradient, also for results that have no gradient by definition
         ctx.set_materialize_grads(False)
         ctx.made = [(x.shape, x.dtype, x.device) for x in found[: operation.differentiable]]
         return found

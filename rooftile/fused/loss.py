@@ -37,7 +37,7 @@ def cross_entropy(
 
     Args:
         input: (..., V) logits.
-        target: (...) int64, from 0 to V - 1, or ignore_index. On a GPU, where nobody reads them, a target out of range gives NaN.
+        target: (...) int64, from 0 to V - 1, or ignore_index. On a GPU, where none is read, a target out of range gives NaN.
         ignore_index: rows with this target have no loss and no gradient.
         reduction: "mean" over the rows that count (NaN if none does, as in PyTorch), "sum" or "none".
         label_smoothing: from 0 to 1.

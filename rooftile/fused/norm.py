@@ -20,7 +20,7 @@ from rooftile.runtime.operators import call, define, needs_steps
 
 
 class Norm(Protocol):
-    """The weights of a norm, and its kind: a layer norm has a bias, an RMS norm has none."""
+    """The weights of a norm, and its kind: a layer norm has a bias, an RMS norm does not."""
 
     @property
     def weight(self) -> Tensor:

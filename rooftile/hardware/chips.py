@@ -84,7 +84,7 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def chip_named(device_name: str) -> Chip | None:
-    """Returns the datasheet row of a GPU by its torch.cuda name; None if the table has none.
+    """Returns the datasheet row of a GPU by its torch.cuda name; None if the table lacks it.
 
     >>> chip_named("NVIDIA H100 80GB HBM3").name
     'H100 SXM'

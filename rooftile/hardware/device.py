@@ -105,9 +105,9 @@ def _driver_version() -> str:
     if program is None:
         return "unknown"
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    lines = asked.stdout.split()
-    return lines[0] if asked.returncode == 0 and lines else "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else "unknown"
 
 
 def _cpu_name() -> str:

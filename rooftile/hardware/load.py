@@ -77,9 +77,9 @@ def gpu_percent(uuid: str) -> float | None:
     # torch writes the id without the word
     name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     command = [program, f"--id={name}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    said = asked.stdout.strip()
-    return float(said) if asked.returncode == 0 and said.replace(".", "", 1).isdigit() else None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    output = done.stdout.strip()
+    return float(output) if done.returncode == 0 and output.replace(".", "", 1).isdigit() else None
 
 
 def words(others: float | None, of: int | None = None) -> str:

@@ -25,7 +25,7 @@ def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
 
     # the profiler prints a line when it starts and stops otherwise
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # a step in flight belongs to nobody who is counted
+    # a step in flight belongs to no counted range
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(calls):

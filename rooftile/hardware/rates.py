@@ -1,7 +1,7 @@
 """Measures one rate of this machine each. `hardware.ceilings` keeps the results.
 
 Copies count bytes read and bytes written. Matrix products run on random data, because zeros draw less power and can run
-faster. A CPU's rates in the cache are those of one core times the threads: parallel regions on cores that are busy elsewhere
+faster. A CPU's rates in the cache are the rates of one core times the threads: parallel regions on cores that are busy elsewhere
 would cost more than what is measured.
 """
 

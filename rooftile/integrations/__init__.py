@@ -3,7 +3,7 @@
     torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
     transformers    attn_implementation="rooftile", registered as soon as Rooftile and Transformers are imported
     flash_attn      the functions of the flash-attn package, under their names and in their argument order. flash_attn_3 and
-                    flash_attn_4 have those of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
+                    flash_attn_4 have the functions of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
 
 The first waits for `enable`. The last ones are imported in place of flash-attn, and by other libraries after
 `flash_attn.install()`.
@@ -71,7 +71,7 @@ def is_enabled() -> bool:
 def enabled(*, backend: str | None = None) -> Iterator[None]:
     """`enable` inside a `with` block; afterwards all is as before, also if it was enabled with another backend.
 
-    Args and errors are those of `enable`. The whole process sees it, other threads too.
+    Args and errors are as in `enable`. The whole process sees it, other threads too.
 
     Example:
         >>> with rooftile.enabled(backend="tiled"):
@@ -99,7 +99,7 @@ class Status(NamedTuple):
     backend: str | None  # the one that `enable` named
     calls: dict[str, int]  # Rooftile's functions, Transformers' models too, by backend
     sdpa: dict[str, int]  # forward calls of F.scaled_dot_product_attention, by backend
-    refused: dict[str, int]  # those that PyTorch's own kernel ran, by reason
+    refused: dict[str, int]  # calls that PyTorch's own kernel ran, by reason
 
     def __repr__(self) -> str:
         on = f"enabled, backend {self.backend or 'the fastest'}" if self.enabled else "not enabled"

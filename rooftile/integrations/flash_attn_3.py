@@ -25,7 +25,7 @@ from rooftile.exact.masks import Chunk, Mask
 from rooftile.exact.validate import shown
 from rooftile.integrations import flash_attn
 from rooftile.integrations.flash_attn.arguments import mask_of, options_of
-from rooftile.integrations.flash_attn_4 import Rows, refuse
+from rooftile.integrations.flash_attn_4 import UsedRows, refuse
 from rooftile.kvcache import PagedKV
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -121,7 +121,7 @@ def flash_attn_varlen_func(
     refuse(locals(), _REFUSED)
     options = options_of(0.0, softmax_scale, softcap, None, deterministic)
     mask = _chunked(mask_of(causal, window_size), attention_chunk)
-    queries, keys = Rows("q", q, cu_seqlens_q, seqused_q), Rows("k", k, cu_seqlens_k, seqused_k)
+    queries, keys = UsedRows("q", q, cu_seqlens_q, seqused_q), UsedRows("k", k, cu_seqlens_k, seqused_k)
     o, lse = api.attention_packed_with_lse(
         queries.take(q), keys.take(k), keys.take(v), queries.offsets, keys.offsets, mask, **options
     )
@@ -168,7 +168,7 @@ def flash_attn_with_kvcache(
         out in the layout of q; with return_softmax_lse also lse (B, H, T), or packed (H, total_q), fp32.
 
     Raises:
-        Unsupported: cu_seqlens_k_new, rotary_seqlens or attention_chunk was given, or cu_seqlens_q beside new keys.
+        Unsupported: cu_seqlens_k_new, rotary_seqlens or attention_chunk was given, or cu_seqlens_q together with new keys.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 64)

@@ -153,13 +153,13 @@ def flash_attn_varlen_func(
     if page_table is not None:
         found = _paged(q, k, v, page_table, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, mask, options)
         return found if return_lse else (found[0], None)
-    queries, keys = Rows("q", q, cu_seqlens_q, seqused_q), Rows("k", k, cu_seqlens_k, seqused_k)
+    queries, keys = UsedRows("q", q, cu_seqlens_q, seqused_q), UsedRows("k", k, cu_seqlens_k, seqused_k)
     rows = [queries.take(q), keys.take(k), keys.take(v)]
     o, lse = api.attention_packed_with_lse(*rows, queries.offsets, keys.offsets, mask, **options)
     return queries.put(o), queries.put_lse(lse) if return_lse else None
 
 
-class Rows:
+class UsedRows:
     """The rows of sequences that count, in a packed (total, H, D) or dense (B, T, H, D) tensor."""
 
     def __init__(self, name: str, x: Tensor, cu: Tensor | None, used: Tensor | None) -> None:

@@ -54,7 +54,7 @@ def apply_rotary_emb(
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows.to(cu_seqlens.dtype), right=True)
         places = rows - cu_seqlens.long()[sequence]
         places = (places + (seqlen_offsets[sequence, 0] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets))[None]
-    # read only where that waits for nobody, and not while a graph is traced
+    # read only where that does not wait for a device, and not while a graph is traced
     known = places.device.type == "cpu" and places.numel() and not torch.compiler.is_compiling()
     if known and int(places.max()) >= cos.shape[0]:
         raise InvalidInput(f"the last position is {int(places.max())}; cos and sin have angles for {cos.shape[0]} positions")

@@ -3,7 +3,7 @@
     from rooftile.integrations.flex_attention import flex_attention
 
 takes the arguments of `torch.nn.attention.flex_attention.flex_attention`. Blocks that a `BlockMask` lists are computed, others
-are skipped. For those that are seen in part its `mask_mod` is asked once, and the answers are kept as bits with the mask.
+are skipped. For blocks that are seen in part its `mask_mod` is asked once, and the answers are kept as bits with the mask.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ _OF_METADATA = {
 
 
 def _moved(mask: LazyMask, *where: Any, **options: Any) -> Tensor | None:
-    """Returns the mask in another floating dtype or on another device; None if what is asked for is no longer a mask."""
+    """Returns the mask in another floating dtype or on another device; None if the result would be no mask."""
     like = torch.empty((), dtype=mask.dtype, device=mask.device).to(*where, **options)
     if not like.is_floating_point():
         return None

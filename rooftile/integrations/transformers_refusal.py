@@ -1,7 +1,7 @@
 """Refuses attn_implementation="rooftile" for models of Transformers that never ask for it.
 
 Transformers accepts every registered name for every model, also for one whose attention is written out and never looks the name
-up: it would run its own attention, and nobody would know. So the two methods by which a model takes a name are wrapped here, and
+up: it would run its own attention, without a word. So the two methods by which a model takes a name are wrapped here, and
 such a model is refused by what its class's module says. A model whose source says nothing is seen by its first forward: a mask
 was made for its configuration, and no attention was called.
 """

@@ -306,7 +306,7 @@ class BlockPool:
         return {}
 
     def row_copies(self) -> list[Copy]:
-        """Returns the copies of rows that go with those of blocks."""
+        """Returns the copies of rows that go with the copies of blocks."""
         return []
 
     def forget_prefixes(self) -> None:
@@ -317,7 +317,7 @@ class BlockPool:
         self._cached.clear()
 
     def live_tokens(self) -> int:
-        """Returns how many tokens are in tables; those in a shared block count once."""
+        """Counts the tokens in tables; tokens in a shared block count once."""
         filled: dict[int, int] = {}
         for table in self._tables:
             left = table.length

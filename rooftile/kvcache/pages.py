@@ -25,7 +25,7 @@ class PagedKV:
         k, v: P blocks of `size` tokens, (P, size, Hk, D) and (P, size, Hk, Dv), contiguous in the last axis.
         table: block tables, (B, N) int32. Token n of sequence b is in block table[b, n // size], slot n % size. Entries past a
             sequence's length are never read.
-        lengths: tokens of each sequence in the cache, (B,) int32; the last of them are those of this call's queries.
+        lengths: tokens of each sequence in the cache, (B,) int32; the last of them are this call's queries.
         cu_q: offsets of packed queries, (B + 1,) int32; None for queries (B, T, H, D), T for every sequence.
         k_scale, v_scale: (P, size, Hk) fp32, for a cache in FP8 (torch.float8_e4m3fn): each head's key and value is multiplied
             by its scale. None otherwise.
@@ -205,7 +205,7 @@ class Pages:
         return (None, None) if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks in all layers at once; the result is that of copying them one after the other."""
+        """Copies blocks in all layers at once; the result is the same as one copy after the other."""
         for memory in self._memories():
             _copy(memory, copies)
 

@@ -1,6 +1,6 @@
 """`WindowPool`: a pool whose blocks have a second part, in rows of memory that are given back once a window has passed them.
 
-Some keys are only read by the queries near behind them: those of a layer with a window. Their memory is not a part of each block:
+Keys of a layer with a window are only read by the queries near behind them. Their memory is not a part of each block:
 it consists of fewer *rows*, and a block has one of these while a table may still read it:
 
     held     the window of some table's next query covers the block, or a step writes it
@@ -101,7 +101,7 @@ class WindowPool(BlockPool):
         return made
 
     def row_copies(self) -> list[Copy]:
-        """Returns, once, the copies of rows that go with those of blocks since the last call."""
+        """Returns, once, the copies of rows that go with the copies of blocks since the last call."""
         copies, self._row_copies = self._row_copies, []
         return copies
 
@@ -158,14 +158,14 @@ class WindowPool(BlockPool):
         assert holds == self._holds, "a block counts other holds than tables have"
         assert set(self._held) == self._tables, "a table holds no columns, or none of this pool's does"
         spare = {block for block in self._row_of if block not in self._holds}
-        assert spare == set(self._spare), "a row that nobody holds is not spare, or one that is held is"
+        assert spare == set(self._spare), "a row without a holder is not spare, or a held row is"
 
     def _first(self, position: int) -> int:
         """The first column that the query at a position sees."""
         return max(position - (self.window - 1), 0) // self.size
 
     def _complete(self, blocks: list[int]) -> int:
-        """Returns how many of the first blocks a text can begin with: those in the window of the next query have rows."""
+        """Returns how many of the first blocks a text can begin with: blocks in the window of the next query have rows."""
         keep = run = 0
         for n, block in enumerate(blocks, 1):
             run = run + 1 if block in self._row_of else 0
@@ -202,7 +202,7 @@ class WindowPool(BlockPool):
             self._made[block] = self._row_of[block] = self._take_row()
 
     def _take_row(self) -> int:
-        """Takes a row: a free one, or else that of the block which has been spare for the longest time."""
+        """Takes a row: a free one, or else the row of the block which has been spare for the longest time."""
         if self._free_rows:
             return self._free_rows.pop()
         assert self._spare, f"all {self.rows} rows are held; rows_for says how many are enough"
@@ -211,6 +211,6 @@ class WindowPool(BlockPool):
 
 
 def _without(some: range, others: range) -> Iterator[int]:
-    """Yields the numbers of one range that are not in another, without looking at those that are."""
+    """Yields the numbers of one range that are not in another, without looking at the common ones."""
     yield from range(some.start, min(some.stop, others.start))
     yield from range(max(some.start, others.stop, min(some.stop, others.start)), some.stop)

@@ -1,5 +1,17 @@
 """Decoders loaded from Hugging Face checkpoint folders: one module for all families, which differ only in configuration;
-and a small one to train."""
+and a small one to train.
+
+    config.json -> config, families -> decoder (layers, mixers) <- checkpoints <- tensors of the folder
+    tokens -> embedding -> layers: norm, q k v, rotation, the caller's attention, feed-forward -> norm -> hidden states -> logits
+
+config          `ModelConfig`; `families` has an entry for each architecture
+decoder         `Decoder`
+layers          projections, feed-forward, `Attend`: the attention that the caller brings
+mixers          how a layer mixes its tokens: attention, Native Sparse Attention
+positions       windows and positions by layer; `rotary` has the wavelengths
+checkpoints     from and to files
+trainable       `TrainableDecoder`; `mixing_modules` has its mixers
+"""
 
 from typing import TYPE_CHECKING
 

@@ -215,7 +215,7 @@ class Attend(Protocol):
     are written into a cache. All three tensors are views with gaps between their tokens. Scale, softcap and windows are in the
     decoder's configuration: config.scale, config.softcap, config.windows[layer].
 
-    A layer whose mixer is "native_sparse" has gates besides, and three times as many heads of keys and values: those of the
+    A layer whose mixer is "native_sparse" has gates besides, and three times as many heads of keys and values: the heads of the
     compressed, the selected and the near branch, one branch after the other. `Layer.compression` maps blocks of the first.
     """
 

@@ -34,7 +34,7 @@ def check_mixers(mixers: Mixer | Sequence[Mixer], layers: int) -> tuple[dict[str
     """One dictionary per layer, with a name and options, from one mixer for all layers or one for each.
 
     Raises:
-        InvalidInput: a name is unknown, an option is not the module's to take, or the number of mixers is not that of layers.
+        InvalidInput: a name is unknown, an option is not the module's to take, or there are more or fewer mixers than layers.
     """
     if not isinstance(mixers, str | Mapping | Sequence):
         raise InvalidInput(f"mixers is {mixers!r}; must be a mixer, or one for each layer")

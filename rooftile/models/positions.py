@@ -12,7 +12,7 @@ _SCALINGS = ("linear", "llama3", "longrope", "yarn")
 
 
 def qwen_windows(settings: Settings) -> tuple[int | None, ...]:
-    """Returns the windows of Qwen's layers, whose first ones have none."""
+    """Returns the windows of Qwen's layers, whose first layers have no window."""
     window = settings.optional("sliding_window", 4096) if settings.flag("use_sliding_window") else None
     first = settings.number("max_window_layers", 28)
     kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(settings.layers("num_hidden_layers"))]

@@ -29,8 +29,8 @@ class Rotary:
         factor: the factor of the stretching.
         original_len: the training length, for "llama3", "longrope" and "yarn".
         low_freq_factor, high_freq_factor: for "llama3": waves with fewer turns than the first within original_len are stretched,
-            those with more turns than the second are not, and those between partly.
-        beta_fast, beta_slow: for "yarn": waves with at least the first number of turns are not stretched, those with at most the
+            waves with more turns than the second are not, and waves between partly.
+        beta_fast, beta_slow: for "yarn": waves with at least the first number of turns are not stretched, waves with at most the
             second are stretched in full.
         truncate: for "yarn": whether these bounds are rounded outwards to whole dimensions.
         short_factors, long_factors: for "longrope": the wavelength of each pair is multiplied by its factor; the first ones where

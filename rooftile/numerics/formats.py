@@ -85,7 +85,7 @@ def decode(values: Tensor, format: Format) -> Tensor:
 
 
 def _least_exponent(format: Format) -> int:
-    """The exponent of the least normal number, which is also that of the numbers below it."""
+    """The exponent of the least normal number, which the numbers below it share."""
     exponent_bits = format.bits - 1 - format.mantissa
     return 2 - 2 ** (exponent_bits - 1)
 

@@ -31,7 +31,7 @@ class QuantisedQKV:
     original dtype where the recipe says "native". A number is its code times a scale. The fp32 scales are (parts, heads, 1), or
     (parts, Hk, Dv) for v under granularity "row"; `part_of_rows` gives the part of a row. An INT8 scale is negative if its part
     holds a NaN. Queries and keys are rotated and smoothed by the recipe: `shift` (B, T, H) is the amount that smoothing
-    subtracted from all scores of a query, and `signs` (D,) are those of the rotation.
+    subtracted from all scores of a query, and `signs` (D,) belong to the rotation.
 
     v is in one of two orders, and a backend reads one of them. With `v_order` "rows" it is as above. With "columns" it is
     transposed: (B, Hk, Dv, S) with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys are in

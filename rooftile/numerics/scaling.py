@@ -41,7 +41,7 @@ class Scaled:
         return (decode(self.values, self.format) * self.row_scales()).to(dtype)
 
     def row_scales(self) -> Tensor:
-        """Returns scales that broadcast over the values: those of blocks are repeated for each position."""
+        """Returns scales that broadcast over the values: scales of blocks are repeated for each position."""
         if self.granularity != "block":
             return self.scales
         return self.scales.repeat_interleave(BLOCK, dim=-3)[..., : self.values.shape[-3], :, :]
@@ -103,7 +103,7 @@ def set_aside(x: Tensor) -> Tensor:
 
 
 def sizes(x: Tensor, granularity: Granularity) -> Tensor:
-    """Returns the largest absolute value of each part, ignoring NaN; 0 if there is none."""
+    """Returns the largest absolute value of each part, ignoring NaN; 0 where all are NaN."""
     size = x.abs().nan_to_num(nan=0.0)
     if granularity == "tensor":
         return _largest(size, tuple(range(x.ndim)))

@@ -1,6 +1,6 @@
 """NVFP4: 16 neighbours of a row share an e4m3 scale, and the whole tensor a factor in fp32.
 
-The steps are those of compressed-tensors, so that codes and scales have its bits:
+The steps are compressed-tensors' own, so that codes and scales have its bits:
 
     factor = 448 * 6 / largest of all        scale = e4m3(factor * largest of 16 / 6)        code = e2m1(x / (scale / factor))
 """

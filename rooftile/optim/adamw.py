@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.optim.definition import Numbers
+from rooftile.optim.definition import StepNumbers
 from rooftile.optim.operator import is_dense
 from rooftile.optim.operator import step as take_step
 from rooftile.optim.split import is_channels_last, join, own_rests, sums_of
@@ -37,9 +37,9 @@ class AdamW(Optimizer):
         clip_norm: scales all gradients by min(1, clip_norm / norm), for the norm of all of them together, as
             `torch.nn.utils.clip_grad_norm_` does. The norm stays on the device, in `grad_norm`, and gradients as they were.
         master: "split" keeps the low 16 bits of each bf16 weight beside it: weight and rest are exactly an fp32 weight, which is
-            trained, and nothing is stored twice. Weights in fp32 need none. Weights that others set between steps, by `copy_`,
+            trained, and nothing is stored twice. fp32 weights need none. Weights that others set between steps, by `copy_`,
             `load_state_dict` or through `.data`, lose the low bits that they had, and so do their neighbours: 2,048 weights that
-            lie together are told from those of the last step by a sum over their bits.
+            lie together are told from the weights of the last step by a sum over their bits.
 
     Raises:
         InvalidInput: a number is out of range, a weight is sparse, complex or in fp16 under a split master.
@@ -102,7 +102,7 @@ class AdamW(Optimizer):
     def decay_left_out(self, weight: Tensor, mask: Tensor, decay: float) -> None:
         """Adds decay * (1 - mask) * weight to the gradient of the next step, inside its pass: SR-STE, for 2:4 weights.
 
-        The gradient is clipped first, and its norm is that of the gradient alone. Under a split master the fp32 weight decays.
+        The gradient is clipped first, by the norm of the gradient alone. Under a split master the fp32 weight decays.
         `rooftile.qat` calls this before each step for the layers that it made 2:4.
 
         Args:
@@ -169,7 +169,7 @@ class AdamW(Optimizer):
         beta1, beta2 = map(float, group["betas"])
         left_out = [self._left_out[id(p)] for p in weights if id(p) in self._left_out]
         masks, decay = [mask for mask, _ in left_out], left_out[0][1] if left_out else 0.0
-        numbers = Numbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
+        numbers = StepNumbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
         first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         rests, sums = ([state[name] for state in states if name in state] for name in ("rest", "sums"))
         gradients = [p.grad for p in weights if p.grad is not None]
@@ -189,7 +189,7 @@ class AdamW(Optimizer):
         return join(high, own_rests(high, state["rest"], state["sums"])) if "rest" in state else high.float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads states of this class or of `torch.optim.AdamW`, in the dtypes that they had: PyTorch would round those of bf16.
+        """Loads states of this class or of `torch.optim.AdamW`, in the dtypes that they had: PyTorch would round bf16's.
 
         `master` and `capturable` stay as this optimiser was made.
 

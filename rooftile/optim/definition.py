@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile.optim.split import join, own_rests, split, sums_of
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """The numbers of a step that all weights of a call share."""
 
     lr: float
@@ -22,12 +22,12 @@ class Numbers(NamedTuple):
     eps: float
     weight_decay: float
     step: float  # from 1; 0 where each weight's step is a tensor on its device
-    left_out: float = 0.0  # decay of what masks leave out
+    left_out: float = 0.0  # decay of the weights that masks leave out
 
 
 def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, sums: Tensor | None,
-    step: Tensor | None, lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool, mask: Tensor | None = None,
+    step: Tensor | None, lr: Tensor | None, clip: Tensor | None, numbers: StepNumbers, maximize: bool, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Changes weight, first, second and rest in place; each is computed in fp32 (fp64 for fp64) and rounded once.
 
@@ -37,10 +37,10 @@ def update(
         first, second: moments, in the dtype of the weight, or wider.
         rest: int16; weight and rest are one fp32 number (`rooftile.optim.split`).
         sums: of the weights that the rests belong to, int32; where there is a rest.
-        step: of this weight, counted; None takes that of the numbers.
-        lr: a number on the device that stands for that of the numbers.
+        step: the number of this weight's step, from 1; None takes the step in `numbers`.
+        lr: a number on the device in place of the rate in `numbers`.
         clip: the factor of all gradients, on the device.
-        numbers: those of the step.
+        numbers: the numbers of the step.
         maximize: whether the weight follows the gradient upwards.
         mask: bool, like weight; numbers.left_out * weight is added to the gradient where it is False.
     """

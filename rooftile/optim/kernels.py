@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.optim import split as halves
-from rooftile.optim.definition import Numbers
+from rooftile.optim.definition import StepNumbers
 from rooftile.optim.split import BLOCK
 from rooftile.runtime.launch import BoundedCache, Kernel, is_capturing
 
@@ -74,7 +74,7 @@ def _update(
     w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, sum_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, left_out,
     W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Updates the numbers at n, of which those from `end` on do not exist (MASKED)."""
+    """Updates the numbers at n; numbers from `end` on do not exist (MASKED)."""
     there = n < end if MASKED else None
     g = tl.load(g_ptr + n, mask=there).to(tl.float32) * scale
     m = tl.load(m_ptr + n, mask=there).to(tl.float32)
@@ -163,9 +163,9 @@ _spare: dict[int, Tensor] = {}
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
     sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
-    numbers: Numbers, maximize: bool,
+    numbers: StepNumbers, maximize: bool,
 ) -> None:  # fmt: skip
-    """One launch for all weights: dense ones, whose gradients lie in memory as they do."""
+    """Updates all weights in one launch: dense weights, whose gradients have their layout in memory."""
     gradients = [_lying_as(w, g) for w, g in zip(weights, gradients, strict=True)]
     lists = (weights, gradients, first, second, rests or weights, masks or weights, steps or weights, sums or weights)
     addresses = [x.data_ptr() for row in zip(*lists, strict=True) for x in row]

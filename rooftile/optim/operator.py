@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.optim.definition import Numbers, update
+from rooftile.optim.definition import StepNumbers, update
 from rooftile.optim.split import is_channels_last
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
@@ -16,7 +16,7 @@ from rooftile.runtime.operators import call, define
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
     sums: list[Tensor], steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None,
-    numbers: Numbers, maximize: bool,
+    numbers: StepNumbers, maximize: bool,
 ) -> None:  # fmt: skip
     """Takes one step of all weights, in place. They are on one device, and each list has one dtype.
 
@@ -33,7 +33,7 @@ def _run(
 ) -> None:  # fmt: skip
     if not weights:
         return
-    named = Numbers(*numbers)
+    named = StepNumbers(*numbers)
     if runs_kernels(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
         from rooftile.optim import kernels
 

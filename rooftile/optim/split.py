@@ -62,7 +62,7 @@ def sums_of(weight: Tensor) -> Tensor:
 
 
 def own_rests(weight: Tensor, rest: Tensor, sums: Tensor) -> Tensor:
-    """Returns the rests, and 0 in blocks whose weights are no longer those that the sums were taken of."""
+    """Returns the rests, and 0 in blocks whose weights have changed since their sums were taken."""
     # the sums follow the memory of the rests, whose weight may lie in another order since
     if is_channels_last(weight) != is_channels_last(rest):
         weight = torch.empty_like(rest, dtype=weight.dtype).copy_(weight)

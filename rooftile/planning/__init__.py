@@ -2,13 +2,15 @@
 
     print(rooftile.plan(model, *inputs, data=tokens, max_loss=0.01))
 
+    model or folder -> targets -> formats of each layer -> costs, timing, losses -> knapsack -> Plan -> apply, prepare, weights
+
 run        `plan`
-targets    what is planned: modules (seen by hooks) and decoders; what puts a plan into them
-formats    words, and weights in them
+targets    what is planned, modules (seen by hooks) and decoders, and what puts a plan into them
+formats    names of formats, and weights in them
 costs      times by the ceilings
 timing     measured times
-losses     what a format costs
-choice     the knapsack
+losses     the loss of a format
+knapsack   chooses a format for each layer
 building   joins them
 records    the rows of a plan
 plan       `Plan`; `output` shows it

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.planning.choice import choose
-from rooftile.planning.costs import Machine
+from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
+from rooftile.planning.knapsack import choose
 from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
-from rooftile.planning.records import Layer, Option, Other, Total
+from rooftile.planning.records import Option, Other, PlannedLayer, Total
 from rooftile.planning.targets.target import Item, Target
 from rooftile.planning.timing import REPLAYED, Times, machine_for, passes_for, sizes_of, with_doubled
 from rooftile.weights.files.formats import why_not
@@ -25,7 +25,7 @@ MOST_NOTES = 8
 BUSY = 5.0
 
 
-class Seen(NamedTuple):
+class PricedItem(NamedTuple):
     """An item, its losses in the formats that it can have, and the reasons of the others."""
 
     item: Item
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     why_not: dict[str, str]
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """The run of the whole with the chosen formats, and as it is."""
 
     loss: float
@@ -46,11 +46,11 @@ class Builder:
 
     Args:
         device: of the model.
-        times: measured ones; None without measuring.
-        judge: what a loss is.
+        times: measured times; None without measuring.
+        judge: measures losses.
     """
 
-    _machine: Machine
+    _machine: DeviceCeilings
 
     def __init__(self, target: Target, device: torch.device, times: Times | None, judge: Judge) -> None:
         self._target, self._device, self._times, self._judge = target, device, times, judge
@@ -80,7 +80,7 @@ class Builder:
             others=tuple(others), total=self._total(layers, others, changing, max_loss), notes=tuple(self._notes(layers)),
         )  # fmt: skip
 
-    def _look_at(self, item: Item, words: Sequence[str]) -> Seen:
+    def _look_at(self, item: Item, words: Sequence[str]) -> PricedItem:
         """Measures what an item loses in each format that it can have, and its times."""
         losses: dict[str, float] = {}
         reasons: dict[str, str] = {}
@@ -98,16 +98,16 @@ class Builder:
         if self._times is not None:
             sizes = sizes_of(item)
             self._times.take(item, {KEPT: with_doubled(sizes)} | dict.fromkeys(losses, sizes))
-        return Seen(item, losses, reasons)
+        return PricedItem(item, losses, reasons)
 
-    def _layer(self, seen: Seen, words: Sequence[str]) -> Layer:
+    def _layer(self, seen: PricedItem, words: Sequence[str]) -> PlannedLayer:
         item = seen.item
         options = [self._in(item, word, loss) for word, loss in seen.losses.items()]
         if KEPT in words or not options:
             options.insert(0, self._in(item, KEPT, 0.0))
         name = NAMES[item.dtype]
         kept = [(load, passes_for(item, KEPT, load.rows, self._device)) for load in item.loads]
-        return Layer(
+        return PlannedLayer(
             name=item.name, parts=item.parts, loads=item.loads,
             flops=sum(load.calls * one.flops for load, passes in kept for one in passes),
             nbytes=sum(load.calls * one.bytes for load, passes in kept for one in passes),
@@ -134,7 +134,7 @@ class Builder:
         return tuple(twice / once for once, twice in zip(times[: len(sizes)], times[len(sizes) :], strict=True))
 
     def _total(
-        self, layers: Sequence[Layer], others: Sequence[Other], words: Sequence[str], max_loss: float | None
+        self, layers: Sequence[PlannedLayer], others: Sequence[Other], words: Sequence[str], max_loss: float | None
     ) -> Total:  # fmt: skip
         chosen, kept = [layer.choice for layer in layers], [self._as_it_is(layer) for layer in layers]
         rest_us = sum(other.predicted_us or 0.0 for other in others)
@@ -150,24 +150,24 @@ class Builder:
             max_loss=max_loss, single_us=singles,
         )  # fmt: skip
 
-    def _as_it_is(self, layer: Layer) -> Option:
+    def _as_it_is(self, layer: PlannedLayer) -> Option:
         """A layer in its own dtype, also where that was not to be chosen."""
         item = next(item for item in self._target.items if item.name == layer.name)
         own = next((option for option in layer.options if option.format == NAMES[item.dtype]), None)
         return own or self._in(item, KEPT, 0.0)
 
-    def _whole(self, layers: Sequence[Layer]) -> Run:
+    def _whole(self, layers: Sequence[PlannedLayer]) -> PlannedRun:
         """Runs the whole once with all formats, for its loss, and for its time if times are measured."""
         items = {item.name: item for item in self._target.items}
         chosen = {layer.name: KEPT if layer.chosen == NAMES[items[layer.name].dtype] else layer.chosen for layer in layers}
         loss = self._judge.together(chosen)
         if self._times is None:
-            return Run(loss, None, None)
+            return PlannedRun(loss, None, None)
         kept_us = self._step_us(dict.fromkeys(chosen, KEPT))
         if set(chosen.values()) == {KEPT}:
-            return Run(loss, kept_us, kept_us)
+            return PlannedRun(loss, kept_us, kept_us)
         with all_rounded(self._target, chosen):
-            return Run(loss, self._step_us(chosen), kept_us)
+            return PlannedRun(loss, self._step_us(chosen), kept_us)
 
     def _step_us(self, chosen: dict[str, str]) -> float:
         assert self._times is not None
@@ -185,7 +185,7 @@ class Builder:
             total += share * self._times.of_step(run, passes, replayed=phase == REPLAYED)
         return total
 
-    def _notes(self, layers: Sequence[Layer]) -> list[str]:
+    def _notes(self, layers: Sequence[PlannedLayer]) -> list[str]:
         found = [self._target.coverage]
         if self._judge.base is None:
             found.append("no data: a loss is the relative error of a layer's output, and max_loss bounds the sum of these errors")
@@ -210,6 +210,6 @@ def _loss(option: Option) -> float:
     return option.loss
 
 
-def _in_format(layer: Layer, word: str, kept: Option) -> Option:
+def _in_format(layer: PlannedLayer, word: str, kept: Option) -> Option:
     """A layer in a format if it has it, else as it is."""
     return next((option for option in layer.options if option.format == word), kept)

@@ -7,7 +7,7 @@ matrix units have nothing to do, and its first step waits for its tiles.
 
 A layer in its own dtype is one product. Formats that quantise activations have a kernel before it that reads rows and writes
 their codes. A CPU computes quantised products by their definition: it writes the dequantised weight, and multiplies in fp32.
-Roofs are those of the diagnosis.
+Roofs come from the diagnosis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from rooftile.diagnosis.machine import roofs_of
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.planning.formats import KEPT, weight_bytes
@@ -31,7 +31,7 @@ from rooftile.weights.formats import parsed
 SPARSE_GAIN = 1.45
 # a launch of more than half of the time is what bounds it
 MOST_LAUNCH = 0.5
-# times of twice the rows over those of the rows, below and above which memory and compute bound
+# times of twice the rows over the times of the rows, below and above which memory and compute bound
 FLAT, STEEP = 1.2, 1.6
 
 # These four describe a product on a GPU: its tile, the most parts that its K is split into, the time in which its first tiles
@@ -59,7 +59,7 @@ class Pass(NamedTuple):
     aligned: int = 16
 
 
-class Machine:
+class DeviceCeilings:
     """A device and its ceilings."""
 
     def __init__(self, device: torch.device, ceilings: Ceilings) -> None:
@@ -71,7 +71,7 @@ class Machine:
     def roofs(self, dtype: str) -> Roofs:
         """Returns the roofs of a product in a dtype."""
         if dtype not in self._roofs:
-            product = Operation(
+            product = OperatorRow(
                 module="", op="aten::mm", phase="forward", calls=1, flops=0, special=0, bytes=0, where="", dtype=dtype,
                 device=self.device.type, key=(), indices=(),
             )  # fmt: skip

@@ -20,13 +20,13 @@ NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", t
 
 
 def check_formats(formats: Sequence[str] | str | None, *, backward: bool, counts_losses: bool) -> tuple[str, ...]:
-    """Returns the formats, each once; None stands for the default ones.
+    """Returns the formats, each once; None stands for the default formats.
 
-    counts_losses: whether losses are bounded; where they are not, 2:4 is no default one.
+    counts_losses: whether losses are bounded; where they are not, 2:4 is no default format.
 
     Raises:
-        InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
-        Unsupported: it is 2:4, in training.
+        InvalidInput: a format is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
+        Unsupported: a format is 2:4, in training.
     """
     # masks without training lose far more than rounding: a choice by time alone would take them wherever they are fast
     default = (*DEFAULT, SPARSE) if counts_losses and not backward else DEFAULT
@@ -50,11 +50,11 @@ def weight_bytes(N: int, K: int, word: str, itemsize: int) -> int:
     if word == SPARSE:
         # half of the numbers, and two bits for the place of each, in whole bytes
         return N * (K * itemsize // 2 + -(-K // 8))
-    format, asked = parsed(word)
+    format, group_given = parsed(word)
     kind = weight_format(format)
     codes = N * -(-K * kind.bits // 8)
     if format == "fp8_tile":
         return codes + 4 * -(-N // TILE) * -(-K // TILE)
-    group = K if asked == ROW else group_of(kind, K, asked)
+    group = K if group_given == ROW else group_of(kind, K, group_given)
     scale = 4 if kind.activations is not None else 1 if kind.has_exponents or format == "nvfp4" else 2
     return codes + scale * N * (K // group) + 4 * (format == "nvfp4")

@@ -14,7 +14,7 @@ from rooftile.diagnosis.output.written import values_of
 from rooftile.errors import InvalidInput
 from rooftile.planning.output.page import notebook, render
 from rooftile.planning.output.table import chosen, text
-from rooftile.planning.records import KEPT_NAMES, Layer, Load, Option, Other, Part, Total
+from rooftile.planning.records import KEPT_NAMES, Load, Option, Other, Part, PlannedLayer, Total
 from rooftile.weights.two_four import Recipe
 
 FORM = "rooftile.plan/1"
@@ -38,7 +38,7 @@ class Plan:
     model: str
     device: str
     ceilings: dict[str, Any]
-    layers: tuple[Layer, ...]
+    layers: tuple[PlannedLayer, ...]
     others: tuple[Other, ...]
     total: Total
     notes: tuple[str, ...] = ()
@@ -131,10 +131,10 @@ class Plan:
         return {part.name: layer.chosen for layer in changed for part in layer.parts}
 
 
-def _layer(values: Mapping[str, Any]) -> Layer:
+def _layer(values: Mapping[str, Any]) -> PlannedLayer:
     read = {
         "parts": tuple(Part(**one) for one in values["parts"]), "loads": tuple(Load(**one) for one in values["loads"]),
         "options": tuple(Option(**one) for one in values["options"]), "bounds": tuple(values["bounds"]),
         "doubled": tuple(values["doubled"]),
     }  # fmt: skip
-    return Layer(**(dict(values) | read))
+    return PlannedLayer(**(dict(values) | read))

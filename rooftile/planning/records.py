@@ -58,7 +58,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class PlannedLayer:
     """An item of the plan: linear layers that take one format together, because they read the same input.
 
     Args:
@@ -68,7 +68,7 @@ class Layer:
         flops, nbytes: of a step, in its own dtype; bytes through memory.
         ridge: FLOPs per byte where arithmetic begins to take longer than memory.
         bounds: "memory", "compute" or "overhead" for each load, in its own dtype.
-        doubled: the time of twice the rows over that of the rows, for each load; None where it was not measured.
+        doubled: the time of twice the rows over the time of the rows, for each load; None where it was not measured.
         options: its formats; the first is its own dtype where that is among those asked for.
         why_not: the reasons of formats that it cannot have.
         chosen: the format.
@@ -115,7 +115,7 @@ class Other:
         module, operator: its place and name.
         calls: in a step.
         flops, nbytes: of a step; None where no rule counts them.
-        ridge: as in `Layer`.
+        ridge: as in `PlannedLayer`.
         bound: "memory", "compute", "overhead", or "" where it was not counted.
         predicted_us: of a step.
         fuse_with: operators that can be in one kernel with it; saved_bytes, saved_us: what its part of that saves.
@@ -188,7 +188,7 @@ class Whole(Protocol):
         """Its measured ceilings."""
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[PlannedLayer, ...]:
         """The linear layers."""
 
     @property

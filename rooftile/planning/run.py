@@ -42,7 +42,7 @@ def plan(
     """Chooses a format for each linear layer of a model: the least time on this machine for a loss that you allow.
 
     The time of a layer in a format follows from its FLOPs and bytes and this machine's measured ceilings, and is measured, too.
-    What bounds the layer is checked by running it with twice the rows. Its loss is that of the model with this layer alone
+    What bounds the layer is checked by running it with twice the rows. Its loss is the loss of the model with this layer alone
     rounded. The choice is exact: a knapsack with one choice for each layer. The model is as before afterwards: parameters,
     buffers, gradients, streams of random numbers, training flags and hooks.
 
@@ -61,9 +61,9 @@ def plan(
             checkpoint: token ids (B, T) or a list of texts' token ids (T,). None: the relative error of a layer's output
             stands for its loss.
         max_loss: the largest sum of losses. 0 keeps formats that cost nothing measurable; None chooses by time alone.
-        measure: whether layers and the whole are timed; else times are those of the ceilings.
+        measure: whether layers and the whole are timed; else times follow from the ceilings.
         backward: of a module: whether a step trains: it also has the backward of the sum of the outputs, and layers in a format
-            are those of `rooftile.qat.prepare`.
+            are as in `rooftile.qat.prepare`.
         shares: of steps, by the words of `rows`; by default alike.
         context: tokens of each sequence of a checkpoint; None: 1,024, or as many positions as it has.
         skip: patterns of a module's layers that stay as they are; all but the default must match one.
@@ -106,9 +106,9 @@ def plan(
         raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
     if patterns_of(skip) != SKIPPED:
         raise InvalidInput(f"skip is {skip!r} and the model a checkpoint; leave it out: its embedding and head always stay")
-    phases, asked = _phases(rows, shares), None if context is None else _count("context", context)
+    phases, positions = _phases(rows, shares), None if context is None else _count("context", context)
     decoder, name = _decoder(model, device)
-    tokens = min(CONTEXT, decoder.config.max_len) if asked is None else asked
+    tokens = min(CONTEXT, decoder.config.max_len) if positions is None else positions
     with unchanged([]):
         there = DecoderTarget(decoder, name, phases, tokens)
         return _planned(there, decoder.embedding.device, words, data, allowed, measure)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from rooftile.hardware import ceilings
 from rooftile.hardware.clock import ReplayClock, clock_for
 from rooftile.numerics import QuantisedRows, quantise_rows
-from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
+from rooftile.planning.costs import DeviceCeilings, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
 from rooftile.qat.rounding.codes import Rounding, taken_from
@@ -46,10 +46,10 @@ class Size(NamedTuple):
     replayed: bool = False
 
 
-class Timed(NamedTuple):
-    """Calls that take the same time, one for each copy of the weights, and the kernels of one, for a clock that only pretends.
+class TimedCalls(NamedTuple):
+    """Calls that take the same time, one for each copy of the weights, and the kernels of one call, for a simulated clock.
 
-    replayed: whether the time is that in a CUDA graph. There is one call if not.
+    replayed: whether the time is the time in a CUDA graph. There is one call if not.
     """
 
     runs: Sequence[Callable[[], Any]]
@@ -60,21 +60,21 @@ class Timed(NamedTuple):
 class Stopwatch(Protocol):
     """Times calls."""
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         """Returns the time of each call in µs."""
 
 
 class DeviceStopwatch:
     """Times calls on a device: the least of the medians of a few rounds, as others on the machine only ever lengthen one.
 
-    A single call is timed with a cold L2 cache. In a graph, calls follow each other as those of a server's step do, and products
+    A single call is timed with a cold L2 cache. In a graph, calls follow each other as in a server's step, and products
     begin while the one in front of them ends. A short product then takes far less time than a single call.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_for(device, BUDGET_MS)
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         """Returns the time of one call of each in µs. They take turns, so that their ratios are of the same minute."""
         clocks = [ReplayClock() if work.replayed else self._clock for work in works]
         calls = [partial(_one_after_the_other, work.runs) for work in works]
@@ -126,7 +126,7 @@ def sizes_of(item: Item) -> list[Size]:
 
 
 def with_doubled(sizes: Sequence[Size]) -> list[Size]:
-    """Returns sizes, and then those with twice the rows."""
+    """Returns sizes, and then the sizes with twice the rows."""
     return [*sizes, *(size._replace(rows=2 * size.rows) for size in sizes)]
 
 
@@ -151,7 +151,7 @@ def products_of(item: Item, word: str, *, copied: bool = False) -> Callable[[Any
 def training_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
     """Returns what computes an item's products in a format and their gradients, as a prepared layer does.
 
-    In training nobody waits for a look at a weight (`qat.finite`), so here nobody does either.
+    In training the host does not wait for a look at a weight (`qat.finite`), so it does not here either.
     """
     weights = [w.to(item.dtype).requires_grad_() for w in item.weights()]
     biases = [None if b is None else b.detach().to(item.dtype).requires_grad_() for b in item.biases]
@@ -167,9 +167,9 @@ def training_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
             x = x.detach().requires_grad_(item.needs_dx)
             for w, b in zip(weights, biases, strict=True):
                 y = functional.linear(x, w, b) if rounding is None else rounded(x, w, b, rounding)
-                asked = [tensor for tensor in (x if item.needs_dx else None, w, b) if tensor is not None]
+                wanted = [tensor for tensor in (x if item.needs_dx else None, w, b) if tensor is not None]
                 # any numbers do for the gradient of y
-                found += torch.autograd.grad(y, asked, y.detach())
+                found += torch.autograd.grad(y, wanted, y.detach())
         return found
 
     return compute
@@ -185,9 +185,9 @@ class Times:
 
     def take(self, item: Item, sizes: Mapping[str, Sequence[Size]]) -> None:
         """Times an item in several formats, each in some sizes, so that all of them take turns."""
-        works: dict[tuple[Any, ...], Timed] = {}
-        for word, asked in sizes.items():
-            missing = [size for size in dict.fromkeys(asked) if self._key(item, word, size) not in self._known]
+        works: dict[tuple[Any, ...], TimedCalls] = {}
+        for word, wanted in sizes.items():
+            missing = [size for size in dict.fromkeys(wanted) if self._key(item, word, size) not in self._known]
             for replayed in dict.fromkeys(size.replayed for size in missing):
                 computes = self._computes(item, word, replayed)
                 works |= {
@@ -206,7 +206,7 @@ class Times:
 
     def of_step(self, run: Callable[[], Any], passes: Sequence[Pass], *, replayed: bool) -> float:
         """Returns the time of a whole step, in µs."""
-        (found,) = self._stopwatch.us([Timed([run], passes, self._device.type == "cuda" and replayed)])
+        (found,) = self._stopwatch.us([TimedCalls([run], passes, self._device.type == "cuda" and replayed)])
         return found
 
     def _key(self, item: Item, word: str, size: Size) -> tuple[Any, ...]:
@@ -221,23 +221,23 @@ class Times:
         copies = max(ceil(CACHES * self._cache_bytes / nbytes), 1) if replayed else 1
         return [products_of(item, word, copied=copies > 1) for _ in range(copies)]
 
-    def _work(self, item: Item, word: str, size: Size, computes: Sequence[Callable[[Any], Any]]) -> Timed:
+    def _work(self, item: Item, word: str, size: Size, computes: Sequence[Callable[[Any], Any]]) -> TimedCalls:
         plain = torch.randn(size.rows, item.products[0][1], device=self._device).to(item.dtype)
         x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
         runs = [partial(compute, x) for compute in computes]
-        return Timed(runs, passes_for(item, word, size.rows, self._device), self._device.type == "cuda" and size.replayed)
+        return TimedCalls(runs, passes_for(item, word, size.rows, self._device), self._device.type == "cuda" and size.replayed)
 
 
-def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> Machine:
+def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> DeviceCeilings:
     """Returns a device with its ceilings; they are measured again, once, if a layer is clearly faster than they allow."""
-    machine = Machine(device, ceilings.measure(device))
+    machine = DeviceCeilings(device, ceilings.measure(device))
     if times is None or device in _measured_again or not any(_is_above(item, machine, times) for item in items):
         return machine
     _measured_again.add(device)
-    return Machine(device, ceilings.measure_again(device))
+    return DeviceCeilings(device, ceilings.measure_again(device))
 
 
-def _is_above(item: Item, machine: Machine, times: Times) -> bool:
+def _is_above(item: Item, machine: DeviceCeilings, times: Times) -> bool:
     """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
     sizes = sizes_of(item)
     predicted = [machine.us(passes_for(item, KEPT, size.rows, machine.device)) for size in sizes]

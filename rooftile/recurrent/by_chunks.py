@@ -79,7 +79,7 @@ def backward(
     do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
     projection: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, S and z; `d_last` has those of the last state. States are computed again, chunk by chunk."""
+    """The gradients of q, k, v, S and z; `d_last` has gradients of the last state. States are computed again, by chunks."""
     Hk = k.shape[2]
     dn, d_den = _divided(do, o, den, problem)
     if not problem.causal:

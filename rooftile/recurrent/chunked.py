@@ -70,7 +70,7 @@ def _first(
 
 # the largest head dims of the kernels: a state of more does not stay in registers
 LARGEST_DIM = 128
-# those of Performer's positive and hyperbolic maps are "exp"
+# the features of Performer's positive and hyperbolic maps are "exp"
 _IN_KERNELS = ("identity", "relu", "elu", "exp")
 
 

@@ -56,7 +56,7 @@ def features(x: Tensor, kind: str, projection: Tensor | None, scale: float) -> t
 
 
 def gradient(x: Tensor, f: Tensor, df: Tensor, kind: str, projection: Tensor | None, scale: float) -> Tensor:
-    """The gradient of x, from that of its features f; the factor exp(m) of each token is part of `df`."""
+    """The gradient of x, from the gradient of its features f; the factor exp(m) of each token is part of `df`."""
     if kind == "identity":
         return df
     if kind == "relu":

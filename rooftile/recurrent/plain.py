@@ -44,7 +44,7 @@ def backward(
     do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
     projection: Tensor | None, cu: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, k and v in their dtypes, and of S and z; `d_last` has those of the last state."""
+    """The gradients of q, k and v in their dtypes, and of S and z; `d_last` has the gradients of the last state."""
     projection = None if projection is None else projection.to(wide_dtype(q))
     if cu is None:
         found = list(_backward_dense(do, d_last, o, den, q, k, v, state, projection, problem))

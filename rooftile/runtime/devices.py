@@ -1,4 +1,4 @@
-"""What a device runs: the only place that asks for Triton, Gluon, FP8 and an architecture.
+"""Says what a device runs: the only place that asks for Triton, Gluon, FP8 and an architecture.
 
 Kernels in Triton run on CUDA tensors of Ampere and newer, on AMD GPUs, and on CPU tensors in Triton's interpreter. Where Triton
 is missing or too old, a named backend refuses with the sentence of `lack_of_triton`; a function that chooses for itself takes

@@ -1,6 +1,10 @@
 """The server: an engine behind OpenAI's API. Its process answers HTTP, and the engine runs in another one.
 
-settings     what `rooftile serve` is told
+    this process    socket -> http: protocol, middleware, app, body, forms -> texts (tokens) -> admission -> engine.remote
+    the other       engine.process: loop -> Engine.step -> following (the news of a step)
+    this process    engine.remote -> engine.calls -> http: responder, texts -> sse or one object -> socket
+
+settings     the settings of `rooftile serve`
 run          starts and ends a server
 service      the served model, shared by all routes
 limits       the limits in one place

@@ -42,7 +42,7 @@ class Ticket:
 
 
 class Admission:
-    """Counts what waits, and refuses what would be too much.
+    """Counts waiting answers and tokens, and refuses more than the limits.
 
     Args:
         max_waiting: answers that may wait; each of n, best_of or beams counts.

@@ -60,7 +60,7 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 def read_keys(file: Path | None, from_environment: str | None = None, given: Sequence[str] = ()) -> Keys:
-    """Reads the file of --api-key-file, the key of ROOFTILE_API_KEY, whose name is "environment", and those of --api-key.
+    """Reads the file of --api-key-file, the key of ROOFTILE_API_KEY, whose name is "environment", and the keys of --api-key.
 
     The first key of --api-key has the name "command-1", the second "command-2".
 

@@ -1,7 +1,7 @@
 """The limits of the server in one place: what a client may send, and how long it may take.
 
-Each number has a flag of `rooftile serve`, or the reason why it has none beside it. Limits of single sampling parameters are
-those of `SamplingParams`, which checks them offline, too.
+Each number has a flag of `rooftile serve`, or the reason why it has no flag. Limits of single sampling parameters are in
+`SamplingParams`, which checks them offline, too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MESSAGES = 1024
 PROMPTS = 64
 ANSWERS = 128
 BEST_OF = 16
-# logprobs of prompts in one answer, those of other tokens and of each of n answers counted: some 50 MB of JSON
+# logprobs of prompts in one answer, with logprobs of other tokens and of each of n answers: some 50 MB of JSON
 PROMPT_SCORES = 2**20
 BIASES = 1024
 # names that a client chooses
 NAME_CHARACTERS = 128
 
-# bounds of structured output. No flags: they bound what a grammar may cost those who did not send it
+# bounds of structured output. No flags: they bound what a grammar may cost other clients
 SCHEMA_BYTES = 64 * 2**10
 SCHEMA_DEPTH = 32
 REGEX_BYTES = 4 * 2**10

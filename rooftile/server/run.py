@@ -32,7 +32,7 @@ FAREWELL_S = 1.0
 WRONG = 2
 SWITCH_S = 0.001
 BACKLOG = 1024
-# files beside those of connections that count: connections that have just come, the engine, the log
+# files beside the counted connections: connections that have just come, the engine, the log
 SPARE_FILES = BACKLOG + 256
 TOLD_S = 60.0
 
@@ -42,11 +42,11 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to `Run`."""
+        """Leaves signals to `ServerRun`."""
         yield
 
 
-class Run:
+class ServerRun:
     """One life of a server.
 
     Args:
@@ -93,7 +93,7 @@ class Run:
             await self._service.close()
 
     async def _serve(self, stopping: asyncio.Task[bool], serving: asyncio.Task[None]) -> int:
-        """Serves until a signal comes, the engine dies, or nobody listens any more."""
+        """Serves until a signal comes, the engine dies, or the server stops listening."""
         engine = self._service.engine
         assert engine is not None
         over = asyncio.create_task(engine.over.wait())
@@ -111,7 +111,7 @@ class Run:
         return FAILED
 
     async def _drain(self, over: asyncio.Task[bool]) -> None:
-        """Lets running requests finish, and tells those that do not in time."""
+        """Lets running requests finish, and tells clients whose requests do not in time."""
         service, settings = self._service, self._settings
         service.draining = True
         log.info("draining: %d requests run, and have %g s", len(service.live), settings.drain_s)
@@ -119,8 +119,8 @@ class Run:
         while service.live and time.monotonic() < until and not over.done():
             await asyncio.sleep(0.05)
         left = Refusal("shutting_down", f"the server is shutting down, and the request has not ended in {settings.drain_s:g} s")
-        for answering in list(service.live):
-            answering.stop(left)
+        for responder in list(service.live):
+            responder.stop(left)
         until = time.monotonic() + FAREWELL_S
         while service.live and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -203,7 +203,7 @@ def run(settings: ServerSettings) -> int:
     freeze_garbage()
 
     async def live() -> int:
-        return await Run(settings, listener).live()
+        return await ServerRun(settings, listener).live()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(live())

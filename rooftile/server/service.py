@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from rooftile.server.admission import Admission
-from rooftile.server.engine.messages import Ready, State
+from rooftile.server.engine.messages import EngineState, Ready
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.body import Bodies
 from rooftile.server.http.texts import Texts
@@ -58,7 +58,7 @@ class Service:
             return False
         self.texts = await Texts.load(self.engine.ready.folder, self.settings.engine.get("chat_template"))
         ready = self.engine.ready
-        self._note(State(free=ready.blocks))
+        self._note(EngineState(free=ready.blocks))
         return True
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class Service:
         metrics.up.set(engine is not None and engine.ready is not None and engine.cause is None)
         return metrics.text()
 
-    def _note(self, state: State) -> None:
+    def _note(self, state: EngineState) -> None:
         self.metrics.note_state(state)
 
     async def _measure_lag(self) -> None:

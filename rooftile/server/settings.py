@@ -25,9 +25,9 @@ class ServerSettings:
         model: a checkpoint's folder, or its name on the Hugging Face Hub.
         host, port: the address; port 0 takes a free one.
         served_model_name: the model's name for clients; "" takes the last part of `model`.
-        keys: the keys that open the server; none lets everybody in.
+        keys: the keys that open the server; without keys every client may come in.
         open: whether a server without keys may listen on another host than loopback.
-        allowed_hosts: Host headers that are answered beside those of loopback.
+        allowed_hosts: Host headers that are answered, with loopback's.
         allowed_origins: origins whose pages may ask and read answers, as "https://a.example"; "*" for all.
         max_waiting, max_waiting_tokens: how many answers and prompt tokens may wait.
         max_per_key: how many requests of one key may wait or run; None for any number.
@@ -118,7 +118,7 @@ def origins_of(given: Sequence[str]) -> tuple[str, ...]:
 # asked for every request, nearly always about the same few names
 @lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
-    """Tells whether a host's name or address is that of this machine only."""
+    """Tells whether a host's name or address reaches this machine only."""
     if host == "localhost":
         return True
     try:

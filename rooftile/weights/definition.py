@@ -1,6 +1,6 @@
 """The product with a quantised weight in plain PyTorch, which every kernel must agree with, on any device.
 
-Weights are dequantised a tile of rows at a time, so memory stays near that of the weight. Everything is summed in fp32, in
+Weights are dequantised a tile of rows at a time, so memory stays near the weight's own. Everything is summed in fp32, in
 fp64 for inputs or results of fp64, and rounded once, after the bias. Products of int8 are exact.
 """
 

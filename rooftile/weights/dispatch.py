@@ -43,7 +43,7 @@ MOST_IN_16_BITS_ON_HOPPER = 2048
 WIDENED_AS_FAST = 256
 
 
-class Call(NamedTuple):
+class ProductCall(NamedTuple):
     """All that a refusal depends on."""
 
     x: Tensor
@@ -113,7 +113,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def chosen(call: Call, name: str) -> Backend:
+def chosen(call: ProductCall, name: str) -> Backend:
     """Returns the named backend, or without a name the fastest that takes this call.
 
     Raises:
@@ -128,7 +128,7 @@ def chosen(call: Call, name: str) -> Backend:
     return BACKENDS[found]
 
 
-def order(asked: Call) -> tuple[str, ...]:
+def order(asked: ProductCall) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     rows, format = asked.x.shape[0], asked.product.format
     if rows <= last_of_portable(format):
@@ -151,7 +151,7 @@ def last_on_hopper(format: str) -> float:
     return math.inf if most is None else most
 
 
-def refusals(name: str, asked: Call) -> Iterator[str]:
+def refusals(name: str, asked: ProductCall) -> Iterator[str]:
     """Yields why a backend does not take a call: what came; what it has."""
     if name == "definition":
         return
@@ -184,7 +184,7 @@ def lack_of_fp8(format: str, device: torch.device) -> str:
     return f"FP8 products on compute capability {major}.{minor}; needs 8.9: w8 and int4 multiply in 16 bits everywhere"
 
 
-def _hopper_refusals(asked: Call, chip: tuple[int, int]) -> Iterator[str]:
+def _hopper_refusals(asked: ProductCall, chip: tuple[int, int]) -> Iterator[str]:
     if lack := lack_of_hopper(chip):
         yield lack
         return
@@ -200,7 +200,7 @@ def lack_of_hopper(chip: tuple[int, int]) -> str:
     return f"compute capability {chip[0]}.{chip[1]}; needs 9.0 (Hopper)" if chip != (9, 0) else lack_of_gluon()
 
 
-def _triton_refusals(asked: Call) -> Iterator[str]:
+def _triton_refusals(asked: ProductCall) -> Iterator[str]:
     product = asked.product
     kind, group, K = weight_format(product.format), product.group, product.K
     if kind.activations is None and not _fits(group, K):
@@ -221,7 +221,7 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
     return runs_kernels(codes) and (not codes.is_cuda or capability(codes.device) >= (8, 0))
 
 
-def _runs(name: str, asked: Call) -> str:
+def _runs(name: str, asked: ProductCall) -> str:
     if name == "definition" and lack_of_fp8(asked.product.format, asked.x.device):
         return "runs if it is named"
     if name == "library" and asked.product.activations is None:
@@ -232,11 +232,11 @@ def _runs(name: str, asked: Call) -> str:
     return "runs"
 
 
-DISPATCHER: Dispatcher[Call] = Dispatcher(
+DISPATCHER: Dispatcher[ProductCall] = Dispatcher(
     "multiply this weight", order=order, refusals=lambda name, asked: tuple(refusals(name, asked))
 )
 
 
-def explain(asked: Call) -> Explanation:
+def explain(asked: ProductCall) -> Explanation:
     """Says which backend takes a call, and why the faster ones do not."""
     return DISPATCHER.explain_choice(asked, _runs)

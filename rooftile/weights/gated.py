@@ -71,7 +71,7 @@ def _takes(x: Tensor, *arguments: Any) -> bool:
     product = Product(format, group, N, K, x.dtype, False)
     if product.activations is not None or N % 32:
         return False
-    asked = backends.Call(x, None, parts_of(parts), bias, product)
+    asked = backends.ProductCall(x, None, parts_of(parts), bias, product)
     return next(backends.refusals("hopper", asked), None) is None
 
 
@@ -103,7 +103,7 @@ def _takes_rows(
     product = Product("fp8", K, N, K, dtype, False)
     if N % 32 or dtype not in (torch.bfloat16, torch.float16):
         return False
-    asked = backends.Call(x, x_scales, parts_of((codes, scales, None, None, None)), bias, product)
+    asked = backends.ProductCall(x, x_scales, parts_of((codes, scales, None, None, None)), bias, product)
     return backends.order(asked)[0] == "hopper" and next(backends.refusals("hopper", asked), None) is None
 
 

@@ -48,7 +48,7 @@ def linear(
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
         weight: from `quantise_weight`, from `rooftile.sparsity.compress`, or a tensor, which is multiplied by PyTorch.
         bias: any float dtype.
-        out_dtype: the dtype of the result; None takes that of x.
+        out_dtype: the dtype of the result; None takes the dtype of x.
         deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
         backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "hopper", "triton", "library"
             (cuSPARSELt), "dense" or "definition". None takes the fastest that runs.
@@ -82,10 +82,10 @@ def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour)
     rows = rows.reshape(-1, weight.shape[1])
     if isinstance(weight, TwoFour):
         sparse = Sparse(weight.values, weight.places, weight.scales)
-        asked = sparse_backends.Call(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
+        asked = sparse_backends.SparseProductCall(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
         return sparse_backends.explain(asked).below(f"{tuple(x.shape)} x {weight}")
     product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
-    return backends.explain(backends.Call(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")
+    return backends.explain(backends.ProductCall(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")
 
 
 def _plain(

@@ -73,7 +73,7 @@ def run(*arguments: Any) -> Tensor:
     x, x_scales, *_, given, bias = arguments[:_TENSORS]
     format, group, N, K, out_dtype, deterministic, backend = arguments[_TENSORS:]
     product, parts = Product(format, group, N, K, out_dtype, deterministic), parts_of(arguments[2:7])
-    backend_ = backends.chosen(backends.Call(x, x_scales, parts, bias, product), backend)
+    backend_ = backends.chosen(backends.ProductCall(x, x_scales, parts, bias, product), backend)
     if not x.shape[0]:
         return x.new_empty((0, N), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):

@@ -2,7 +2,7 @@
 
 fp8 and int8 follow `rooftile.numerics`: one division per scale, one multiplication per number. w8 and int4 follow the rule of
 compressed-tensors: the scale is amax / 127.5 or amax / 7.5, rounded to bf16 before codes are taken, and all codes are used,
-also the one that formats of `rooftile.numerics` keep for NaN: a weight has none.
+also the one that formats of `rooftile.numerics` keep for NaN: a weight has no NaN.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool, rule: str) -> None:
 
 
 def _size(w: Tensor) -> Tensor:
-    """The largest absolute value among those that are finite."""
+    """The largest absolute value of the finite numbers."""
     return torch.where(w.isfinite(), w, 0.0).abs().amax()
 
 

@@ -83,7 +83,7 @@ class QuantisedWeight:
 
     @property
     def parts(self) -> Parts:
-        """The tensors that say what the weights are."""
+        """The tensors of the weight: codes, scales, zero points, order, outer scale."""
         return Parts(self.codes, self.scales, self.zeros, self.order, self.outer)
 
     @property

@@ -53,7 +53,7 @@ class Part:
 
 
 class Conformance:
-    """The definition's answer on a sample of one case, computed once and compared with that of every provider.
+    """The definition's answer on a sample of one case, computed once and compared with every provider's answer.
 
     do: the incoming gradient of o for the check, (B, T, H, Dv); None to check the forward alone.
     """

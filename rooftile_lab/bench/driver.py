@@ -17,7 +17,7 @@ from rooftile.engine.runner import Result, Runner
 from rooftile.engine.scheduler import Plan
 from rooftile.errors import InvalidInput
 from rooftile_lab.bench.run import Progress
-from rooftile_lab.bench.workloads import Ask, Workload
+from rooftile_lab.bench.workloads import Workload, WorkloadRequest
 
 Fate = Literal["waiting", "answered", "gone", "refused"]
 
@@ -51,7 +51,7 @@ class Trace:
     """The history of a request; times are in seconds from the start."""
 
     prompt: int
-    """Tokens of the prompt, with those of the conversation before it."""
+    """Tokens of the prompt and of the conversation before it."""
     arrived: float = 0.0
     times: list[float] = field(default_factory=list)
     """When it got tokens, one for each answer that was running."""
@@ -82,7 +82,7 @@ class Course:
     """The host's time in steps without waiting for a GPU; on a CPU without the model's computation."""
     steps: int
     read: int
-    """Tokens that the model has read, with those of answers."""
+    """Tokens that the model has read, tokens of answers included."""
     preemptions: int
 
 
@@ -273,7 +273,7 @@ class _Client:
         self.done += 1
 
 
-def fitted(workload: Workload, vocabulary: int) -> tuple[Ask, ...]:
+def fitted(workload: Workload, vocabulary: int) -> tuple[WorkloadRequest, ...]:
     """The requests of a workload with the token ids of a smaller vocabulary; invalid ids stay invalid."""
     return tuple(
         ask._replace(prompt=[token % vocabulary if 0 <= token < 1 << 20 else token for token in ask.prompt])

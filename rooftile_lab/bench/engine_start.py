@@ -67,7 +67,7 @@ def again(model: str, scale: float, device: torch.device, weights: str) -> dict[
     """How long an engine takes in a process that comes second, and on a GPU how long it is idle in decode steps."""
     decoder = decoder_named(model, device, weights)
     llm, start = started(workloads_for(scale, decoder), decoder)
-    sizes = decode_step.Sizes.of(scale)
+    sizes = decode_step.DecodeSizes.of(scale)
     if device.type != "cuda":
         return {"start": start, "idle": {}}
     # another process, another temperature: the profiled steps are compared with steps just before them

@@ -40,7 +40,7 @@ def many(found: Any) -> list[Tensor]:
 
 
 def refusal(call: Call, formula: Call, leaves: Sequence[Tensor], rest: Sequence[Any] = (), gradients: bool = True) -> str:
-    """Why a call is not timed; an empty text if its results and gradients are those of the formula in fp32."""
+    """Why a call is not timed; an empty text if its results and gradients agree with the formula in fp32."""
     exact = [x.detach().float().requires_grad_(gradients) for x in leaves]
     ours = [x.detach().clone().requires_grad_(gradients) for x in leaves]
     due = many(formula(*exact, *rest))

@@ -152,7 +152,7 @@ def hidden_states(decoder: Decoder, tokens: Tensor) -> Tensor:
 def compared(
     decoder: Decoder, tokens: Tensor, own: Sequence[Tensor], read: Sequence[Tensor], plain: Decoder
 ) -> tuple[float, float]:  # fmt: skip
-    """Returns the nats per token of hidden states, and the largest difference of their logits from those of `read`."""
+    """Returns the nats per token of hidden states, and the largest difference of their logits from the logits of `read`."""
     total, largest = 0.0, 0.0
     for piece, mine, theirs in zip(tokens, own, read, strict=True):
         for targets, rows, others in zip(piece[1:].split(AT_ONCE), mine.split(AT_ONCE), theirs.split(AT_ONCE), strict=True):

@@ -1,6 +1,6 @@
 """Drives workloads over HTTP against any server with OpenAI's API: the rows of `rooftile bench serving --url`.
 
-The numbers are those of `measures.Measures`, so that a server and an engine compare line by line. What a client cannot see
+The numbers are the fields of `measures.Measures`, so that a server and an engine compare line by line. What a client cannot see
 (steps, the cache) is left out.
 """
 
@@ -21,7 +21,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import measured, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.serving import case_name, columns
-from rooftile_lab.bench.workloads import Ask, Workload
+from rooftile_lab.bench.workloads import Workload, WorkloadRequest
 
 # measures that only the engine knows
 UNSEEN = (
@@ -75,7 +75,7 @@ async def drive(workload: Workload, url: str, key: str = "", model: str = "") ->
     limits = httpx.Limits(max_connections=len(traces))
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, trust_env=False) as client:
 
-        async def one(ask: Ask, trace: Trace) -> None:
+        async def one(ask: WorkloadRequest, trace: Trace) -> None:
             await asyncio.sleep(ask.at - (clock.now() - begun))
             trace.arrived = clock.now() - begun
             await _stream(client, ask, trace, model, clock, begun)
@@ -85,7 +85,7 @@ async def drive(workload: Workload, url: str, key: str = "", model: str = "") ->
     return Course(traces, [], clock.now() - begun, 0.0, 0, 0, 0)
 
 
-async def _stream(client: Any, ask: Ask, trace: Trace, model: str, clock: WallClock, begun: float) -> None:
+async def _stream(client: Any, ask: WorkloadRequest, trace: Trace, model: str, clock: WallClock, begun: float) -> None:
     """Reads one stream, and notes when its tokens come."""
     body = body_of(ask) | ({"model": model} if model else {})
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -108,7 +108,7 @@ async def _stream(client: Any, ask: Ask, trace: Trace, model: str, clock: WallCl
     trace.fate, trace.lengths = ("answered", [tokens]) if tokens else ("refused", [])
 
 
-def body_of(ask: Ask) -> dict[str, Any]:
+def body_of(ask: WorkloadRequest) -> dict[str, Any]:
     """Returns a request in OpenAI's words, with vLLM's for what OpenAI has not."""
     usual = SamplingParams()
     given = {part.name: getattr(ask.params, part.name) for part in fields(SamplingParams)}

@@ -108,7 +108,7 @@ def _contest(
         contestants.append(_ready(provider, case, inputs, do, phases, conformance, clock))
     for turn in range(rounds):
         say(f"{case.name}: round {turn + 1} of {rounds}")
-        # back and forth: a chip clocks lower after a busy neighbour, and nobody should always come after the same one
+        # back and forth: a chip clocks lower after a busy neighbour, and no contestant should always come after the same one
         for contestant in contestants[:: -1 if turn % 2 else 1]:
             _take_turn(contestant, inputs, do, phases, clock)
     return contestants
@@ -206,7 +206,7 @@ def timed_work(forward: Callable[[], Tensor], inputs: Inputs, do: Tensor | None,
 
 
 def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], None]) -> None:
-    """Runs work. An error becomes the reason of every phase that has none, and the run goes on.
+    """Runs work. An error becomes the reason of every phase without a reason, and the run goes on.
 
     This is the one place that catches whatever a provider raises: peers are other people's programs, and a table of
     thirty cases should not end at the first that runs out of memory. The reason goes into the row, with the warnings

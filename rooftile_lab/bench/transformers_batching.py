@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rooftile.errors import Unsupported
 from rooftile.integrations import transformers as integration
 from rooftile.models import Decoder, ModelConfig
-from rooftile_lab.bench.workloads import Ask
+from rooftile_lab.bench.workloads import WorkloadRequest
 
 # tokens of each answer in the run before the one that counts
 WARM_TOKENS = 16
@@ -69,7 +69,7 @@ def model_of(decoder: Decoder) -> LlamaForCausalLM:
     return model.requires_grad_(False).eval()
 
 
-def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: float) -> Answers:
+def answers(decoder: Decoder, requests: Sequence[WorkloadRequest], attention: str, limit_s: float) -> Answers:
     """Rate and lengths of a run after a short one, each of at most `limit_s` seconds."""
     integration.register()
     if ONLY_ITS_OWN:
@@ -107,7 +107,7 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
     )  # fmt: skip
 
 
-def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBatchingManager:
+def manager_of(model: LlamaForCausalLM, requests: Sequence[WorkloadRequest]) -> ContinuousBatchingManager:
     """Transformers' engine with a cache that holds all requests at once; no end of a text stops an answer."""
     size = getattr(ContinuousBatchingConfig, SIZE)
     # now and then it takes a block more than an answer needs

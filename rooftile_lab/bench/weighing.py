@@ -1,6 +1,6 @@
 """Weighs a model of Transformers in each format of weights: the bytes of its projections, and nats per byte of a text.
 
-Projections are those of the layers, as in `LLM(weights=...)`: embedding, head and norms stay as they are.
+Projections are the projections of the layers, as in `LLM(weights=...)`: embedding, head and norms stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The workloads of serving benchmarks: requests as data, the same on every machine.
 
     W1      256 requests at once, prompts and answers of 100 to 1,024 tokens, as small engines publish it
-    W2      lengths like those of ShareGPT's conversations
-    W3      lengths like those of Alpaca's instructions
+    W2      lengths like ShareGPT's conversations
+    W3      lengths like Alpaca's instructions
     W4-p    64 questions after the same p tokens
     W5-..   several samples, or beams, for each prompt of W3 and W2
     W6      conversations of five turns
@@ -36,7 +36,7 @@ SLOTS = 15_700
 """Slots of the cache in the paper's comparison: 12 GB for OPT-13B."""
 
 
-class Ask(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """A request as a client makes it."""
 
     prompt: list[int]
@@ -64,7 +64,7 @@ class Workload:
 
     name: str
     purpose: str
-    requests: tuple[Ask, ...]
+    requests: tuple[WorkloadRequest, ...]
     cut: int = LONGEST
     settings: dict[str, Any] = field(default_factory=dict)
     allocators: tuple[str, ...] = ("paged",)
@@ -108,7 +108,7 @@ def uniform(scale: Scale) -> Workload:
     prompts = _uniform_prompts(rng, 256)
     limits = [rng.randint(100, LONGEST) for _ in range(256)]
     asked = zip(prompts[: scale(256)], limits[: scale(256)], strict=True)
-    requests = tuple(Ask(ids[: scale(len(ids))], _sampled(scale(limit), temperature=0.6)) for ids, limit in asked)
+    requests = tuple(WorkloadRequest(ids[: scale(len(ids))], _sampled(scale(limit), temperature=0.6)) for ids, limit in asked)
     return Workload(name="W1", purpose="uniform lengths: numbers that others publish", requests=requests)
 
 
@@ -135,7 +135,7 @@ def chat(scale: Scale) -> Workload:
 def long_prompts(scale: Scale) -> Workload:
     """W7: long prompts."""
     rng = Random(0)
-    requests = tuple(Ask(_ids(rng, scale(32_768)), _sampled(scale(256))) for _ in range(scale(32)))
+    requests = tuple(WorkloadRequest(_ids(rng, scale(32_768)), _sampled(scale(256))) for _ in range(scale(32)))
     return Workload(name="W7", purpose="long prompts", requests=requests)
 
 
@@ -165,14 +165,14 @@ def disturbed(scale: Scale) -> Workload:
 
 def alone(scale: Scale) -> Workload:
     """W10: one request."""
-    request = Ask(_ids(Random(0), scale(128)), _sampled(scale(512)))
+    request = WorkloadRequest(_ids(Random(0), scale(128)), _sampled(scale(512)))
     return Workload(name="W10", purpose="one request alone: the floor of latency", requests=(request,))
 
 
 def samples(scale: Scale) -> Workload:
     """W11: four samples per prompt."""
     asked = _sampled(scale(128), n=4, temperature=0.6)
-    requests = tuple(Ask(ids[: scale(len(ids))], asked) for ids in _uniform_prompts(Random(0), 64)[: scale(64)])
+    requests = tuple(WorkloadRequest(ids[: scale(len(ids))], asked) for ids in _uniform_prompts(Random(0), 64)[: scale(64)])
     return Workload(name="W11", purpose="four samples of 128 tokens for each of 64 prompts", requests=requests)
 
 
@@ -239,10 +239,10 @@ def named(words: Sequence[str], *, factor: float = 1.0, rate: float | None = Non
     return [workload if rate is None else poisson(workload, rate) for workload in found.values()]
 
 
-def _drawn(lengths: Lengths, scale: Scale, count: int, **asked: Any) -> list[Ask]:
+def _drawn(lengths: Lengths, scale: Scale, count: int, **asked: Any) -> list[WorkloadRequest]:
     rng = Random(0)
     drawn = [lengths.draw(rng) for _ in range(count)]
-    return [Ask(_ids(rng, scale(prompt)), _sampled(scale(answer), **asked)) for prompt, answer in drawn]
+    return [WorkloadRequest(_ids(rng, scale(prompt)), _sampled(scale(answer), **asked)) for prompt, answer in drawn]
 
 
 def _uniform_prompts(rng: Random, count: int) -> list[list[int]]:

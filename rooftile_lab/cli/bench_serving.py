@@ -116,10 +116,10 @@ def engine(
     """
     from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
-    from rooftile_lab.bench.suites.engine import PARTS, Asked, measure
+    from rooftile_lab.bench.suites.engine import PARTS, EngineOptions, measure
 
     target = device_of(device)
-    asked = Asked(
+    asked = EngineOptions(
         model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, weights=weights,
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip

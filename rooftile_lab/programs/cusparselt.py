@@ -1,10 +1,10 @@
-"""Measures all algorithms of cuSPARSELt, for the table in `matmul/two_four/cusparselt`.
+"""Measures all algorithms of cuSPARSELt, for the table in `rooftile.weights.two_four.product.cusparselt`.
 
     python -m rooftile_lab.programs.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--json algorithms.jsonl]
 
 The products are the four of an 8B model's layer, as CUDA graphs. A line has the times of all four by one algorithm, with its
-result (N, M) as it comes or transposed, and their ratio to those of the dense products that PyTorch makes of the same numbers. An
-algorithm whose results are not those of the dense product says so instead. fp16 is absent: one of its algorithms ends in an
+result (N, M) as it comes or transposed, and their ratio to the times of PyTorch's dense products of the same numbers. An
+algorithm whose results differ from the dense product says so instead. fp16 is absent: one of its algorithms ends in an
 illegal instruction, after which the GPU takes no more work from the process.
 """
 
@@ -62,7 +62,7 @@ def multiply(case: Case, name: str, algorithm: Algorithm) -> Tensor:
 
 
 def is_right(case: Case, name: str, algorithm: Algorithm) -> bool:
-    """Whether results are those of the dense product."""
+    """Whether results agree with the dense product."""
     due, y = case.dense().float(), multiply(case, name, algorithm).float()
     return bool(((y if algorithm.transposes else y.T) - due).abs().mean() <= MOST_ERROR * due.abs().mean())
 

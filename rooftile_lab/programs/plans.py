@@ -13,7 +13,7 @@ Each model has a row for inference ("fwd") and one for a training step ("step").
     loss_nats, max_loss_nats         of the applied plan, and what was allowed
     planning_s                       the time that the plan took
 
-A decoder has a row for each batch: `decode_us`, the plan's layers; `single_us`, those of the best single format; and the share
+A decoder has a row for each batch: `decode_us`, the plan's layers; `single_us`, in the best single format; and the share
 of the layers' weights in each format. A CPU runs with one thread unless told otherwise, so that a busy neighbour does not stall
 the others.
 """
@@ -41,7 +41,7 @@ from rooftile_lab.bench.models import MODELS, decoder_named
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures
 
-# predictions of shorter layers are those of a launch
+# shorter layers are predicted to take the time of a launch
 LONG_US, NEAR = 20.0, 0.25
 MAX_LOSS = 0.01
 CONTEXT = 640

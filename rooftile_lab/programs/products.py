@@ -1,10 +1,10 @@
-"""Measures tiles and numbers of programs of Hopper's products with quantised weights, for the table in `matmul/hopper/launch`.
+"""Measures tiles and numbers of programs of Hopper's quantised products, for the table in `rooftile.weights.hopper.launch`.
 
     python -m rooftile_lab.programs.products [--formats fp8,int4] [--rows 1,16,64,256] [--out variants.jsonl]
 
 The products are the four of an 8B model's layer, each over more layers than the L2 cache holds, as a CUDA graph. A variant is
-timed only if its results agree with those of the definition by the mean of their differences. Lines are sorted by time, the
-fastest first; `of_bf16_ratio` is a time over that of cuBLAS in bf16. Some are printed, and all are written to the file.
+timed only if its results agree with the definition by the mean of their differences. Lines are sorted by time, the
+fastest first; `of_bf16_ratio` is a time over the time of cuBLAS in bf16. Some are printed, and all are written to the file.
 """
 
 from __future__ import annotations

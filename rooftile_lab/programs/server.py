@@ -267,7 +267,7 @@ class Seen:
 
     Args:
         at: the moment.
-        tokens: those of all answers so far.
+        tokens: the tokens of all answers so far.
         lags: how often the event loop's lag was at most each number of seconds.
     """
 

@@ -17,7 +17,7 @@ from rooftile_lab.report.sight import Sight
 
 
 def section(found: Approximate, spread: float = 0.0) -> dict[str, Any]:
-    """Returns what the template shows. spread: that of the run's times; a method that is faster by less is not called faster."""
+    """Returns what the template shows. spread: the spread of the run's times; a method that is faster by less is not called faster."""
     charts = [_chart(found, name, spread) for name in found.paying if enough(_series(found, name))]
     short = [name for name in found.paying if not enough(_series(found, name))]
     some = next(iter(found.sizes.values()))

@@ -91,7 +91,7 @@ def _beside_each(comparison: Comparison, what: str, less: str, more: str, alike:
 
 
 def _spread(ours: Reading, theirs: Reading, what: str) -> float:
-    """Returns the spread of two times together; counted bytes have none."""
+    """Returns the spread of two times together; counted bytes have no spread."""
     name = f"{what.removesuffix('_us')}_spread"
     return getattr(ours, name) + getattr(theirs, name) if what.endswith("_us") else 0.0
 

@@ -1,7 +1,7 @@
 """Diagnoses what the report itself runs: a pass with more and more arithmetic, its training step, and its decode step.
 
 The training step is diagnosed twice, with eager attention, which stores its scores, and with Rooftile behind SDPA. The decode step is
-that of `rooftile.LLM` on the checkpoint that the training wrote.
+the decode step of `rooftile.LLM` on the checkpoint that the training wrote.
 """
 
 from __future__ import annotations

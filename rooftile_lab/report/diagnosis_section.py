@@ -19,7 +19,7 @@ SAME = 0.15
 
 
 def section(found: Diagnosed, ceilings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the section's words and charts. ceilings: those of the page, in place of those of each diagnosis."""
+    """Returns the section's words and charts. ceilings: the page's, in place of each diagnosis's."""
     steps = [
         (f"Training with {name} attention", step)
         for name, step in (("eager", found.eager), ("Rooftile's", found.rooftile))
@@ -47,7 +47,7 @@ def section(found: Diagnosed, ceilings: dict[str, Any] | None = None) -> dict[st
         "table": comparison(eager, ours) if eager and ours else None,
         "sentences": [(name, step.sentence) for name, step in steps],
         "note": (
-            "Bytes and FLOPs are counted from one watched step, each tensor of an operator once; times are those of steps that nobody watches, and "
+            "Bytes and FLOPs are counted from one watched step, each tensor of an operator once; times come from unwatched steps, and "
             "roofs are measured. Behind PyTorch's name _scaled_dot_product_flash_attention_for_cpu Rooftile's tiles run in the second training step."
         ),
     }  # fmt: skip

@@ -103,7 +103,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     if plan.device == "cuda":
         # Triton launches on the current device
         torch.cuda.set_device(torch.device(device).index or 0)
-        # set the device in autograd's thread, whose first matrix product would otherwise warn that it has none
+        # set the device in autograd's thread, whose first matrix product would otherwise warn that no device is set
         x = torch.ones((), device=device, requires_grad=True)
         (x * x).backward()
 

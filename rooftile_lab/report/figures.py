@@ -62,7 +62,7 @@ def traffic_chart(comparison: Comparison) -> Chart:
 
 
 def sizes_table(report: Report, N: int, element: int) -> Table:
-    """Lists the sizes of this run beside those of the machine, smallest first."""
+    """Lists the sizes of this run and of the machine, smallest first."""
     rows = []
     if report.tiling:
         tile = report.tiling.block_t * report.tiling.block_s * 4

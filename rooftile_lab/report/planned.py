@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftile.models import Decoder
 from rooftile.planning import plan
-from rooftile.planning.records import KEPT_NAMES, Layer
+from rooftile.planning.records import KEPT_NAMES, PlannedLayer
 
 ROWS = (1, 16, 256)
 FORMATS = ("bf16", "fp8", "int8", "int4:32", "2:4")
@@ -94,20 +94,20 @@ def measure(folder: Path, texts: Tensor, device: str, say: Say) -> Planned:
     )  # fmt: skip
 
 
-def products_of(layers: Sequence[Layer], rows: int) -> list[Product]:
+def products_of(layers: Sequence[PlannedLayer], rows: int) -> list[Product]:
     """Joins the products that all layers have."""
-    alike: dict[str, list[Layer]] = {}
+    alike: dict[str, list[PlannedLayer]] = {}
     for layer in layers:
         alike.setdefault(_name(layer), []).append(layer)
     return [_product(name, its, rows) for name, its in alike.items()]
 
 
-def _name(layer: Layer) -> str:
+def _name(layer: PlannedLayer) -> str:
     """Names a product after the projections that it computes, as "q, k, v"."""
     return ", ".join(part.name.rpartition(".")[2].removesuffix("_proj").removeprefix("lm_") for part in layer.parts)
 
 
-def _product(name: str, layers: Sequence[Layer], rows: int) -> Product:
+def _product(name: str, layers: Sequence[PlannedLayer], rows: int) -> Product:
     first, count = layers[0], len(layers)
     kept = first.options[0]
     return Product(

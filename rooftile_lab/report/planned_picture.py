@@ -170,7 +170,7 @@ def _ends(rate: float, is_memory: bool, x_axis: Axis, y_axis: Axis) -> tuple[Poi
 
 
 def _roof(words: str, start: Point, end: Point, is_memory: bool, crowd: Crowd) -> str:
-    """Draws a roof, with its words where there is room: those of a memory near its foot, those of a peak near its end."""
+    """Draws a roof, with its words where there is room: a memory's near its foot, a peak's near its end."""
     steps = range(17) if is_memory else range(16, -1, -1)
     along = [(start[0] + n / 16 * (end[0] - start[0]), start[1] + n / 16 * (end[1] - start[1])) for n in steps]
     if is_memory:

@@ -24,7 +24,7 @@ class Probe:
     """Holds what was found before the experiments.
 
     Args:
-        slower: this machine's time over that of the plans' machine, with its load.
+        slower: this machine's time over the time of the plans' machine, with its load.
         others: cores that other programs kept busy meanwhile; None where that is unknown.
         cores: that this process may use.
     """
@@ -41,7 +41,7 @@ class Probe:
         return f"{load.words(self.others, self.cores)}{gpu}"
 
     def expected_s(self, seconds: dict[str, float]) -> float:
-        """Returns the time that experiments will take here, from those of the plan."""
+        """Returns the time that experiments will take here, from the plan's times."""
         return self.slower * sum(seconds.values())
 
     def words(self, seconds: dict[str, float]) -> str:

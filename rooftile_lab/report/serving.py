@@ -25,7 +25,7 @@ from rooftile.engine.llm import LLM
 from rooftile.engine.output import RequestOutput
 from rooftile.engine.runner import Runner
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile_lab.bench.workloads import Ask
+from rooftile_lab.bench.workloads import WorkloadRequest
 from rooftile_lab.report.block_tables import BLOCK, Frame, Recorder, Samples
 from rooftile_lab.report.plan import ServingPlan
 from rooftile_lab.report.spread import spread_of
@@ -131,7 +131,7 @@ def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float
     """Serves the checkpoint in a folder, a model of bytes, with both allocators, and checks the answers. Needs transformers.
 
     The two take turns, so that other load on the machine affects both. Raises ArithmeticError if the answers of the paged cache
-    differ from those of Transformers.
+    differ from Transformers'.
     """
     on_step(0.0, "loading the trained Llama twice")
     asks = requests(plan, bytes(corpus().tolist()))
@@ -152,7 +152,7 @@ def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float
     )
 
 
-def requests(plan: ServingPlan, text: bytes) -> list[Ask]:
+def requests(plan: ServingPlan, text: bytes) -> list[WorkloadRequest]:
     """Returns pieces of the text as prompts, each from the beginning of a word; the same ones each time.
 
     The model has no end-of-text token, so the length of each answer is drawn beforehand. The allocators do not know it.
@@ -165,7 +165,7 @@ def requests(plan: ServingPlan, text: bytes) -> list[Ask]:
         length = min(max(round(rng.lognormvariate(math.log(plan.answer), SPREAD)), 2), plan.reserve - len(prompt))
         is_sampled = n % plan.sampled == plan.sampled // 2
         wanted = {"n": plan.samples, "temperature": 0.7, "top_k": 20, "seed": n} if is_sampled else {"temperature": 0.0}
-        asks.append(Ask(prompt, SamplingParams(max_tokens=length, **wanted)))
+        asks.append(WorkloadRequest(prompt, SamplingParams(max_tokens=length, **wanted)))
     return asks
 
 
@@ -173,7 +173,12 @@ class Side:
     """A run of one allocator: its engine, the answers so far, and the measurements."""
 
     def __init__(
-        self, plan: ServingPlan, folder: Path, device: str, asks: Sequence[Ask], allocator: Literal["paged", "contiguous"]
+        self,
+        plan: ServingPlan,
+        folder: Path,
+        device: str,
+        asks: Sequence[WorkloadRequest],
+        allocator: Literal["paged", "contiguous"],
     ) -> None:
         self.allocator = allocator
         llm = LLM(

@@ -28,7 +28,7 @@ from rooftile_lab.report.training import quiet
 PIECES = 8
 # rows of activations in the roofline: a decode step of one answer, to a prompt
 ROWS = tuple(2**n for n in range(13))
-# ... and those of the products that are timed
+# ... and the sizes of the products that are timed
 TIMED = (1, 16, 256)
 
 
@@ -44,7 +44,7 @@ class Roofline:
 class Reached:
     """The FLOP/s that a product reached here."""
 
-    name: str  # that of its roofline
+    name: str  # the name of its roofline
     format: str  # the format of its weight
     rows: int
     flops_per_s: float

@@ -10,7 +10,7 @@ from rooftile.drawing.units import size
 from rooftile_lab.bench.weighing import Weighed
 from rooftile_lab.report.weights import Weights
 
-# nats per byte that nobody notices: runs of a training differ by as much
+# nats per byte that are not noticed: runs of a training differ by as much
 LITTLE = 0.01
 
 
@@ -34,7 +34,7 @@ def section(found: Weights) -> dict[str, Any]:
             "A ring is a product that was timed here, in int8 for 8 bits and in int4 for 4: above its line if the weight came from a cache, and far "
             "below it where no kernel multiplies the format. "
             f"The text is one that the model has learnt, so only the distance to {plain.format} says something; below zero is chance. Groups of so small "
-            "a model are small, so their scales weigh more than those of a large one. rooftile bench quality trains three models and tests them on "
+            "a model are small, so their scales weigh more than a large model's. rooftile bench quality trains three models and tests them on "
             "held-out text."
         ),
     }  # fmt: skip

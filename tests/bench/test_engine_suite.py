@@ -16,8 +16,8 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile_lab.bench import results
 from rooftile_lab.bench.models import MODELS, decoder_named
 from rooftile_lab.bench.suites import engine as suite
-from rooftile_lab.bench.suites.engine import PARTS, Asked
-from rooftile_lab.bench.workloads import Ask, named
+from rooftile_lab.bench.suites.engine import PARTS, EngineOptions
+from rooftile_lab.bench.workloads import WorkloadRequest, named
 from tests.bench.session import SESSION
 
 transformers = pytest.importorskip("transformers")
@@ -46,14 +46,14 @@ def rows(tmp_path_factory):
         # other tests compile kernels meanwhile, which would be counted in a cache that they share
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         # five requests of W1, of which the peer gets three; a machine that stands still for a minute stops none
-        asked = Asked(model="tiny", scale=SCALE, peer_requests=3, peer_limit_s=900.0, w8_requests=4)
+        asked = EngineOptions(model="tiny", scale=SCALE, peer_requests=3, peer_limit_s=900.0, w8_requests=4)
         return list(suite.measure(asked, SESSION))
 
 
-def asks(tokens: list[int]) -> list[Ask]:
+def asks(tokens: list[int]) -> list[WorkloadRequest]:
     """Requests with so many tokens in their answers."""
     sampled = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.6) for count in tokens]
-    return [Ask([7 * n + 1, 5, 9], params) for n, params in enumerate(sampled)]
+    return [WorkloadRequest([7 * n + 1, 5, 9], params) for n, params in enumerate(sampled)]
 
 
 # rows
@@ -140,18 +140,18 @@ def test_a_cpu_has_no_idle_time_and_no_first_run(rows) -> None:
 
 
 def test_parts_are_chosen_by_name_and_others_refused() -> None:
-    (row,) = suite.measure(Asked(model="tiny", scale=SCALE, parts=["W10"]), SESSION)
+    (row,) = suite.measure(EngineOptions(model="tiny", scale=SCALE, parts=["W10"]), SESSION)
     assert row.case == "W10-tiny-x0.02"
     with pytest.raises(InvalidInput, match="bench engine has no case 'W2'; has start, W1, W10"):
-        next(suite.measure(Asked(model="tiny", parts=[*PARTS, "W2"]), SESSION))
+        next(suite.measure(EngineOptions(model="tiny", parts=[*PARTS, "W2"]), SESSION))
     with pytest.raises(InvalidInput, match=r"model is '0\.6b'; bench engine has tiny, 1b, 8b"):
-        next(suite.measure(Asked(model="0.6b"), SESSION))
+        next(suite.measure(EngineOptions(model="0.6b"), SESSION))
 
 
 def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nRuntimeError: no room\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    again, idle = suite.measure(Asked(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
+    again, idle = suite.measure(EngineOptions(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
     assert again.reason == idle.reason == "failed with 1: RuntimeError: no room"
     assert idle.median_us is None
     assert "RuntimeError: no room" in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_a_peer_that_fails_is_a_reason_and_the_next_one_goes_on(monkeypatch, cap
         return peer.Answers(output_tok_s=50.0, output_tokens=100, seconds=2.0)
 
     monkeypatch.setattr(peer, "answers", answers)
-    ours, first, second = suite.measure(Asked(model="tiny", scale=SCALE, parts=["peers"], peer_requests=2), SESSION)
+    ours, first, second = suite.measure(EngineOptions(model="tiny", scale=SCALE, parts=["peers"], peer_requests=2), SESSION)
     assert (first.reason, first.median_us) == ("failed: MemoryError: too large", None)
     assert second.measures["rooftile_over_this"] == pytest.approx(ours.measures["output_tok_s"] / 50.0, rel=1e-4)
     assert "MemoryError" in capsys.readouterr().err
@@ -205,16 +205,16 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = LLM(decoder_named("tiny", torch.device("cpu")), max_model_len=64).engine
-    found = decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+    found = decode_step.idle(engine, decode_step.DecodeSizes(2, 8, 2))
     assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_per_step": 2}
     # the steps that were not profiled took 4.4 ms each: of these, 4 are work
     answer = {"start": {"seconds": 1.0, "compiled": 0, "settings": {}}, "idle": {"unprofiled_ms": 4.4} | found}
     monkeypatch.setattr(suite, "in_second_process", lambda *_: answer)
-    _, row = suite.measure(Asked(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
+    _, row = suite.measure(EngineOptions(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
     assert (row.median_us, row.measures["idle_percent_unprofiled"]) == (5000.0, pytest.approx(9.0909, abs=1e-3))
     events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
     with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
-        decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+        decode_step.idle(engine, decode_step.DecodeSizes(2, 8, 2))
 
 
 def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
     plans: list[list[int]] = []
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan))
-    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)) as context:
+    with decode_step.decoding(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8)) as context:
         before, begun = context(), len(plans)
         assert 36 <= before < 37
         for n in range(8):
@@ -231,7 +231,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
             assert context() == before + n + 1
     assert plans[begun:] == [[1, 1, 1, 1]] * 8
     assert sum(plans[0]) > 4
-    _, half_way = decode_step.milliseconds(engine, decode_step.Sizes(batch=4, context=40, steps=8))
+    _, half_way = decode_step.milliseconds(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8))
     assert half_way == pytest.approx(40, abs=1)
     assert engine.idle
     assert engine.pool.used_blocks == 0
@@ -240,7 +240,7 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
 def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> None:
     # prompts take so long that the first answers are past the context before the last one begins
     engine = LLM(decoder, max_model_len=128, max_batched_tokens=12).engine
-    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
+    with decode_step.decoding(engine, decode_step.DecodeSizes(batch=4, context=40, steps=8)):
         run = engine.runner.run
         reads: list[int] = []
         monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
@@ -250,8 +250,8 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
 
 
 def test_the_sizes_are_those_of_the_peers() -> None:
-    assert decode_step.Sizes.of() == (256, 640, 64)
-    assert str(decode_step.Sizes.of()) == "256x640"
+    assert decode_step.DecodeSizes.of() == (256, 640, 64)
+    assert str(decode_step.DecodeSizes.of()) == "256x640"
 
 
 # the peer

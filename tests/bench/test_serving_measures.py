@@ -31,9 +31,9 @@ from rooftile_lab.bench.workloads import (
     SHAREGPT,
     SLOTS,
     WORKLOADS,
-    Ask,
     Scale,
     Workload,
+    WorkloadRequest,
     named,
     poisson,
 )
@@ -164,8 +164,8 @@ class FakeEngine:
         return SimpleNamespace(arrived=None)
 
 
-def asked(prompt: list[int], tokens: int, at: float = 0.0, **more: int) -> Ask:
-    return Ask(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), at, **more)
+def asked(prompt: list[int], tokens: int, at: float = 0.0, **more: int) -> WorkloadRequest:
+    return WorkloadRequest(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), at, **more)
 
 
 def test_rates_and_percentiles_are_those_of_a_hand() -> None:

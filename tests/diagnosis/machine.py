@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median, pstdev
 
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.remedies.prices import in_dtype, narrower_shares
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -124,9 +124,9 @@ def enqueued(asked: list[Asked], tail_us: float = 0.0, *, depth: int = 1024) -> 
     return now + tail_us, max(now + tail_us, device_free)
 
 
-def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> Operation:
+def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> OperatorRow:
     """Returns the counted operation of a simulated operator."""
-    return Operation(
+    return OperatorRow(
         module="", op=op, phase="forward", calls=calls, flops=round(work.flops), special=0, bytes=round(work.bytes),
         where="train.py:7", dtype=work.dtype, device=device, key=(index,), indices=(index,),
     )  # fmt: skip

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 
 
 def sample(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
     """Returns a recorded call. Its counts are made up."""
-    operation = Operation(
+    operation = OperatorRow(
         module="", op=str(function), phase="forward", calls=1, flops=1000, special=0, bytes=1000, where="", dtype="fp32",
         device="cpu", key=(), indices=(0,),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rooftile.diagnosis.counts import Counted, count
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.references import References
 from rooftile.diagnosis.verdicts.roofs import Roofs
@@ -30,7 +30,7 @@ FIXED_US = 2.0
 class Rung:
     """Stands for a kernel that Inductor would compile: a call with multiply-adds added to each element."""
 
-    call: Call
+    call: RepeatableCall
     count: int
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -45,25 +45,25 @@ class SimulatedTimer:
 
     def __init__(self) -> None:
         # a call has its counts as long as it is held here
-        self._known: dict[int, tuple[Call, Counted]] = {}
+        self._known: dict[int, tuple[RepeatableCall, Counted]] = {}
 
-    def once(self, call: Call, *, cold: bool) -> float:
+    def once(self, call: RepeatableCall, *, cold: bool) -> float:
         flops, special, moved = self.counted(call)
         assert None not in (flops, special, moved)
         dtype = next((x.dtype for x in call.tensors if x.is_floating_point()), torch.float32)
         bandwidth = DRAM_BYTES if cold or moved > 2 * self.cache_bytes else CACHE_BYTES
         return max(flops / FLOPS[dtype], special / SPECIAL, moved / bandwidth) + FIXED_US
 
-    def used(self, call: Call, *, cold: bool = True) -> float:
+    def used(self, call: RepeatableCall, *, cold: bool = True) -> float:
         return self.once(call, cold=cold)
 
-    def burst(self, call: Call) -> float:
+    def burst(self, call: RepeatableCall) -> float:
         return self.once(call, cold=False)
 
-    def threads(self, call: Call) -> float:
+    def threads(self, call: RepeatableCall) -> float:
         return 1.0
 
-    def counted(self, call: Call) -> Counted:
+    def counted(self, call: RepeatableCall) -> Counted:
         """Returns the FLOPs, special functions and bytes of one run."""
         if id(call) not in self._known:
             function, added = call.function, 0

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftile.diagnosis.dispatched import Dispatched
-from rooftile.diagnosis.records import Call, Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.bf16 import in_bf16
 from rooftile.diagnosis.remedies.bf16.autocast import Narrowed, narrowed
@@ -37,7 +37,7 @@ class Casts(Dispatched):
         self.narrow += func._schema.name == self._op and result.dtype == torch.bfloat16
 
 
-def followed(step: Callable[[], Any], device: str = "cpu") -> tuple[Narrowed, list[Operation]]:
+def followed(step: Callable[[], Any], device: str = "cpu") -> tuple[Narrowed, list[OperatorRow]]:
     watch = Watch()
     with watch:
         step()
@@ -194,7 +194,7 @@ def test_a_backward_belongs_to_the_operator_that_chose_its_kernel() -> None:
     rows += [("b", "backward", f"{rows[1][2]}_backward"), ("a", "backward", "aten::cudnn_batch_norm_backward")]
     rows += [("a", "backward", "aten::mm"), ("c", "backward", "aten::cudnn_batch_norm_backward")]
     operations = [
-        Operation(
+        OperatorRow(
             module=module, op=op, phase=phase, calls=1, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cuda",
             key=(), indices=(),
         ) for module, phase, op in rows
@@ -204,7 +204,7 @@ def test_a_backward_belongs_to_the_operator_that_chose_its_kernel() -> None:
 
 def test_rows_are_tried_until_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     operations = [
-        Operation(
+        OperatorRow(
             module="", op="aten::mm", phase="forward", calls=1, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cpu",
             key=("", "", n), indices=(),
         ) for n in range(3)
@@ -224,16 +224,16 @@ def test_a_gradient_is_cast_back_once_for_each_cast() -> None:
     """A product whose operand was wide writes a narrow gradient, which becomes wide; that of a narrow operand stays."""
     size = 1000
     operations = [
-        Operation(
+        OperatorRow(
             module="m", op="aten::mm", phase=phase, calls=2, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cuda",
             key=(), indices=(),
         ) for phase in ("forward", "backward")
     ]  # fmt: skip
     calls = [
-        Call(row=0, reads={1: size, 2: 7 * size}, writes={3: size}, pointwise=False),
-        Call(row=0, reads={3: size, 2: 7 * size}, writes={4: size}, pointwise=False),
-        Call(row=1, reads={4: size, 2: 7 * size}, writes={5: size}, pointwise=False),
-        Call(row=1, reads={5: size, 2: 7 * size}, writes={6: size}, pointwise=False),
+        StepCall(row=0, reads={1: size, 2: 7 * size}, writes={3: size}, pointwise=False),
+        StepCall(row=0, reads={3: size, 2: 7 * size}, writes={4: size}, pointwise=False),
+        StepCall(row=1, reads={4: size, 2: 7 * size}, writes={5: size}, pointwise=False),
+        StepCall(row=1, reads={5: size, 2: 7 * size}, writes={6: size}, pointwise=False),
     ]
     found = narrowed(calls, operations, frozenset({2}), "cuda")
     assert found.casts == {0: 2, 1: 1}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import rooftile as rt
-from rooftile.diagnosis.compiled import Kernel, operators_of
+from rooftile.diagnosis.compiled import GeneratedKernel, operators_of
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.remedies.alone import only_a_run_tells
@@ -69,7 +69,7 @@ def test_a_generated_kernel_is_no_product_because_its_name_has_one(name: str, pr
 
 
 def test_a_kernel_of_a_template_is_not_counted_as_nothing() -> None:
-    kernel = Kernel("triton_tem_fused_mm_0", lambda *unused: None, ("in", "in", "out"))
+    kernel = GeneratedKernel("triton_tem_fused_mm_0", lambda *unused: None, ("in", "in", "out"))
     assert kernel.arithmetic([torch.ones(2, 2)] * 3) == (None, None)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rooftile.diagnosis import counters
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 
 PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_srcunit_tex.sum"
 "","","byte","byte","byte"
@@ -19,7 +19,7 @@ PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","
 
 
 def sample() -> Sample:
-    operation = Operation(
+    operation = OperatorRow(
         module="head", op="aten::add", phase="forward", calls=3, flops=1000, special=0, bytes=5000, where="", dtype="fp32",
         device="cuda", key=(), indices=(0,),
     )  # fmt: skip

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import rooftile as rt
 from rooftile.diagnosis.counts import counts
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.watch import Record, Watch
 
 
-def watched(step: Callable[[], Any]) -> list[Operation]:
+def watched(step: Callable[[], Any]) -> list[OperatorRow]:
     with Watch() as watch:
         step()
     return watch.operations
@@ -199,7 +199,7 @@ def test_operators_of_others_are_not_counted_until_somebody_says_how() -> None:
     def twice(given: torch.Tensor) -> torch.Tensor:
         return given * 2
 
-    def mine() -> Operation:
+    def mine() -> OperatorRow:
         return next(o for o in watched(lambda: twice(x)) if "twice" in o.op)
 
     assert (mine().flops, mine().bytes) == (None, None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.diagnosis.experiments.call import Call, held_bytes
+from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes
 from rooftile.diagnosis.experiments.in_cache.slices import packed, same_pages
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
@@ -37,7 +37,7 @@ def clock() -> HostTimer:
 
 def test_a_table_is_cut_to_the_rows_that_are_read() -> None:
     table, rows = torch.randn(1000, 8), torch.tensor([[7, 900], [7, 3]])
-    near = packed(Call(aten.embedding.default, (table, rows)))
+    near = packed(RepeatableCall(aten.embedding.default, (table, rows)))
     assert near.tensors[0].shape == (3, 8)
     assert torch.equal(near.run(), table[rows])
 
@@ -46,7 +46,9 @@ def test_pages_in_the_cache_are_few_and_the_rest_is_as_it_was() -> None:
     pages = torch.randn(2, 64, 16, 2, 32)
     q, table, lengths = torch.randn(3, 1, 4, 32), torch.randperm(64)[:60].int().view(3, 20), torch.full((3,), 320).int()
     spec = Spec(dtype=q.dtype, dim=32, dim_v=32, group=2, mask=CAUSAL, scale=0.2, layout="paged", queries="one", device="cpu")
-    call = Call(torch.ops.rooftile.attention_paged.default, (q, *pages, table, lengths, None, None, None, [], spec.code, "eager"))
+    call = RepeatableCall(
+        torch.ops.rooftile.attention_paged.default, (q, *pages, table, lengths, None, None, None, [], spec.code, "eager")
+    )
     timer = HostTimer()
     timer.cache_bytes = 5 * 2 * pages[0, 0].nbytes
     near = same_pages(call, timer)
@@ -88,7 +90,7 @@ def test_references_on_a_busy_machine_are_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("count", [3, 48])
 def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> None:
     x = torch.randn(37, 65).to(dtype)
-    made = ladder.Ladder(Call(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
+    made = ladder.Ladder(RepeatableCall(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
     near = 0.01 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(made.double(), expected(x * 2, count), atol=near, rtol=near)
     # numbers near 1 would look computed without any
@@ -98,7 +100,7 @@ def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> Non
 def test_a_rung_in_place_writes_where_the_operator_does_and_is_undone() -> None:
     x = torch.randn(129)
     before = x.clone()
-    call = Call(aten.add_.Tensor, (x, 1.0))
+    call = RepeatableCall(aten.add_.Tensor, (x, 1.0))
     rung = ladder.Ladder(call).rung(3)
     rung.restore()
     rung.run()
@@ -109,15 +111,15 @@ def test_a_rung_in_place_writes_where_the_operator_does_and_is_undone() -> None:
 
 def test_a_reduction_multiplies_what_it_reads() -> None:
     x = torch.randn(33, 70)
-    made = ladder.Ladder(Call(aten.sum.dim_IntList, (x, [1]))).rung(3).run()[0]
+    made = ladder.Ladder(RepeatableCall(aten.sum.dim_IntList, (x, [1]))).rung(3).run()[0]
     torch.testing.assert_close(made.double(), expected(x, 3).sum(1), atol=1e-4, rtol=0)
 
 
 def test_what_has_no_ladder_says_why() -> None:
     with pytest.raises(Unsupported, match="no floating-point numbers"):
-        ladder.Ladder(Call(aten.add.Tensor, (torch.arange(9), 1)))
+        ladder.Ladder(RepeatableCall(aten.add.Tensor, (torch.arange(9), 1)))
     with pytest.raises(Unsupported, match="Inductor calls a library"):
-        ladder.Ladder(Call(aten.cumsum.default, (torch.randn(9, 4).sort().values.unsqueeze(0), 0))).rung(1)
+        ladder.Ladder(RepeatableCall(aten.cumsum.default, (torch.randn(9, 4).sort().values.unsqueeze(0), 0))).rung(1)
 
 
 def test_without_a_compiler_the_intensity_says_so_and_the_others_remain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +164,14 @@ def test_the_fixed_part_of_a_line_is_found(fixed: float) -> None:
 
 def test_axes_of_products_convolutions_and_gathers() -> None:
     def sizes(function, *args) -> list[int]:
-        return [axis.size for axis in axes(Call(function, args))]
+        return [axis.size for axis in axes(RepeatableCall(function, args))]
 
     rand = torch.randn
     assert sizes(aten.mm.default, rand(3, 5), rand(5, 7)) == [3, 7, 5]
     assert sizes(aten.addmm.default, rand(7), rand(3, 5), rand(5, 7)) == [3, 7, 5]
     assert sizes(aten.addmm.default, rand(3, 7), rand(3, 5), rand(5, 7)) == [3, 7, 5]
     # a table with as many rows as indices keeps them
-    call = Call(aten.embedding.default, (rand(9, 4), torch.randint(0, 9, (9,))))
+    call = RepeatableCall(aten.embedding.default, (rand(9, 4), torch.randint(0, 9, (9,))))
     assert [axis.places for axis in axes(call)] == [((1, 0),)]
     image = (rand(2, 6, 8, 8), rand(4, 6, 3, 3), rand(4), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     assert sizes(aten.convolution.default, *image) == [2, 4]
@@ -180,7 +182,9 @@ def test_axes_of_products_convolutions_and_gathers() -> None:
 
 def test_axes_of_attention_with_a_bias_and_of_a_single_query() -> None:
     def places(*t: torch.Tensor) -> list[Any]:
-        return [(axis.size, axis.places) for axis in axes(Call(aten._scaled_dot_product_efficient_attention.default, t))]
+        return [
+            (axis.size, axis.places) for axis in axes(RepeatableCall(aten._scaled_dot_product_efficient_attention.default, t))
+        ]
 
     q, one, k = torch.randn(2, 6, 5, 8), torch.randn(2, 6, 1, 8), torch.randn(2, 6, 9, 8)
     # a bias for all heads stays whole when heads are cut
@@ -203,7 +207,7 @@ def test_axes_of_a_recurrent_layer_are_time_and_batch() -> None:
 def test_lists_are_cut_to_some_of_their_tensors() -> None:
     sizes = (600, 300, 90, 10)
     weights, other = ([torch.full((n, 2), float(n)) for n in sizes] for _ in range(2))
-    call = Call(aten._foreach_addcmul_.Scalar, (weights, other, other, 2.0))
+    call = RepeatableCall(aten._foreach_addcmul_.Scalar, (weights, other, other, 2.0))
     (axis,) = axes(call)
     for share, left in ((0.7, [600, 90, 10]), (0.05, [10]), (0.002, [2]), (0.0, [1])):
         made = piece(call, [axis], share)
@@ -212,11 +216,11 @@ def test_lists_are_cut_to_some_of_their_tensors() -> None:
         made.call.run()
     # numbers beside the tensors are cut alike, and a counter of steps is there for each
     steps = [torch.tensor(float(n)) for n in sizes]
-    made = piece(Call(aten._foreach_addcdiv_.ScalarList, (weights, other, other, [1.0, 2.0, 3.0, 4.0])), [axis], 0.05)
+    made = piece(RepeatableCall(aten._foreach_addcdiv_.ScalarList, (weights, other, other, [1.0, 2.0, 3.0, 4.0])), [axis], 0.05)
     assert made.call.args[3] == [4.0]
     args = (weights, other, other, other, [], steps)
     named = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    made = piece(Call(aten._fused_adamw_.default, args, named), [axis], 0.002)
+    made = piece(RepeatableCall(aten._fused_adamw_.default, args, named), [axis], 0.002)
     assert [tuple(x.shape) for x in made.call.tensors] == [(2, 2)] * 4 + [()]
     made.call.run()
 
@@ -228,10 +232,10 @@ def test_a_piece_runs_and_knows_its_share(share: float) -> None:
         (aten.add.Tensor, (torch.randn(4, 1, 77), torch.randn(9, 1))),
         (aten.native_layer_norm.default, (torch.randn(6, 10), [10], None, None, 1e-5)),
     ):
-        made = piece(Call(function, args), axes(Call(function, args)), share)
+        made = piece(RepeatableCall(function, args), axes(RepeatableCall(function, args)), share)
         made.call.run()
         assert made.share <= 0.75
-        whole, part = (math.prod(x.shape[0] for x in call.tensors) for call in (Call(function, args), made.call))
+        whole, part = (math.prod(x.shape[0] for x in call.tensors) for call in (RepeatableCall(function, args), made.call))
         assert part < whole or share == 0.5
 
 
@@ -249,14 +253,14 @@ def test_a_result_that_is_given_is_cut_and_grown_too(function, args, out) -> Non
     found = alone(given, clock(), 0.4)
     assert result.shape == out
     assert {"cache", "size"}.isdisjoint(found.why_not)
-    made = piece(Call.of(given), axes(Call.of(given)), 0.1).call
+    made = piece(RepeatableCall.of(given), axes(RepeatableCall.of(given)), 0.1).call
     assert made.run().shape == made.kwargs["out"].shape
     assert made.run().numel() < result.numel()
 
 
 def test_what_cannot_be_cut_says_so() -> None:
     with pytest.raises(Unsupported, match="none of its dimensions"):
-        smaller(Call(aten.arange.default, (5,)), [])
+        smaller(RepeatableCall(aten.arange.default, (5,)), [])
 
 
 def test_expanded_tensors_hold_what_they_hold() -> None:

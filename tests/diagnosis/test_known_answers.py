@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from tests.diagnosis.operators import sample
@@ -26,10 +26,10 @@ def product(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> Progr
 
 def simulated(patch: pytest.MonkeyPatch, function: Callable[..., Any], args: tuple[Any, ...]) -> Finding:
     """The finding of one call."""
-    dtype = next(x.dtype for x in Call(function, args).tensors if x.is_floating_point())
+    dtype = next(x.dtype for x in RepeatableCall(function, args).tensors if x.is_floating_point())
     timer, roofs = simulate(patch, dtype)
     given = sample(function, *args)
-    counted = timer.counted(Call(function, args))
+    counted = timer.counted(RepeatableCall(function, args))
     operation = replace(given.operation, flops=counted.flops, special=counted.special, bytes=counted.bytes)
     given = replace(given, operation=operation)
     return find(operation, roofs, with_intensity(alone(given, timer, 60.0), given, timer, 60.0))

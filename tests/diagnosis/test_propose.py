@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
-from rooftile.diagnosis.records import Call, Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.bf16.narrower import narrower, why_no_price
@@ -35,7 +35,7 @@ def watched(step: Callable[[], Any]) -> Watch:
     return watch
 
 
-def names(watch: Watch, calls: tuple[Call, ...]) -> list[str]:
+def names(watch: Watch, calls: tuple[StepCall, ...]) -> list[str]:
     return [watch.operations[call.row].op.removeprefix("aten::") for call in calls]
 
 
@@ -183,7 +183,7 @@ def test_dropout_of_an_attention_and_a_fused_one_are_seen() -> None:
     assert find_attentions(*_seen(watched(lambda: plain(x).softmax(-1) @ x.mT))) == []
 
 
-def _seen(watch: Watch) -> tuple[list[Operation], list[Call]]:
+def _seen(watch: Watch) -> tuple[list[OperatorRow], list[StepCall]]:
     return watch.operations, watch.calls
 
 
@@ -296,7 +296,7 @@ def test_the_lse_of_attention_stays_in_fp32_when_the_rest_is_tried_in_bf16() -> 
         return grad
 
     grad, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
-    operation = Operation(
+    operation = OperatorRow(
         module="", op="aten::_scaled_dot_product_efficient_attention_backward", phase="backward", calls=1, flops=1, special=0,
         bytes=1, where="", dtype="fp32", device="cpu", key=("", "", "", "", ()), indices=(0,),
     )  # fmt: skip
@@ -319,8 +319,8 @@ def test_a_program_in_bf16_is_not_told_to_run_what_it_keeps_in_fp32_in_bf16() ->
     norm = finding(GPU, Work(bytes=1e8, flops=1e6), op="aten::mul", calls=1)
 
     calls = [
-        Call(row=0, reads={1: 16, 2: 16}, writes={3: 16}, pointwise=False),
-        Call(row=1, reads={3: 16}, writes={4: 16}, pointwise=True),
+        StepCall(row=0, reads={1: 16, 2: 16}, writes={3: 16}, pointwise=False),
+        StepCall(row=1, reads={3: 16}, writes={4: 16}, pointwise=True),
     ]
 
     def given(dtype: str, shares: dict[int, float], too_late: frozenset[int] = frozenset()) -> Any:

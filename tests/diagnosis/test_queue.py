@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.records import OperatorRow, StepCall
 from rooftile.diagnosis.remedies import propose
 from rooftile.diagnosis.remedies.bf16.narrower import narrower
-from rooftile.diagnosis.remedies.queue import Change, Queue, joined
+from rooftile.diagnosis.remedies.queue import LaunchChange, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
-from rooftile.diagnosis.timeline import Launch, _asked
+from rooftile.diagnosis.timeline import Launch, _launched
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from tests.diagnosis.machine import Asked, Machine, Work, enqueued, finding
@@ -45,7 +45,7 @@ def test_the_price_of_faster_kernels_is_exact(asked: list[Asked], tail_us: float
     """Host-bound or device-bound, or by turns, with waits between: the changed step takes what the machine needs."""
     before = enqueued(asked, tail_us)[1]
     after = enqueued([replace(one, device_us=one.device_us * left) if one.op == "aten::mm" else one for one in asked], tail_us)[1]
-    changes = {("aten::mm", ()): Change(device=left)}
+    changes = {("aten::mm", ()): LaunchChange(device=left)}
     found = profiled(asked, tail_us, slower).saved_us(changes, before)
     assert found == pytest.approx(before - after, rel=1e-3, abs=1e-3 * before)
 
@@ -58,7 +58,7 @@ def test_the_price_of_more_kernels_is_exact(asked: list[Asked], tail_us: float, 
         for one in asked
     ]
     before, after = enqueued(asked, tail_us)[1], enqueued(more, tail_us)[1]
-    changes = {("aten::mm", ()): Change(device_us=device_us * its, host_us=host_us * its)}
+    changes = {("aten::mm", ()): LaunchChange(device_us=device_us * its, host_us=host_us * its)}
     found = profiled(asked, tail_us).saved_us(changes, before)
     assert found == pytest.approx(before - after, rel=1e-3, abs=1e-3 * before)
 
@@ -71,51 +71,55 @@ def test_a_full_queue_holds_the_host_up() -> None:
     queue = profiled(asked, 0.0, slower=1.7)
     assert queue.host_us == pytest.approx(5.0 * 3000, rel=1e-2)
     after = enqueued([replace(one, device_us=1.0) for one in asked])[1]
-    saved = queue.saved_us({("aten::mm", ()): Change(device=1 / 20)}, step_us)
+    saved = queue.saved_us({("aten::mm", ()): LaunchChange(device=1 / 20)}, step_us)
     assert saved == pytest.approx(step_us - after, rel=1e-2)
 
 
 def test_a_step_is_never_shorter_than_its_host() -> None:
     queue = Queue((Launch(30.0, 40.0, KEY), Launch(30.0, 40.0, KEY)), tail_us=5.0)
     assert queue.run() == (65.0, 110.0)
-    assert queue.saved_us({KEY: Change(device=0.0)}, 110.0) == pytest.approx(110.0 - 65.0)
+    assert queue.saved_us({KEY: LaunchChange(device=0.0)}, 110.0) == pytest.approx(110.0 - 65.0)
     # a wait of the program's own stays when launches become cheaper
     slow = Queue((Launch(5000.0, 1.0, KEY),))
-    assert slow.changed({KEY: Change(host=3.0)}).launches[0].host_us == 4003.0
+    assert slow.changed({KEY: LaunchChange(host=3.0)}).launches[0].host_us == 4003.0
     assert Queue(()).saved_us({}, 10.0) == 0.0
 
 
 def test_rows_with_one_key_share_its_launches() -> None:
     rows = [operation("aten::mm", calls=calls) for calls in (1, 3)]
-    found = joined({0: Change(device=0.0, host=8.0)}, rows)
+    found = joined({0: LaunchChange(device=0.0, host=8.0)}, rows)
     # three of four launches are as before
-    assert found == {("aten::mm", ()): Change(device=0.75, host=8.0, kept=0.75)}
+    assert found == {("aten::mm", ()): LaunchChange(device=0.75, host=8.0, kept=0.75)}
     queue = Queue(tuple(Launch(20.0, 4.0, ("aten::mm", ())) for _ in range(4))).changed(found)
     assert [launch[:2] for launch in queue.launches] == [(8.0 / 4 + 15.0, 3.0)] * 4
-    found = joined({0: Change(device=0.0, host=8.0, device_us=1.0), 1: Change(device=0.5, host=1.0, host_us=2.0)}, rows)
-    assert found == {("aten::mm", ()): Change(device=0.375, device_us=1.0, host=9.0, host_us=2.0)}
+    found = joined(
+        {0: LaunchChange(device=0.0, host=8.0, device_us=1.0), 1: LaunchChange(device=0.5, host=1.0, host_us=2.0)}, rows
+    )
+    assert found == {("aten::mm", ()): LaunchChange(device=0.375, device_us=1.0, host=9.0, host_us=2.0)}
 
 
 def test_the_hosts_time_leaves_out_its_waits() -> None:
     """Asked at 10, 20 and 90 us; between the second and the third the host waits for 60 us; 5 us after the last it is done."""
     work = [(20_000, 2.0, KEY), (10_000, 1.0, None), (90_000, 3.0, KEY)]
-    launched, tail_us = _asked(work, [(25_000, 85_000), (96_000, 200_000)], (0, 95_000))
+    launched, tail_us = _launched(work, [(25_000, 85_000), (96_000, 200_000)], (0, 95_000))
     assert launched == [Launch(10.0, 1.0), Launch(10.0, 2.0, KEY, True), Launch(10.0, 3.0, KEY)]
     assert tail_us == 5.0
 
 
-def operation(op: str, calls: int = 1, phase: str = "forward", module: str = "m") -> Operation:
-    return Operation(
+def operation(op: str, calls: int = 1, phase: str = "forward", module: str = "m") -> OperatorRow:
+    return OperatorRow(
         module=module, op=op, phase=phase, calls=calls, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cuda",
         key=(), indices=(),
     )  # fmt: skip
 
 
-def seen(findings: list[Finding], calls: list[Call], asked: list[Asked], tail_us: float, **known: Any) -> propose.Seen:
+def seen(
+    findings: list[Finding], calls: list[StepCall], asked: list[Asked], tail_us: float, **known: Any
+) -> propose.ObservedStep:
     ceilings = SimpleNamespace(
         matmul_tflops={"fp32": 50.0, "bf16": 800.0}, launch_us=LAUNCH_US, copy_gbs=GPU.bytes_per_us / 1e3, node_us=0.0
     )
-    return propose.Seen(
+    return propose.ObservedStep(
         device=torch.device("cuda"), ceilings=ceilings,  # type: ignore[arg-type]
         step=StepEvidence(time_us=enqueued(asked, tail_us)[1]), findings=findings, calls=calls, kept=frozenset(), busy_us=0.0,
         launches=len(asked), queue=profiled(asked, tail_us), **known,
@@ -137,9 +141,9 @@ def test_bf16_of_a_step_that_the_host_nearly_holds_up() -> None:
     calls = [
         one for n in range(count)
         for one in (
-            Call(row=0, reads={3 * n: size, 9000 + n: size}, writes={3 * n + 1: size}, pointwise=False),
+            StepCall(row=0, reads={3 * n: size, 9000 + n: size}, writes={3 * n + 1: size}, pointwise=False),
             # a wide tensor beside makes the result wide, so the next product's operand is cast again
-            Call(row=1, reads={3 * n + 1: size, 5000: size}, writes={3 * n + 3: size}, pointwise=True),
+            StepCall(row=1, reads={3 * n + 1: size, 5000: size}, writes={3 * n + 3: size}, pointwise=True),
         )
     ]  # fmt: skip
     its = seen([product, other], calls, asked, 0.0, narrower={0: 0.1}, cast_us=6.0)
@@ -157,7 +161,7 @@ def test_bf16_of_a_step_that_the_host_nearly_holds_up() -> None:
     assert "its 200 casts move 1,258.3 MB; then the host holds the step up, with 31.2 ms" in remedy.how
 
 
-def priced(findings: list[Finding], calls: list[Call], asked: list[Asked]) -> Remedy:
+def priced(findings: list[Finding], calls: list[StepCall], asked: list[Asked]) -> Remedy:
     its = seen(findings, calls, asked, 0.0)
     return next(r for r in propose._fused(its) if r is not None and r.name == "compile")
 
@@ -172,11 +176,11 @@ def test_compiling_saves_the_bytes_of_chains_and_the_hosts_launches(host_us: flo
     calls, asked = [], []
     for layer in range(10):
         first = 100 * layer
-        calls.append(Call(row=0, reads={first - 1: size}, writes={first: size}, pointwise=False))
+        calls.append(StepCall(row=0, reads={first - 1: size}, writes={first: size}, pointwise=False))
         asked.append(Asked(host_us=host_us, device_us=product.call_us, op="aten::mm"))
         for i in range(4):
             write = first + 99 if i == 3 else first + i + 1
-            calls.append(Call(row=i + 1, reads={first + i: size}, writes={write: size}, pointwise=True))
+            calls.append(StepCall(row=i + 1, reads={first + i: size}, writes={write: size}, pointwise=True))
             asked.append(Asked(host_us=host_us, device_us=chain[i].call_us, op=f"aten::op{i}"))
     fused_us = GPU.exact(work)
     pace = propose.PACE * LAUNCH_US
@@ -193,7 +197,7 @@ def test_compiling_leaves_what_lies_outside_of_modules() -> None:
     """An engine whose host works beside its model: only the model's launches become cheaper."""
     inside, outside = (row(f"aten::{name}", Work(flops=0, bytes=4e4), 100, module=name[:1]) for name in ("model", "x"))
     outside = replace(outside, operation=replace(outside.operation, module=""))
-    calls = [Call(row=n % 2, reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(200)]
+    calls = [StepCall(row=n % 2, reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(200)]
     asked = [Asked(host_us=40.0, device_us=f.call_us, op=f.operation.op) for f in (inside, outside)] * 100
     after = [replace(one, host_us=propose.PACE * LAUNCH_US) if one.op == "aten::model" else one for one in asked]
     # each call of the model reads a tensor that no other has made
@@ -206,7 +210,9 @@ def test_compiling_an_optimiser_that_the_host_holds_up_leaves_a_launch_for_each_
     names = [f"aten::op{i}_" for i in range(11)]
     findings = [row(name, Work(flops=0, bytes=48e3), 200, "optimiser", "") for name in names]
     calls = [
-        Call(row=i, reads={n: 16384, 1000 + n: 16384}, writes={n: 16384}, pointwise=True) for n in range(200) for i in range(11)
+        StepCall(row=i, reads={n: 16384, 1000 + n: 16384}, writes={n: 16384}, pointwise=True)
+        for n in range(200)
+        for i in range(11)
     ]
     asked = [Asked(host_us=8.0, device_us=findings[0].call_us, op=name) for name in names] * 200
     remedy = priced(findings, calls, asked)
@@ -221,7 +227,8 @@ def test_compiling_has_no_price_where_many_calls_are_custom_operators() -> None:
     for custom, is_priced in ((1, True), (40, False)):
         findings = [row("aten::mm", work, 60), row("rooftile::gated", work, custom)]
         calls = [
-            Call(row=int(n >= 60), reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(60 + custom)
+            StepCall(row=int(n >= 60), reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False)
+            for n in range(60 + custom)
         ]
         asked = [Asked(host_us=40.0, device_us=findings[call.row].call_us, op=findings[call.row].operation.op) for call in calls]
         its = seen(findings, calls, asked, 0.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.records import StepCall
 from rooftile.diagnosis.remedies.fusion.chains import find_chains, fuse
 from rooftile.diagnosis.remedies.prices import (
     another_attention,
@@ -32,11 +32,11 @@ GPU = Machine(flops_per_us=5e8, bytes_per_us=4e6, cache_bytes_per_us=1.2e7, fixe
 SIZE = 4 * 10**6
 
 
-def pointwise(row: int, reads: tuple[int, ...], write: int, size: int = SIZE) -> Call:
-    return Call(row=row, reads=dict.fromkeys(reads, size), writes={write: size}, pointwise=True)
+def pointwise(row: int, reads: tuple[int, ...], write: int, size: int = SIZE) -> StepCall:
+    return StepCall(row=row, reads=dict.fromkeys(reads, size), writes={write: size}, pointwise=True)
 
 
-def moved(call: Call) -> int:
+def moved(call: StepCall) -> int:
     return sum(call.reads.values()) + sum(call.writes.values())
 
 
@@ -49,19 +49,19 @@ def test_a_fused_chain_reads_its_inputs_once_and_writes_its_result() -> None:
     # a backward has saved the argument of gelu: it is written all the same
     assert find_chains(calls, kept={3})[0].bytes_fused == 4 * SIZE
     # ... or somebody reads it later
-    assert find_chains([*calls, Call(row=3, reads={3: SIZE}, writes={9: 8}, pointwise=False)])[0].bytes_fused == 4 * SIZE
+    assert find_chains([*calls, StepCall(row=3, reads={3: SIZE}, writes={9: 8}, pointwise=False)])[0].bytes_fused == 4 * SIZE
     # ... but a reader before the chain is none
-    assert find_chains([Call(row=3, reads={3: SIZE}, writes={}, pointwise=False), *calls])[0].bytes_fused == 3 * SIZE
+    assert find_chains([StepCall(row=3, reads={3: SIZE}, writes={}, pointwise=False), *calls])[0].bytes_fused == 3 * SIZE
 
 
 def test_in_place_is_read_and_written_once() -> None:
-    calls = [Call(row=i, reads={1: SIZE}, writes={1: SIZE}, pointwise=True) for i in range(3)]
+    calls = [StepCall(row=i, reads={1: SIZE}, writes={1: SIZE}, pointwise=True) for i in range(3)]
     (chain,) = find_chains(calls)
     assert (chain.bytes_now, chain.bytes_fused) == (6 * SIZE, 2 * SIZE)
 
 
 def test_chains_end_at_a_product_and_where_nothing_is_handed_on() -> None:
-    product = Call(row=9, reads={3: SIZE}, writes={4: SIZE}, pointwise=False)
+    product = StepCall(row=9, reads={3: SIZE}, writes={4: SIZE}, pointwise=False)
     calls = [
         pointwise(0, (1,), 2), pointwise(1, (2,), 3), product, pointwise(2, (4,), 5), pointwise(3, (5,), 6),
         pointwise(4, (20,), 21), pointwise(5, (30,), 31),
@@ -80,7 +80,7 @@ def test_a_fused_chains_price_is_exact(length: int, intensity: float, layers: in
         first = 100 * layer
         calls += [pointwise(i, (first + i,), first + i + 1) for i in range(length)]
         # something else lies between the layers
-        calls.append(Call(row=length, reads={first + length: SIZE}, writes={first + 100: SIZE}, pointwise=False))
+        calls.append(StepCall(row=length, reads={first + length: SIZE}, writes={first + 100: SIZE}, pointwise=False))
         kept.add(first + length)
     findings = [finding(CPU, per_call, calls=layers, index=i, op=f"aten::op{i}") for i in range(length + 1)]
     (remedy,) = fuse(find_chains(calls, kept), findings)

@@ -13,7 +13,7 @@ import rooftile as rt
 from rooftile.diagnosis.experiments import series
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def is_settled(row: int, found: Evidence) -> bool:
 
 
 def recorded(function=torch.ops.aten.add.Tensor, *args) -> Recorded:
-    operation = Operation(
+    operation = OperatorRow(
         module="", op=str(function), phase="forward", calls=1, flops=1000, special=0, bytes=1000, where="", dtype="fp32",
         device="cpu", key=(), indices=(0,),
     )  # fmt: skip

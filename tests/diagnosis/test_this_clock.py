@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftile as rt
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import references
@@ -99,7 +99,7 @@ def test_a_tiny_operator_is_all_fixed_cost() -> None:
 
 
 def test_few_rows_of_a_product_are_bound_by_the_weight_that_they_read() -> None:
-    call = Call(aten.mm.default, (torch.randn(4, 4096), torch.randn(4096, 4096)))
+    call = RepeatableCall(aten.mm.default, (torch.randn(4, 4096), torch.randn(4096, 4096)))
     assert cached_share(call, axes(call), clock(), 2.0) < 0.75
 
 

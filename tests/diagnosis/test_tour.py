@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rooftile.cli.app import app
 from rooftile.diagnosis.tour import calls, elementwise, guide, products
-from rooftile.diagnosis.tour.exhibit import Case, Exhibit, Expected, Lab, show
+from rooftile.diagnosis.tour.exhibit import Exhibit, ExhibitCase, Expected, Lab, show
 from rooftile.hardware.ceilings import Ceilings
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_a_case_that_cannot_run_is_named_with_its_reason() -> None:
         raise RuntimeError("no compiler found\nsecond line")
 
     once = Expected(1.0, "memory")
-    cases = (Case(name="a", expected=once, work=lambda: None), Case(name="b", expected=once, work=breaks))
+    cases = (ExhibitCase(name="a", expected=once, work=lambda: None), ExhibitCase(name="b", expected=once, work=breaks))
     shown = show(Exhibit(title="t", does="d", cases=cases, lesson=lambda us: f"{us['b']}"), CPU)
     assert shown.sentence == "b could not run here: no compiler found"
     assert "b                                  -" in guide.measured(shown)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT
+from tests.unit.budget import PHRASES, phrases_of
 
 FOLDERS = ("rooftile", "rooftile_lab", "tests", "scripts", "examples")
 FIRST_WORDS = {"What", "Of", "Where", "Which", "As"}
@@ -78,6 +79,13 @@ def test_docstrings_comments_and_names_keep_the_rules(folder):
 def test_titles_name_formats(page):
     titles = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert [title for title in titles if FEW_BITS.search(title)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "api"], ids=lambda page: page.name)
+def test_a_page_names_its_nouns(page):
+    """Pages of the reference come from docstrings, whose phrases are in the budget; code in backticks is quoted."""
+    words = re.sub(r"`[^`\n]+`", "", page.read_text(encoding="utf-8"))
+    assert phrases_of(words) == dict.fromkeys(PHRASES, 0)
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_the_first_pages_say_how_to_install_and_what_all_of_it_is_for() -> None:
     for page in (README, ROOT / "docs" / "index.md"):
         text = page.read_text(encoding="utf-8")
         first = " ".join(text.split("-->")[1].split("<!--")[0].split())
-        assert first.count(". ") == 0, "one sentence"
-        for word in ("attention", "bounds a program", "formats", "serving", "H200"):
+        assert first.count(". ") == 0, "one sentence, of parts"
+        for word in ("exact attention", "bounds a program", "training", "formats", "serving", "paged", "approximate", "H200"):
             assert word in first
         assert "pip install ." in text
 

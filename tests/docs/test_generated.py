@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 import rooftile
 from rooftile_lab.bench.results import write_tables
+from scripts.write_reference import PAGES
 from tests.docs.pages import NAMES, ROOT, run
 
 TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTALL)
@@ -28,7 +30,7 @@ def checked(script: str) -> subprocess.CompletedProcess[str]:
         ("write_tables.py", "docs/reference/backends.md"),
         ("write_tables.py", "docs/reference/approximate.md"),
         ("write_tables.py", "docs/how-to/choose-a-method.md"),
-        ("write_reference.py", "docs/reference/api.md"),
+        ("write_reference.py", "docs/reference/api/index.md"),
         ("write_operators.py", "docs/reference/operators.md"),
         ("write_transformers_models.py", "docs/reference/transformers-models.md"),
         ("write_entrance.py", "README.md"),
@@ -66,3 +68,10 @@ def test_the_version_and_the_python_are_the_same_everywhere():
     assert project["requires-python"] == ">=3.11"
     assert "(3, 11)" in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
     assert f"## {rooftile.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_public_name_of_the_package_is_in_the_reference():
+    written = {name for page in PAGES for section in page.sections for name in section.names}
+    named = {name for name in rooftile.__all__ if not inspect.ismodule(getattr(rooftile, name))}
+    assert "attention" in named
+    assert named - written - {"__version__"} == set()

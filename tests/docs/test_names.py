@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -65,3 +66,19 @@ def test_every_public_name_used_exists(name):
     named = set(PUBLIC.findall("\n".join(code for _, code in fences(ROOT / name, "python"))))
     package = {path.stem for path in (ROOT / "rooftile").iterdir()}
     assert {word for word in named if not hasattr(rooftile, word) and word not in package} == set()
+
+
+# a line of a package's docstring that says what a part is for: "name   text", "a, b   text", "folder/   text"
+LISTED = re.compile(r"^\s*([a-z_0-9]+(?:, [a-z_0-9]+)*)(?:\.py|/)?\s{2,}\S", re.MULTILINE)
+PACKAGES = sorted(path for name in ("rooftile", "rooftile_lab") for path in (ROOT / name).rglob("__init__.py"))
+
+
+def test_every_part_that_a_package_lists_exists():
+    found = {
+        path.parent / part: (path.parent / part).exists() or (path.parent / f"{part}.py").exists()
+        for path in PACKAGES
+        for line in LISTED.findall(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+        for part in line.split(", ")
+    }
+    assert len(found) > 100
+    assert [str(part.relative_to(ROOT)) for part, is_there in found.items() if not is_there] == []

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftile as rt
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity import references
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
@@ -197,7 +197,7 @@ def test_a_training_step_is_captured_and_undone(device: torch.device) -> None:
 @pytest.mark.parametrize("count", [3, 48])
 def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> None:
     x = random(37, 65, dtype=dtype)
-    made = Ladder(Call(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
+    made = Ladder(RepeatableCall(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
     near = 0.01 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(made.double(), expected(x * 2, count), atol=near, rtol=near)
 
@@ -211,7 +211,7 @@ def test_the_references_can_be_told_apart(dtype: torch.dtype, device: torch.devi
 
 
 def test_cold_is_slower_than_warm(device: torch.device) -> None:
-    timer, call = timer_for(device), Call(aten.add.Tensor, (random(1 << 22), 1.0))
+    timer, call = timer_for(device), RepeatableCall(aten.add.Tensor, (random(1 << 22), 1.0))
     cold, warm = (min(timer.once(call, cold=is_cold) for _ in range(10)) for is_cold in (True, False))
     assert cold > 1.15 * warm
 
@@ -224,4 +224,4 @@ def test_the_host_is_not_timed(device: torch.device) -> None:
         time.sleep(5e-3)
         return y + 1
 
-    assert timer_for(device).once(Call(slow, (x,)), cold=True) < 1000
+    assert timer_for(device).once(RepeatableCall(slow, (x,)), cold=True) < 1000

@@ -95,7 +95,9 @@ def test_hostile_blocks() -> None:
 def test_products(N: int, K: int, dtype: torch.dtype, way: str) -> None:
     weight, kind = weight_of(N, K, dtype), torch.float16 if dtype == torch.float16 else torch.bfloat16
     bias = torch.randn(N, device="cuda").to(kind)
-    asked = backends.Call(torch.empty(64, K, dtype=kind, device="cuda"), None, tensors_of(weight), bias, product_of(weight, kind))
+    asked = backends.SparseProductCall(
+        torch.empty(64, K, dtype=kind, device="cuda"), None, tensors_of(weight), bias, product_of(weight, kind)
+    )
     reasons = list(backends.refusals(way, asked))
     if reasons:
         # shapes are refused everywhere; the library may be missing, and Hopper's kernel has whole steps of K

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rooftile.optim import AdamW, operator
-from rooftile.optim.definition import Numbers, update
+from rooftile.optim.definition import StepNumbers, update
 from rooftile.optim.split import join, sums_of
 from rooftile.runtime import launch
 
@@ -35,7 +35,7 @@ def test_a_step(dtype: torch.dtype, split: bool, gradient: torch.dtype, counted:
     sums = [sums_of(x) + (n == 1) for n, x in enumerate(weights)] if split else []
     masks = [torch.rand(shape) < 0.5 for shape in SHAPES] if sparse else []
     for lr, clip, maximize in ((None, None, False), (torch.tensor(0.02), torch.tensor(0.3), True)):
-        numbers = Numbers(0.01, 0.9, 0.999, 1e-8, 0.1, 0.0 if counted else 3.0, 0.5)
+        numbers = StepNumbers(0.01, 0.9, 0.999, 1e-8, 0.1, 0.0 if counted else 3.0, 0.5)
         ours = [[x.clone() for x in each] for each in (weights, first, second, rests, sums)]
         due = [[x.clone() for x in each] for each in (weights, first, second, rests, sums)]
         seen: list[str] = []

@@ -21,10 +21,10 @@ from tests.kernels import emulated  # noqa: E402
 from tests.weights.cases import FORMATS, QUANTISES_X, defined, weight_of  # noqa: E402
 
 
-def asked(name: str, M: int, N: int = 512, K: int = 1024, dtype: torch.dtype = torch.bfloat16) -> backends.Call:
+def asked(name: str, M: int, N: int = 512, K: int = 1024, dtype: torch.dtype = torch.bfloat16) -> backends.ProductCall:
     weight = weight_of(name, N, K)
     product = Product(weight.format, weight.group, N, K, dtype, False)
-    return backends.Call(torch.zeros(M, K, dtype=dtype), None, weight.parts, None, product)
+    return backends.ProductCall(torch.zeros(M, K, dtype=dtype), None, weight.parts, None, product)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -198,7 +198,7 @@ def test_emulated_products_of_many_rows(
     """INT8: every tile is computed once, also those at the ends, and the sums are exact."""
     weight, bias, rows = weight_of("int8", N, K), torch.randn(N), quantise_rows(torch.randn(M, K), "int8")
     product = Product("int8", K, N, K, dtype, False)
-    assert not list(launch.refusals(backends.Call(rows.codes, rows.scales, weight.parts, bias, product)))
+    assert not list(launch.refusals(backends.ProductCall(rows.codes, rows.scales, weight.parts, bias, product)))
     with emulation(monkeypatch, processors):
         found = launch.multiply(rows.codes, rows.scales, weight.parts, bias, product)
     due = exact_product(rows.codes, weight.codes).float() * rows.scales * weight.scales.T + bias

@@ -20,7 +20,7 @@ SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (77, 384), (4
 class Line:
     """The code of `schedule`, run by Python for one program."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: launch.Sizes, programs: int, tile: schedule.Tile) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: launch.ProductSizes, programs: int, tile: schedule.Tile) -> None:
         self.tiles, self.steps, self.spread, self.programs = sizes.tiles, sizes.steps, sizes.spread, programs
         self.BLOCKS, self.COLUMNS, self.partials, self.program = tile.blocks, tile.COLUMNS, 0, 0
         language = SimpleNamespace(

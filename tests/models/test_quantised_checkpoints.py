@@ -319,7 +319,7 @@ def test_a_quantised_head_is_dequantised(tmp_path: Path) -> None:
 def test_who_listens_hears_how_much_has_been_read(kind: str | None, tmp_path: Path) -> None:
     plain(tmp_path) if kind is None else quantised(kind, tmp_path)
     shares: list[float] = []
-    with weights.reading_told(shares.append):
+    with weights.reporting_progress(shares.append):
         Decoder.from_folder(tmp_path, weights="int4:32" if kind is None else "auto")
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)

@@ -51,7 +51,7 @@ MUTATIONS = {
     ),
     "text, a token that ends an answer": Mutation(
         "server/engine/following.py", "detokenizer.take_ids()", "answer.ids[-1:]",
-        ("tests/server/test_answer_texts.py", "-k", "belongs_to_no_text"),
+        ("tests/server/test_answer_decoder.py", "-k", "belongs_to_no_text"),
     ),
     "gptq, zeros less one": Mutation(
         "weights/files/layouts/gptq.py", "words + one", "words",
@@ -138,7 +138,7 @@ MUTATIONS = {
     "metrics before tokens": Mutation(
         "server/engine/remote.py", "get_running_loop().call_soon(self._noted, message.state)",
         "get_running_loop().call_later(1, self._noted, message.state)",
-        ("tests/server/test_answering.py",),
+        ("tests/server/test_responder.py",),
     ),
     "GPTQ, groups of columns in another order": Mutation(
         "weights/files/layouts/gptq.py", "((*codes, *groups), ()) if self.in_another_order else (codes, groups)",

@@ -49,8 +49,8 @@ MUTATIONS = {
         "qat/prepared/rounded.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
     ),
     "plan, losses in steps": Mutation(
-        "planning/choice.py", "math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
-        ("tests/planning/test_choice.py",),
+        "planning/knapsack.py", "math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
+        ("tests/planning/test_knapsack.py",),
     ),
     "plan, launches": Mutation(
         "planning/costs.py", "return self.roofs(one.dtype).fixed_us + fill_us", "return fill_us",

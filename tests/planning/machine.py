@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from rooftile.hardware.ceilings import Ceilings
-from rooftile.planning.costs import Machine
-from rooftile.planning.timing import Timed
+from rooftile.planning.costs import DeviceCeilings
+from rooftile.planning.timing import TimedCalls
 
 # 10 GB/s, 0.1 TFLOP/s in fp32 and twice that in bf16, 5 µs for a launch
 CEILINGS = Ceilings(
@@ -23,9 +23,9 @@ class Pretended:
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.calls = factor, 0
-        self._machine = Machine(CPU, CEILINGS)
+        self._machine = DeviceCeilings(CPU, CEILINGS)
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         for work in works:
             for run in work.runs:
                 run()

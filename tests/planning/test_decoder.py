@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 import rooftile as rt
 from rooftile.models import Decoder, TrainableDecoder
 from rooftile.planning import timing
-from rooftile.planning.costs import Machine, passes_of
+from rooftile.planning.costs import DeviceCeilings, passes_of
 from rooftile.planning.targets.decoders import DecoderTarget, Phase
-from rooftile.planning.timing import Size, Timed, Times, products_of
+from rooftile.planning.timing import Size, TimedCalls, Times, products_of
 from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import llama, tokens
 
@@ -34,7 +34,7 @@ def test_rows_and_shares_make_a_step(folder: Path) -> None:
     first = plan.layers[0]
     assert first.name == "layers.0.self_attn.q_proj, k_proj, v_proj"
     assert [(load.phase, load.rows, load.calls) for load in first.loads] == [("decode", 4, 0.75), ("prompt", 32, 0.25)]
-    machine = Machine(CPU, CEILINGS)
+    machine = DeviceCeilings(CPU, CEILINGS)
     due = [machine.us(passes_of(rows, 192, 64, "bf16", "fp32", 4, on_gpu=False)) for rows in (4, 32)]
     assert first.choice.predicted_us == pytest.approx(0.75 * due[0] + 0.25 * due[1])
     # two prompts of 16 tokens need the logits of their last tokens
@@ -104,7 +104,7 @@ def test_a_decoder_is_as_before(folder: Path) -> None:
 def test_codes_come_from_the_kernel_before_where_one_writes_them(folder: Path) -> None:
     """Norms and gates of the engine write FP8; what attention returns is quantised by the product."""
     plan = rt.plan(folder, rows={"decode": 4}, context=16, formats=["fp8"], measure=False, device="cpu")
-    machine = Machine(CPU, CEILINGS)
+    machine = DeviceCeilings(CPU, CEILINGS)
     for layer, given in zip(plan.layers[:4], (True, False, True, True), strict=True):
         N, K = sum(part.N for part in layer.parts), layer.parts[0].K
         due = machine.us(passes_of(4, N, K, "fp8", "fp32", 4, on_gpu=False, gets_codes=given))
@@ -162,7 +162,7 @@ def test_a_decode_step_is_timed_over_more_weights_than_the_cache_holds(
     walked: list[tuple[int, int]] = []
     pretended = stopwatch.us
 
-    def us(works: Sequence[Timed]) -> list[float]:
+    def us(works: Sequence[TimedCalls]) -> list[float]:
         walked.extend((len(work.runs), work.passes[0].bytes) for work in works)
         return pretended(works)
 

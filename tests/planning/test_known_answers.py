@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 import rooftile as rt
 from rooftile.hardware import ceilings
 from rooftile.planning import Plan
-from rooftile.planning.costs import Machine, Pass, passes_of, share_of_waves, verdict_of
+from rooftile.planning.costs import DeviceCeilings, Pass, passes_of, share_of_waves, verdict_of
 from rooftile.planning.formats import KEPT, weight_bytes
-from rooftile.planning.timing import Timed
+from rooftile.planning.timing import TimedCalls
 from rooftile.qat import QuantisedLinear
 from rooftile.weights import quantise_weight
 from rooftile.weights.files.formats import SPARSE
@@ -121,7 +121,7 @@ def test_without_data_a_loss_is_the_error_of_the_output() -> None:
 class Fast(Pretended):
     """Products in formats take a tenth of their time, as on a machine with units for them."""
 
-    def us(self, works: Sequence[Timed]) -> list[float]:
+    def us(self, works: Sequence[TimedCalls]) -> list[float]:
         factors = [0.1 if any(one.flops == 0 for one in work.passes) else 1.0 for work in works]
         return [us * factor for us, factor in zip(super().us(works), factors, strict=True)]
 
@@ -198,7 +198,7 @@ def test_waves_of_tiles_by_hand() -> None:
 
 def test_a_product_on_a_gpu_by_hand() -> None:
     """Its waves, its fill and its result; CEILINGS are those of the simulated machine."""
-    machine = Machine(CPU, CEILINGS)
+    machine = DeviceCeilings(CPU, CEILINGS)
     one = Pass(10**8, 10**5, "fp32", (128, 256), 10**4)
     plain, fixed = machine.us([one]), machine.us([Pass(0, 0, "fp32")])
     assert plain == machine.us([one._replace(sizes=None)])
@@ -209,7 +209,7 @@ def test_a_product_on_a_gpu_by_hand() -> None:
 
 
 def test_bounds_of_a_machine() -> None:
-    machine = Machine(CPU, CEILINGS)
+    machine = DeviceCeilings(CPU, CEILINGS)
     assert machine.bound([Pass(10**8, 10**6, "fp32")]) == "compute"
     assert machine.bound([Pass(10**7, 10**7, "fp32")]) == "memory"
     assert machine.bound([Pass(10**3, 10**3, "fp32")]) == "overhead"

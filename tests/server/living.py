@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rooftile.server.run import Run, bind
+from rooftile.server.run import ServerRun, bind
 from rooftile.server.settings import ServerSettings
 
 ENGINE = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": 64, "max_model_len": 8192}
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 class Living:
     """A running server and a client for it."""
 
-    def __init__(self, run: Run, life: asyncio.Task[int], client: httpx.AsyncClient) -> None:
+    def __init__(self, run: ServerRun, life: asyncio.Task[int], client: httpx.AsyncClient) -> None:
         self.run = run
         self.service = run._service
         self.life = life
@@ -58,7 +58,7 @@ async def living(folder: Path, *, ready: bool = True, **settings: Any) -> AsyncI
     # for the engine's process: threads that wait for each other take a hundred times as long on a busy machine
     os.environ["OMP_NUM_THREADS"] = "1"
     listener = bind("127.0.0.1", 0)
-    run = Run(ServerSettings(model=str(folder), engine=ENGINE, **settings), listener)
+    run = ServerRun(ServerSettings(model=str(folder), engine=ENGINE, **settings), listener)
     life = asyncio.create_task(run.live())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with httpx.AsyncClient(

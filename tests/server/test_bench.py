@@ -48,7 +48,7 @@ def test_a_conversation_is_refused() -> None:
 
 
 def test_parameters_cross_in_openais_words() -> None:
-    ask = workloads.Ask([1], SamplingParams(max_tokens=5, ignore_eos=True, include_stop=True, n=2))
+    ask = workloads.WorkloadRequest([1], SamplingParams(max_tokens=5, ignore_eos=True, include_stop=True, n=2))
     body = body_of(ask)
     assert body["include_stop_str_in_output"] is True
     assert (body["max_tokens"], body["n"], body["ignore_eos"], body["temperature"]) == (5, 2, True, 1.0)

@@ -25,8 +25,8 @@ from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
-from rooftile.server.observe.log import WAITING_LINES, Account, _Lines, _Queued, _Quiet, tell
-from rooftile.server.run import SPARE_FILES, Run, allow_files, bind
+from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _Lines, _Queued, _Quiet, log_request
+from rooftile.server.run import SPARE_FILES, ServerRun, allow_files, bind
 from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
 
@@ -256,7 +256,7 @@ def test_a_lack_of_files_is_one_line(caplog) -> None:
     """asyncio tells it with a stack for each of a thousand connections, every second."""
 
     async def test() -> None:
-        alive = Run(ServerSettings(model="m"), socket.socket())
+        alive = ServerRun(ServerSettings(model="m"), socket.socket())
         for _ in range(1000):
             alive._note_error(asyncio.get_running_loop(), {"message": "", "exception": OSError(errno.EMFILE, "too many")})
         assert len(caplog.records) == 1
@@ -278,7 +278,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(monkeypatch) -> None:
     monkeypatch.setattr(log, "level", logging.INFO)
     try:
         for _ in range(3):
-            tell(Account(id="x" * 100_000))
+            log_request(AccessRecord(id="x" * 100_000))
     finally:
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
@@ -330,7 +330,9 @@ def test_a_server_that_listens_no_more_ends(folder, caplog) -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_clients_words_begin_no_line(as_json) -> None:
-    record = logging.makeLogRecord({"msg": "request\nfake", "said": Account(path='/a\n"x', key="ann", prompt_tokens=3).line()})
+    record = logging.makeLogRecord(
+        {"msg": "request\nfake", "said": AccessRecord(path='/a\n"x', key="ann", prompt_tokens=3).line()}
+    )
     line = _Lines(as_json=as_json).format(record)
     assert "\n" not in line
     if as_json:

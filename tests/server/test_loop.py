@@ -10,7 +10,7 @@ from rooftile.engine import SamplingParams
 from rooftile.engine.stats import stats_of
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.loop import Loop
-from rooftile.server.engine.messages import Abort, Add, Step
+from rooftile.server.engine.messages import Abort, Add, StepNews
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -20,14 +20,14 @@ class FakeLink:
 
     def __init__(self, *orders: list) -> None:
         self._orders = list(orders)
-        self.sent: list[Step] = []
+        self.sent: list[StepNews] = []
         self.waits: list[float | None] = []
 
     def orders(self, wait_s: float | None) -> list:
         self.waits.append(wait_s)
         return self._orders.pop(0) if self._orders else []
 
-    def send(self, message: Step) -> None:
+    def send(self, message: StepNews) -> None:
         self.sent.append(message)
 
 

@@ -12,7 +12,7 @@ import pytest
 from rooftile.server import limits
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.http.sse import EventStream, event
-from rooftile.server.observe.log import Account
+from rooftile.server.observe.log import AccessRecord
 from tests.server.listening import listening
 
 
@@ -59,7 +59,7 @@ def test_a_slow_reader_is_not_one_that_reads_nothing(monkeypatch, left, is_cut) 
 
 
 def test_a_client_that_leaves_ends_its_stream() -> None:
-    closed, account = [], Account()
+    closed, access = [], AccessRecord()
 
     async def events():
         while True:
@@ -73,9 +73,9 @@ def test_a_client_that_leaves_ends_its_stream() -> None:
         await asyncio.sleep(0.05)
         return {"type": "http.disconnect"}
 
-    stream = EventStream(events(), lambda: closed.append(True), account)
+    stream = EventStream(events(), lambda: closed.append(True), access)
     asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
-    assert (closed, account.end) == ([True], "gone")
+    assert (closed, access.end) == ([True], "gone")
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b\u2029", "a\r\nb", "\x1c\x0b"])

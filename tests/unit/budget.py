@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -20,12 +21,15 @@ BUDGET = Path(__file__).with_suffix(".toml")
 # a folder with more files than this is in the budget
 CROWDED = 16
 OPTIONS = ("softcap", "dropout", "deterministic", "alibi")
+# phrases by which a sentence leaves its noun out: name the noun
+PHRASES = ("that of", "those of", "so many", "has none", "have none", "nobody")
 SAID = {
     "lines": "lines of Python in each room of the package; files beside the rooms are in the room `root`",
     "lab": "lines of Python in the package beside it, which nothing of the product imports",
     "entries": "files and folders at the root of the package",
     "folders": f"entries of each folder below it that has more than {CROWDED}",
     "options": "files that name an option of attention as an argument of a function",
+    "phrases": "places in both packages where a phrase stands for a noun that is left out",
     "kernels": "arguments of the kernel function that takes most",
     "moves": "calls that enter another room of the package than their caller's, on a CPU",
 }
@@ -47,9 +51,14 @@ def measured(package: Path = PACKAGE) -> Budget:
     """Returns what can be read from the files of a package."""
     lines: Counter[str] = Counter()
     options: Counter[str] = Counter(dict.fromkeys(OPTIONS, 0))
+    phrases: Counter[str] = Counter(dict.fromkeys(PHRASES, 0))
+    lab = sources(package.parent / "rooftile_lab")
     most = 0
+    for path in lab:
+        phrases.update(phrases_of(path.read_text(encoding="utf-8")))
     for path in sources(package):
         text = path.read_text(encoding="utf-8")
+        phrases.update(phrases_of(text))
         parts = path.relative_to(package).parts
         lines[parts[0] if len(parts) > 1 else "root"] += len(text.splitlines())
         host, kernels = arguments(text)
@@ -59,12 +68,19 @@ def measured(package: Path = PACKAGE) -> Budget:
     entries = {folder: sum(path.name != "__pycache__" for path in folder.iterdir()) for folder in folders}
     return {
         "lines": dict(sorted(lines.items())),
-        "lab": {"lines": sum(length(path) for path in sources(package.parent / "rooftile_lab"))},
+        "lab": {"lines": sum(length(path) for path in lab)},
         "entries": {"root": entries.pop(package)},
         "folders": {str(folder.relative_to(package)): count for folder, count in sorted(entries.items()) if count > CROWDED},
         "options": {option: options[option] for option in OPTIONS},
+        "phrases": {phrase: phrases[phrase] for phrase in PHRASES},
         "kernels": {"arguments": most},
     }
+
+
+def phrases_of(text: str) -> dict[str, int]:
+    """Counts the phrases of a source, also where one goes on in the next line of a comment."""
+    patterns = {phrase: r"\b" + phrase.replace(" ", "[ \n#]+") + r"\b" for phrase in PHRASES}
+    return {phrase: len(re.findall(pattern, text, re.IGNORECASE)) for phrase, pattern in patterns.items()}
 
 
 def arguments(text: str) -> tuple[set[str], list[int]]:

@@ -366,7 +366,7 @@ def test_fp8_on_a_chip_without_it(name: str, monkeypatch: pytest.MonkeyPatch) ->
     weight = weight_of(name, 64, 128)
     product = definition.Product(name, weight.group, 64, 128, torch.bfloat16, False)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(3, 128))
-    asked = backends.Call(x, None, weight.parts, None, product)
+    asked = backends.ProductCall(x, None, weight.parts, None, product)
     if name in ("int8", "w8"):
         assert backends.chosen(asked, "") is backends.BACKENDS["triton"]
         return

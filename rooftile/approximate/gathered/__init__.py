@@ -5,7 +5,6 @@ kernels    Triton: the forward, dq, dk with dv, and the sums over rounds and gro
 plain      the same by plain operations
 attention  the operator
 choice     hashes and members in their kernels
-angles     hashes, wherever they are made
 """
 
 from rooftile.approximate.gathered.attention import attend, refusal

@@ -19,7 +19,7 @@ class Lists(NamedTuple):
     """The lists of a call, as the kernels read them.
 
     kind: "lists": a group's queries see its keys. "chunks": they see the keys of their group and of the one before, the first
-        group those of the last. "window": they see the keys from `lows` up to themselves in their order.
+        group the keys of the last. "window": they see the keys from `lows` up to themselves in their order.
     causal: lists: the keys up to the query's own place. Others: the keys before it; without, all but itself.
     """
 
@@ -85,7 +85,7 @@ def sorted_rows(x: Tensor, below: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _by_round(x: Tensor, order: Tensor) -> Tensor:
-    """A number of each place and round (R, B, H, T) in the orders of all rounds: [r, n] is that of round (r + n) % R."""
+    """A number of each place and round (R, B, H, T) in the orders of all rounds: [r, n] belongs to round (r + n) % R."""
     R = x.shape[0]
     return torch.stack([x.roll(-n, 0).gather(-1, order) for n in range(R)], dim=1).int().contiguous()
 
@@ -97,7 +97,7 @@ def from_members(queries: Tensor, keys: Tensor, causal: bool) -> Lists:
 
 
 class Slots(NamedTuple):
-    """The positions of a list by place: those of place t are `entries[starts[t]: starts[t + 1]]`, rising."""
+    """The positions of a list by place: place t has `entries[starts[t]: starts[t + 1]]`, rising."""
 
     starts: Tensor  # (B, H, T + 1) int32
     entries: Tensor  # (B, H, N) int32

@@ -122,7 +122,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the pairs that are seen: o (N, t, h, Dv) and lse (N, h, t).
 
-    The tensors are those of `cleaned`, taken after it; a lost token makes the rows that see it NaN, and no other.
+    The tensors come from `cleaned`; a lost token makes the rows that see it NaN, and no other.
     """
     numbers = torch.zeros_like(seen, dtype=torch.float32) if bias is None else bias
     o, lse = api.attention_with_lse(q, k, v, bias=numbers.masked_fill(~seen, -math.inf)[:, None], **options)

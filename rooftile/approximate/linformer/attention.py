@@ -43,7 +43,7 @@ def linformer(
             per query head (H, r, N). A text shorter than N uses the first S columns. Differentiable. Any kind of projection is
             given by its numbers: learned, or 1 / n in the n columns of a row for means of n tokens.
         f: projection of values; e if None.
-        backend: "eager" is the definition; other names are those of `rooftile.attention`, which attends to the projected keys.
+        backend: "eager" is the definition; other names are backends of `rooftile.attention`, which attends to the projected keys.
         deterministic: as in `rooftile.attention`.
         key_padding_mask: booleans (B, S), True for tokens that are padding: they are zero before the projection.
         mask: FULL. Linformer has no causal form, as every projected row holds the whole text.

@@ -45,7 +45,7 @@ class Loki:
         p: (Hk, D, D) fp32; column c of a head is the direction of the c-th largest variance.
         dims: share of the dimensions that choose.
         keep: share of the keys that are kept.
-        rotated: whether the keys had their rotary positions when p was fitted, as those of a cache have.
+        rotated: whether the keys had their rotary positions when p was fitted, as keys of a cache have.
         model: a name of the model and layer, which `load` compares.
     """
 
@@ -117,7 +117,7 @@ class Loki:
     ) -> Tensor:
         """The keys that `attend` reads: places (B, H, n) int32 by tokens, or pages (B, Hk, n) by pages, rising.
 
-        Scores are computed in fp32, and ties go to the lower index. The arguments are those of `attend`.
+        Scores are computed in fp32, and ties go to the lower index. The arguments are as in `attend`.
         """
         unit, page = check_choice("unit", unit, UNITS), check_count("page", page)
         scale, S = check_scale(scale, self.p.shape[-1]), k.shape[1]
@@ -150,7 +150,7 @@ class Loki:
             q: queries (B, 1, H, D), float32, bfloat16 or float16, as the model makes them: not turned.
             k: keys (B, S, Hk, D). Hk divides H.
             v: values (B, S, Hk, Dv).
-            backend: "eager" is the definition; another name is that of the exact kernels; None or "auto" takes the fastest.
+            backend: "eager" is the definition; another name means the exact kernels; None or "auto" takes the fastest.
             chosen: ready-made, from `choose`.
             deterministic: as in `rooftile.attention`.
             page: tokens per page, a power of two, for unit="page".

@@ -91,7 +91,7 @@ def choose(scores: Tensor, lengths: Tensor, *, size: int, keep: float) -> tuple[
     """Chooses pages by their scores (B, Hk, N); ties go to the lower page, and the last page is always chosen.
 
     Returns:
-        The chosen pages (B, Hk, n) int32, rising; those after a sequence's last one are N. And how many keys they hold, (B,)
+        The chosen pages (B, Hk, n) int32, rising; pages after a sequence's last one are N. And how many keys they hold, (B,)
         int32.
     """
     N = scores.shape[-1]

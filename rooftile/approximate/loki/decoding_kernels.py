@@ -159,19 +159,19 @@ def choose(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
 
 @cache
 def shares_of(group: int, device: torch.device) -> dict[str, int]:
-    """Returns what `_page_shares` is compiled for."""
+    """Returns the compile-time arguments of `_page_shares`."""
     return {"GROUP": group, "ROWS": triton.next_power_of_2(group), "BLOCK": PAGES, "num_warps": 8} | overlaps(device)
 
 
 @cache
 def chooses(block: int, device: torch.device) -> dict[str, int]:
-    """Returns what `_choose` is compiled for."""
+    """Returns the compile-time arguments of `_choose`."""
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)} | overlaps(device)
 
 
 @cache
 def constants_of(group: int, r: int, size: int, capped: bool, device: torch.device) -> dict[str, int]:
-    """Returns what the kernel is compiled for; a matrix product takes at least 16 rows and columns."""
+    """Returns the compile-time arguments of the kernel; a matrix product takes at least 16 rows and columns."""
     return {
         "GROUP": group, "ROWS": max(triton.next_power_of_2(group), 16), "R": r, "BLOCK_R": max(triton.next_power_of_2(r), 16),
         "SIZE": size, "PAGES": max(KEYS // size, 1), "CAPPED": capped, "num_warps": 4, **overlaps(device),

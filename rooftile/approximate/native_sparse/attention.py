@@ -64,7 +64,7 @@ def native_sparse(
         selected: keys (B, S, Hk, D) and values (B, S, Hk, Dv).
         near: the same.
         gates: (B, T, H, 3), of the branches in this order, after their sigmoid.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
+        backend: "eager" is the definition; another name means the exact kernels (`rooftile.attention`); None or "auto" takes
             the fastest that runs.
         block: tokens per selected block, a multiple of stride and at least length.
         chosen: ready-made blocks (B, T, Hk, count) int32, from `choose_blocks`; -1 for none.
@@ -73,7 +73,7 @@ def native_sparse(
         deterministic: as in `rooftile.attention`.
         first: blocks at the beginning of the text that are always chosen.
         length: tokens per compressed block, a multiple of stride.
-        local: the own block and those before it, so many in all, that are always chosen.
+        local: the number of blocks that are always chosen: the query's own, and blocks before it.
         scale: of the scores in all branches; 1 / sqrt(D) if None.
         stride: tokens between the beginnings of two compressed blocks.
         window: keys of the near branch.
@@ -135,7 +135,7 @@ def with_near(
         q, compressed, S, options=options, length=length, stride=stride, block=block, count=count, first=first, local=local,
         chosen=chosen,
     )  # fmt: skip
-    # the exact kernels' other names say nothing of those of selection
+    # the exact kernels' other names say nothing of the kernels of selection
     kernels = "triton" if options["backend"] == "triton" else None
     middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
     return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)

@@ -60,8 +60,8 @@ def choose_blocks(
         block: tokens per selected block, a multiple of stride.
         count: blocks per query, at least first + local.
         first: blocks at the beginning of the text that are always chosen.
-        length, stride: those of the compression.
-        local: the own block and those before it, so many in all, that are always chosen.
+        length, stride: as in the compression.
+        local: the number of blocks that are always chosen: the query's own, and blocks before it.
         lse: of the attention to the compressed keys, (B, H, T), if it is known: the kernel then reads these keys once and not
             twice. Everything else computes its own.
         return_scores: return (chosen, scores) with the scores (B, T, Hk, blocks), fp32, before anything is always chosen.

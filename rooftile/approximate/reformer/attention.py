@@ -49,7 +49,7 @@ def reformer(
 ) -> Tensor:
     """Attention to tokens that hash alike: each round sorts by (hash, place), and a token sees its chunk and the one before.
 
-    One projection gives queries and keys; keys are divided by their lengths: by sqrt(|k|^2 + 1e-6 D), whose small term is that of
+    One projection gives queries and keys; keys are divided by their lengths: by sqrt(|k|^2 + 1e-6 D), whose small term is as in
     the code that trained the paper's models, and keeps a key of zeros zero. A round's first chunk sees its last one. A token sees
     itself only if it sees nothing else, in any round.
 
@@ -62,7 +62,7 @@ def reformer(
         v: values (B, T, Hk, Dv). Hk divides H.
         mask: FULL or CAUSAL.
         backend: "eager" is the definition; "triton" the kernels that load rows by the sorted places, which None and "auto" take
-            where they run; another name is that of the exact kernels (`rooftile.attention`), on copied chunks.
+            where they run; another name means the exact kernels (`rooftile.attention`), on copied chunks.
         buckets: values of a hash, an even number; the largest power of two up to 2 T / chunk if None.
         chunk: tokens per chunk.
         deterministic: as in `rooftile.attention`.
@@ -101,7 +101,7 @@ def reformer(
     scale = 1.0 if scale is None else check_scale(scale, qk.shape[-1])
     options = check_way(backend, deterministic, scale)
     B, T, H, _ = qk.shape
-    # Hashes that a caller gives may be any integers; those of `lsh` are below the number of buckets.
+    # Hashes that a caller gives may be any integers; hashes of `lsh` are below the number of buckets.
     below = None
     if hashes is None:
         buckets = usual_buckets(T, chunk) if buckets is None else buckets
@@ -140,7 +140,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _gathered(qk: Tensor, v: Tensor, lists: gathered.Lists, scale: float) -> Tensor:
-    """All rounds at once. Unit keys are those of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
+    """All rounds at once. Unit keys equal keys of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
     k = rms_norm(qk, torch.ones(qk.shape[-1], dtype=qk.dtype, device=qk.device), 1e-6)
     return gathered.attend(qk, k, v, lists, scale=scale * qk.shape[-1] ** -0.5)
 
@@ -161,7 +161,7 @@ class _Sort:
         return torch.nn.functional.pad(self.order[r], (0, pad), value=self.T).unflatten(-1, (-1, self.chunk))
 
     def with_previous(self, x: Tensor) -> Tensor:
-        """The keys of each chunk (B, H, C, m, ...): those of the chunk before, and its own. A single chunk has no other."""
+        """The keys of each chunk (B, H, C, m, ...): the keys of the chunk before, and its own. A single chunk has no other."""
         return x if self.chunks == 1 else torch.cat([x.roll(1, dims=2), x], dim=3)
 
     def sees(self, r: int, i: Tensor, j: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Sort:
         return (j < i if self.causal else j != i) & (i < self.T) & (j < self.T)
 
     def _at(self, x: Tensor, places: Tensor) -> Tensor:
-        """x (B, H, T) at places (B, H, C, m); what is past the end reads the last token."""
+        """x (B, H, T) at places (B, H, C, m); places past the end read the last token."""
         return x.gather(-1, places.clamp(max=self.T - 1).flatten(2)).unflatten(-1, places.shape[2:])
 
 

@@ -18,7 +18,7 @@ class Reformer(Projections):
     """Reformer's attention with its projections, one for queries and keys: (B, T, dim) in, (B, T, dim) out.
 
     Args:
-        dim, heads, kv_heads, head_dim, bias, device, dtype: as in `Attention`; kv_heads are those of the values.
+        dim, heads, kv_heads, head_dim, bias, device, dtype: as in `Attention`; kv_heads count the heads of the values.
         mask: FULL or CAUSAL. None is FULL.
         seed: of the hashes, the same in every call; in training `layer.seed` may be set anew for each.
         backend, buckets, chunk, duplicates, rounds, scale, strict: as in `rooftile.approximate.reformer`.

@@ -2,7 +2,7 @@
 
 Each centroid takes the tokens that score highest with it. On a GPU kernels load the rows of clusters where they lie
 (`rooftile.approximate.gathered`); elsewhere the clusters are the batch of one call of the exact kernels. Causal order within a
-cluster is that of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
+cluster is the order of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
 sequences, however uneven.
 
 Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997.
@@ -68,8 +68,8 @@ def routing(
         centroids: (H, c, D), in fp32; no gradient flows to them (`update_centroids`, `commitment_loss`).
         mask: FULL or CAUSAL, aligned bottom-right when T != S.
         backend: "eager" is the definition; "triton" the kernels that load rows by the members, which None and "auto" take where
-            they run; another name is that of the exact kernels (`rooftile.attention`), on copied clusters. With strict all names
-            are those of the exact kernels.
+            they run; another name means the exact kernels (`rooftile.attention`), on copied clusters. With strict all names
+            mean the exact kernels.
         deterministic: as in `rooftile.attention`.
         members: ready-made, from an earlier call: `Members`; with strict the cluster of each token, (B, S, H) int32.
         scale: of the scores; 1 / sqrt(D) if None.

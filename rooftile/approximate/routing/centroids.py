@@ -32,7 +32,7 @@ def update_centroids(
 
     Args:
         centroids: (H, c, D).
-        q, k, members: those of a call of `routing`, in training.
+        q, k, members: of a call of `routing`, in training.
         decay: from 0 to 1.
 
     Returns:

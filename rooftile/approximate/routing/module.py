@@ -27,7 +27,7 @@ class Routing(Projections):
         backend, strict, width: as in `rooftile.approximate.routing`.
 
     The centroids are a buffer in fp32: they are saved with the parameters and have no gradient. In training a call moves them,
-    and leaves the commitment loss in `layer.loss`, to be added to that of the model.
+    and leaves the commitment loss in `layer.loss`, to be added to the loss of the model.
 
     Raises:
         InvalidInput: sizes do not match, or there is no such mask or option.
@@ -69,7 +69,7 @@ class Routing(Projections):
             q, k, v, self.centroids, self.mask, backend=self.backend, strict=self.strict, width=self.width
         )
         if self.training:
-            # the loss is that of the centroids before they move
+            # the loss of the centroids before they move
             self.loss = approximate.commitment_loss(q, k, self.centroids.clone(), weight=self.commitment)
             if self.decay < 1:
                 self.centroids.copy_(approximate.update_centroids(self.centroids, q, k, members, decay=self.decay))

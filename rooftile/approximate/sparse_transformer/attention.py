@@ -63,7 +63,7 @@ def sparse_transformer(
         q: queries (B, T, H, D), float32, bfloat16 or float16, any strides.
         k: keys (B, S, Hk, D). Hk divides H.
         v: values (B, S, Hk, Dv).
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
+        backend: "eager" is the definition; another name means the exact kernels (`rooftile.attention`); None or "auto" takes
             the fastest that runs.
         deterministic: as in `rooftile.attention`.
         heads: "union" shows both sets to each head; "split" shows the near set to the first half of the heads and the far set to

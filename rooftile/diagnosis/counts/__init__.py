@@ -36,7 +36,7 @@ class Counted(NamedTuple):
 
 
 def is_free(func: OpOverload) -> bool:
-    """Whether a call runs nothing: a view, or memory that nobody fills."""
+    """Whether a call runs nothing: a view, or memory that is left unfilled."""
     return bool(func.is_view) or base_name(func) in FREE or func.namespace == "profiler"
 
 
@@ -51,7 +51,7 @@ def count(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         work = ours.work(base_name(func), tuple(bound(func, args, kwargs).values()), result)
         return Counted(work.flops, 0, work.read + work.written)
     if func.namespace not in ("aten", "prims") and found is None:
-        # nobody knows what a foreign operator touches
+        # a foreign operator may touch anything
         return Counted(None, None, None)
     moved_bytes = nbytes(func, args, kwargs, result)
     return Counted(found and found.flops, found and found.special, moved_bytes) if found else Counted(None, None, moved_bytes)

@@ -47,7 +47,7 @@ def nbytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 def touched(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The tensors that one call reads, and those that it writes."""
+    """The tensors that one call reads, and the tensors that it writes."""
     arguments = bound(func, args, kwargs)
     changed = _mutated(func, arguments)
     known = {id(x) for x in changed}
@@ -74,7 +74,7 @@ def bound(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """All tensors in arguments or results, also those in lists."""
+    """All tensors in arguments or results, also tensors in lists."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, list | tuple):

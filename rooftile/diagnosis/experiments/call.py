@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rooftile.diagnosis.compiled import Kernel
+from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.records import Sample
 
 
-class Call:
+class RepeatableCall:
     """A function with its arguments. `tensors` are those among the arguments, in order, also the ones inside of lists.
 
     Args:
@@ -34,10 +34,10 @@ class Call:
         self._originals: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @classmethod
-    def of(cls, sample: Sample) -> Call:
+    def of(cls, sample: Sample) -> RepeatableCall:
         """Returns the recorded call."""
         written = None
-        if isinstance(sample.function, Kernel):
+        if isinstance(sample.function, GeneratedKernel):
             # machine code counts no version of what it writes, but its arguments' names tell
             given = [use for use, x in zip(sample.function.uses, sample.args, strict=False) if isinstance(x, torch.Tensor)]
             written = [n for n, use in enumerate(given) if use == "in_out"]
@@ -62,10 +62,10 @@ class Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
-    def on(self, tensors: Sequence[torch.Tensor]) -> Call:
+    def on(self, tensors: Sequence[torch.Tensor]) -> RepeatableCall:
         """Returns the same call on other tensors."""
         args, kwargs = self.filled(tensors)
-        return Call(self.function, args, kwargs, self._written)
+        return RepeatableCall(self.function, args, kwargs, self._written)
 
     def run(self) -> Any:
         """Runs it and returns its result."""
@@ -80,7 +80,7 @@ class Call:
             changed.copy_(original)
 
     def bytes(self, places: Sequence[int] | None = None) -> int:
-        """Returns the bytes of the arguments (of all, or of those with these indices) and of the results. Runs it once."""
+        """Returns the bytes of the arguments (of all, or of arguments with these indices) and of the results. Runs it once."""
         # lists that were cut have fewer tensors
         read = self.tensors if places is None else [self.tensors[place] for place in places if place < len(self.tensors)]
         self.restore()

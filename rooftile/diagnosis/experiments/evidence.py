@@ -27,7 +27,7 @@ class Evidence:
     def or_better(self, other: Evidence) -> Evidence:
         """Returns this with the time, the cache and the sizes of another measurement of the same call, if that one spreads less.
 
-        E4 stays: its slope is that of times of its own.
+        E4 stays: its slope follows from times of its own.
         """
         if other.spread_us * self.time_us >= self.spread_us * other.time_us:
             return self

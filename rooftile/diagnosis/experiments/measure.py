@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import growth
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.references import references
 from rooftile.diagnosis.experiments.intensity.sweep import Sweep, sweep
-from rooftile.diagnosis.experiments.smaller.axes import Axis, axes
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, axes
 from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
 from rooftile.diagnosis.records import Sample
@@ -75,11 +75,11 @@ def with_intensity(found: Evidence, sample: Sample, timer: Timer, budget_s: floa
 class _Measurement:
     """One call with its axes, and the reasons that are collected while experiments fail."""
 
-    def __init__(self, sample: Sample, call: Call, timer: Timer) -> None:
+    def __init__(self, sample: Sample, call: RepeatableCall, timer: Timer) -> None:
         self._sample, self._call, self._timer = sample, call, timer
         self._why_not: dict[str, str] = {}
         call.run()
-        self._axes: list[Axis] = axes(call)
+        self._axes: list[CallAxis] = axes(call)
 
     def alone(self, budget_s: float, in_context_us: float | None) -> Evidence:
         cold = self._is_cold(in_context_us)
@@ -112,21 +112,21 @@ class _Measurement:
 
     def _sizes(self, budget_s: float, cold: bool) -> tuple[list[float], float | None]:
         """T0's samples, and the fixed part; the sizes take turns with the whole."""
-        pieces = self._attempt(SIZE, self._smaller) or []
-        calls = {1.0: self._call} | {made.share: made.call for made in pieces}
+        smaller_calls = self._attempt(SIZE, self._smaller) or []
+        calls = {1.0: self._call} | {made.share: made.call for made in smaller_calls}
         taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s)
-        if not pieces:
+        if not smaller_calls:
             return taken[1.0], None
         return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
 
     def _smaller(self) -> Any:
-        """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as that of a mask."""
-        pieces = smaller(self._call, self._axes)
-        for made in pieces:
+        """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as a mask's."""
+        smaller_calls = smaller(self._call, self._axes)
+        for made in smaller_calls:
             made.call.run()
-        return pieces
+        return smaller_calls
 
-    def _once(self, call: Call, cold: bool) -> Callable[[], float]:
+    def _once(self, call: RepeatableCall, cold: bool) -> Callable[[], float]:
         return lambda: self._timer.once(call, cold=cold)
 
     def _by_growth(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
@@ -141,7 +141,7 @@ class _Measurement:
         return times, times.slope
 
     def _laddered(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
-        """A slope between those of the two references."""
+        """A slope between the slopes of the two references."""
         ladder = Ladder(self._call, end)
         read = references(ladder.dtype, self._timer, self._call.device, end)
         times = sweep(ladder, self._call, self._axes, self._timer, found.time_us, end)
@@ -171,12 +171,12 @@ class _Measurement:
 
 
 @contextmanager
-def _as_before(sample: Sample) -> Iterator[Call]:
+def _as_before(sample: Sample) -> Iterator[RepeatableCall]:
     """The call of a sample. Its arguments, the random streams, the default dtype and the number of threads are restored."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
-        call = Call.of(sample)
+        call = RepeatableCall.of(sample)
         try:
             # the originals are kept before anything runs
             call.restore()

@@ -11,7 +11,7 @@ import torch
 
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.experiments.capture import capturing
-from rooftile.diagnosis.steps import Timed
+from rooftile.diagnosis.steps import StepTimer
 from rooftile.diagnosis.watch import name_of
 from rooftile.errors import Unsupported
 
@@ -98,7 +98,7 @@ def _in_turns(works: Sequence[Work], device: torch.device) -> list[float]:
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(RUNS):
         for work, own in zip(works, taken, strict=True):
-            with Timed(device, own):
+            with StepTimer(device, own):
                 work()
     return [median(own) for own in taken]
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.hardware.device import describe
 from rooftile.hardware.rates import one_thread
@@ -32,16 +32,16 @@ class Timer(Protocol):
     cache_bytes: int  # the cache that E5 stays in
     tried: tuple[int, int]  # two numbers of multiply-adds whose times in the cache tell how long one takes
 
-    def once(self, call: Call, *, cold: bool) -> float:
+    def once(self, call: RepeatableCall, *, cold: bool) -> float:
         """Returns the time of one run in µs."""
 
-    def used(self, call: Call, *, cold: bool = True) -> float:
+    def used(self, call: RepeatableCall, *, cold: bool = True) -> float:
         """Returns the time of one run in µs, of all threads together on a CPU."""
 
-    def burst(self, call: Call) -> float:
+    def burst(self, call: RepeatableCall) -> float:
         """Returns the time per run in µs of runs in a row; on a CPU each run is on one thread, and all threads are busy."""
 
-    def threads(self, call: Call) -> float:
+    def threads(self, call: RepeatableCall) -> float:
         """Returns how many threads compute a run, on average."""
 
 
@@ -64,18 +64,18 @@ class HostTimer:
         self.cache_bytes = describe("cpu").l2_bytes or 1 << 19
         self._evicting = torch.rand(min(2 * last_level_bytes(), 1 << 29) // 4)
 
-    def once(self, call: Call, *, cold: bool) -> float:
+    def once(self, call: RepeatableCall, *, cold: bool) -> float:
         self._prepare(call, cold)
         start = time.perf_counter()
         call.run()
         return (time.perf_counter() - start) * 1e6
 
-    def used(self, call: Call, *, cold: bool = True) -> float:
-        # threads that sleep are woken at the beginning of a parallel run, which may take longer than the run. Those that still
+    def used(self, call: RepeatableCall, *, cold: bool = True) -> float:
+        # threads that sleep are woken at the beginning of a parallel run, which may take longer than the run. Threads that still
         # wait actively are there at once, as in a step, but beside a run of a single thread they use time of their own
         return min(self._used(call, cold, awake=awake) for awake in (False, True))
 
-    def _used(self, call: Call, cold: bool, *, awake: bool) -> float:
+    def _used(self, call: RepeatableCall, cold: bool, *, awake: bool) -> float:
         threads = ThreadTimes()
         self._prepare(call, cold)
         if not awake:
@@ -84,7 +84,7 @@ class HostTimer:
         call.run()
         return (threads.now() - start) * 1e6
 
-    def burst(self, call: Call) -> float:
+    def burst(self, call: RepeatableCall) -> float:
         with one_thread() as threads:
             self._own_time(call)
             # short runs would wait for each other's Python
@@ -101,7 +101,7 @@ class HostTimer:
                 other.join()
         return sum(taken) / len(taken)
 
-    def _repeated(self, call: Call, together: Barrier, taken: list[float]) -> None:
+    def _repeated(self, call: RepeatableCall, together: Barrier, taken: list[float]) -> None:
         """Appends the median time of runs in a row, begun together with the other threads."""
         # a library may ask this thread itself how many it may use
         torch.set_num_threads(1)
@@ -120,7 +120,7 @@ class HostTimer:
             together.abort()
             raise
 
-    def threads(self, call: Call) -> float:
+    def threads(self, call: RepeatableCall) -> float:
         call.restore()
         call.run()
         threads = ThreadTimes()
@@ -134,7 +134,7 @@ class HostTimer:
         used, taken = threads.now() - used, time.perf_counter() - start
         return min(max(used / taken, 1e-3), float(torch.get_num_threads()))
 
-    def _prepare(self, call: Call, cold: bool) -> None:
+    def _prepare(self, call: RepeatableCall, cold: bool) -> None:
         call.restore()
         if cold:
             self._evicting.mul_(1.0)
@@ -143,7 +143,7 @@ class HostTimer:
             call.restore()
 
     @staticmethod
-    def _own_time(call: Call) -> float:
+    def _own_time(call: RepeatableCall) -> float:
         call.restore()
         start = time.thread_time()
         call.run()
@@ -163,7 +163,7 @@ class DeviceTimer:
         self.cache_bytes = l2_bytes // 2
         self._evicting = torch.ones(4 * l2_bytes // 4, dtype=torch.int32, device=device)
 
-    def once(self, call: Call, *, cold: bool) -> float:
+    def once(self, call: RepeatableCall, *, cold: bool) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         call.restore()
         queueing_us = self._queueing_us(call)
@@ -177,10 +177,10 @@ class DeviceTimer:
         torch.cuda.synchronize(self._device)
         return start.elapsed_time(stop) * 1e3
 
-    def used(self, call: Call, *, cold: bool = True) -> float:
+    def used(self, call: RepeatableCall, *, cold: bool = True) -> float:
         return self.once(call, cold=cold)
 
-    def burst(self, call: Call) -> float:
+    def burst(self, call: RepeatableCall) -> float:
         call.restore()
         queueing_us = self._RUNS * self._queueing_us(call)
         runs = self._runs(call)
@@ -196,10 +196,10 @@ class DeviceTimer:
             taken.append(start.elapsed_time(stop) * 1e3 / self._RUNS)
         return median(taken[1:])
 
-    def threads(self, call: Call) -> float:
+    def threads(self, call: RepeatableCall) -> float:
         return 1.0
 
-    def _runs(self, call: Call) -> Callable[[], None]:
+    def _runs(self, call: RepeatableCall) -> Callable[[], None]:
         """Several runs of a call, as a CUDA graph if they can be one."""
 
         def one_by_one() -> None:
@@ -215,7 +215,7 @@ class DeviceTimer:
         return graph.replay
 
     @staticmethod
-    def _queueing_us(call: Call) -> float:
+    def _queueing_us(call: RepeatableCall) -> float:
         """The time in which the host queues a call, with some room."""
         start = time.perf_counter()
         call.run()
@@ -229,8 +229,8 @@ def keep_busy(device: torch.device, us: float) -> None:
     torch.cuda._sleep(int(min(us, 20e3) * 2000))
 
 
-def _own(call: Call) -> list[torch.Tensor]:
-    """The call's tensors, with copies of those that it writes."""
+def _own(call: RepeatableCall) -> list[torch.Tensor]:
+    """The call's tensors, with copies of the tensors that it writes."""
     return [x.clone() if n in call.written else x for n, x in enumerate(call.tensors)]
 
 
@@ -253,7 +253,7 @@ class ThreadTimes:
         return sum(_thread_time(clock) for clock in self._clocks)
 
     def wait_until_idle(self) -> None:
-        """Waits for threads that still wait actively for the next parallel region: that time is nobody's."""
+        """Waits for threads that still wait actively for the next parallel region: that time belongs to no run."""
         for _ in range(50):
             before = self.now() - time.thread_time()
             time.sleep(5e-4)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rooftile.diagnosis.output.page import HEAD, SHOWN, remedy_of, row_of
 from rooftile.diagnosis.output.pictures.bars import time_line
 from rooftile.diagnosis.output.pictures.roofline import roofline
-from rooftile.diagnosis.output.rows import Op, Step
+from rooftile.diagnosis.output.rows import Op, StepSummary
 from rooftile.diagnosis.output.table import PHASES
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import notebook as shown
@@ -23,7 +23,7 @@ class Diagnosed(Protocol):
     @property
     def ceilings(self) -> Mapping[str, Any]: ...
     @property
-    def step(self) -> Step: ...
+    def step(self) -> StepSummary: ...
     @property
     def ops(self) -> Sequence[Op]: ...
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from rooftile.diagnosis.output.pictures.bars import NAMES, time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
-from rooftile.diagnosis.output.rows import Op, Program, Step
+from rooftile.diagnosis.output.rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page
@@ -42,7 +42,7 @@ CHANGES = {"nothing": "nothing", "rounding": "results, by rounding", "memory": "
 UNTOLD = ("device", "kind", "uuid")
 
 
-def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy]) -> str:
+def render(values: Mapping[str, Any], program: Program, step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy]) -> str:
     """Renders the page of a diagnosis.
 
     values: the whole of it, as in its JSON; the other arguments are parts of the same. Unknown numbers are None.
@@ -87,16 +87,16 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
     )
 
 
-def _bound(step: Step) -> str:
+def _bound(step: StepSummary) -> str:
     if step.bound in ("memory", "compute", "overhead", "latency", "communication"):
         return f"bound by {step.bound}"
     others = {"host": "waiting for the host", "balanced": "bound by several things alike"}
     return others.get(step.bound or "", "without a verdict")
 
 
-def _numbers(step: Step, remedies: Sequence[Remedy], asked: str) -> list[dict[str, str]]:
-    """Returns the numbers at the top. asked: what the host asks for, launches or operators."""
-    launches = f"{step.launches:,} {asked}; " if step.launches else ""
+def _numbers(step: StepSummary, remedies: Sequence[Remedy], unit: str) -> list[dict[str, str]]:
+    """Returns the numbers at the top. unit: "launches" or "operators", which the host starts."""
+    launches = f"{step.launches:,} {unit}; " if step.launches else ""
     spread = f", ± {duration(step.spread_us)}" if step.spread_us else ""
     shown = [{"big": duration(step.time_us), "small": f"{launches}one step{spread}"}]
     if step.overhead_share is not None:
@@ -177,7 +177,7 @@ def remedy_of(remedy: Remedy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _facts(step: Step) -> Iterator[tuple[str, str]]:
+def _facts(step: StepSummary) -> Iterator[tuple[str, str]]:
     named = (
         ("FLOPs of a step", step.flops, count), ("bytes of a step", step.bytes, size), ("peak memory", step.peak_bytes, size),
         ("busy", step.busy_us, duration), ("spread", step.spread_us, duration),

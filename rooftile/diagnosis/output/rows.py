@@ -34,7 +34,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepSummary:
     """One step of the program. A value that is not known is None."""
 
     time_us: float

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftile.diagnosis.output.rows import Op, Program, Step
+from rooftile.diagnosis.output.rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.units import count, digits, duration, percent
 from rooftile.diagnosis.remedies.remedy import GRAPH, Remedy, together
 
@@ -31,7 +31,7 @@ PHASES = {"forward": "", "backward": "bwd ", "optimiser": "opt "}
 
 
 def text(
-    program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], *,
+    program: Program, step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy], *,
     uncounted: Sequence[str] = (), counters: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (), rows: int = 20,
 ) -> str:  # fmt: skip
     """Returns the whole text.
@@ -62,7 +62,7 @@ def text(
     return "\n".join(lines)
 
 
-def sentence(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> str:
+def sentence(step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> str:
     """Returns the diagnosis in a sentence or two."""
     words = f"Step {duration(step.time_us)}: {_held_up(step, ops)}"
     graph_us = step.experiments.get("graph_us")
@@ -96,14 +96,14 @@ def _asked_for(ops: Sequence[Op]) -> str:
     return "kernels" if any(op.kernels for op in ops) else "operators"
 
 
-def _held_up(step: Step, ops: Sequence[Op]) -> str:
+def _held_up(step: StepSummary, ops: Sequence[Op]) -> str:
     launches, waits = "", step.shares.get("host", 0.0)
     if step.launches:
         # a wait for data or the device is no time between two of them
         each = max(0.0, sum(step.idle_us.values()) - waits * step.time_us) / step.launches
-        asked, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
+        unit, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
         gaps = f", {duration(each)} between {them}" if step.idle_us and step.launches > 1 else ""
-        launches = f" ({step.launches:,} {asked if step.launches > 1 else asked[:-1]}{gaps})"
+        launches = f" ({step.launches:,} {unit if step.launches > 1 else unit[:-1]}{gaps})"
     host = f", {percent(waits)} waiting for data or a synchronisation" if waits >= 0.005 else ""
     if step.overhead_share is None:
         return f"overhead unknown{launches}{host}"
@@ -179,7 +179,7 @@ def alone_words(op: Op) -> str | None:
     return f"a call takes {duration(op.in_context_us / op.calls)} in the step and {duration(alone_us)} alone"
 
 
-def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
+def _remedies(step: StepSummary, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
         measured = "" if remedy.measured_us is None else f", measured {_saving(remedy.measured_us)}"
@@ -195,7 +195,7 @@ def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
 
 
 def counted(row: Mapping[str, Any]) -> str:
-    """Returns one operator's predicted numbers beside those of the counters."""
+    """Returns one operator's predicted numbers beside the numbers of the counters."""
     words = [
         f"{count(row['bytes'], 'B')} predicted, {count(row['dram_bytes'], 'B')} counted in main memory and "
         f"{count(row['l2_bytes'], 'B')} in L2"

@@ -1,7 +1,7 @@
 """Verdicts as arguments of the events of a Chrome trace, as chrome://tracing and Perfetto show them.
 
 The n-th event of an operator is its n-th call in the step. An operator that another counted one calls has no verdict of its own,
-and a kernel has that of the operator that launched it.
+and a kernel has the verdict of the operator that launched it.
 """
 
 from __future__ import annotations

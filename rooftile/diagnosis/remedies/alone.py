@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.experiments.timing import keep_busy
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
 from rooftile.diagnosis.steps import wait_for
 
@@ -36,21 +36,21 @@ def times_us(works: Sequence[Callable[[], Any]], device: torch.device, runs: int
     On a GPU it is the time of its kernels: the host has asked for them before the first one begins.
     """
     taken: list[list[float]] = [[] for _ in works]
-    asking_us = [0.0] * len(works)
+    launching_us = [0.0] * len(works)
     end = time.perf_counter() + LIMIT * len(works)
     for run in range(runs + 1):
         for n, work in enumerate(works):
-            us, asked_us = _once_us(work, device, asking_us[n])
+            us, launched_us = _once_us(work, device, launching_us[n])
             taken[n].append(us)
             # the first run also loads kernels
-            asking_us[n] = asked_us if run < 2 else min(asked_us, asking_us[n])
+            launching_us[n] = launched_us if run < 2 else min(launched_us, launching_us[n])
         if run and time.perf_counter() > end:
             break
     return [median(samples[1:] or samples) for samples in taken]
 
 
-def _once_us(work: Callable[[], Any], device: torch.device, asking_us: float) -> tuple[float, float]:
-    """The time of one run in µs, and the host's time for it, which was `asking_us` before."""
+def _once_us(work: Callable[[], Any], device: torch.device, launching_us: float) -> tuple[float, float]:
+    """The time of one run in µs, and the host's time for it, which was `launching_us` before."""
     wait_for(device)
     if device.type != "cuda":
         began = time.perf_counter()
@@ -58,14 +58,14 @@ def _once_us(work: Callable[[], Any], device: torch.device, asking_us: float) ->
         us = (time.perf_counter() - began) * 1e6
         return us, us
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    keep_busy(device, asking_us + 50.0)
+    keep_busy(device, launching_us + 50.0)
     start.record()
     began = time.perf_counter()
     work()
-    asked_us = (time.perf_counter() - began) * 1e6
+    launched_us = (time.perf_counter() - began) * 1e6
     stop.record()
     wait_for(device)
-    return start.elapsed_time(stop) * 1e3, asked_us
+    return start.elapsed_time(stop) * 1e3, launched_us
 
 
 def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_TO) -> float:
@@ -115,12 +115,12 @@ def _factors(sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def narrower_share(
-    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device
 ) -> float | None:  # fmt: skip
     """Times an operator with kernels of its own for each dtype in fp32 and in a narrower one; returns the share that is left.
 
-    A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None for
-    one without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
+    A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None
+    without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
     strides only. None as well where the operator has no such dtype.
     """
     try:
@@ -206,7 +206,7 @@ def cast_us(device: torch.device, count: int = 100) -> float:
 
 
 def _in_both(
-    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device
 ) -> list[Callable[[], Any]] | None:  # fmt: skip
     """The operator in fp32 and in a narrower dtype."""
     name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"
@@ -244,7 +244,7 @@ def only_a_run_tells(op: str) -> bool:
 def has_products(op: str) -> bool:
     """Whether an operator multiplies matrices, which a processor may be fast or slow at in each dtype.
 
-    A generated kernel has the names of its neighbours, and would read tensors of another dtype as those that it was compiled for.
+    A generated kernel has the names of its neighbours, and would read tensors of another dtype in its own dtype.
     """
     if op.startswith(NAMESPACE) or "::convert" in op:
         return False

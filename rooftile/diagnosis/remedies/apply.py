@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD
-from rooftile.diagnosis.steps import Finished, Role, Timed
+from rooftile.diagnosis.steps import Finished, Role, StepTimer
 from rooftile.errors import InvalidInput
 from rooftile.integrations import enabled
 
@@ -92,7 +92,7 @@ class Trial:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        with self.changed(), Timed(self._device, self._looks):
+        with self.changed(), StepTimer(self._device, self._looks):
             yield
         if len(self._looks) == LOOKS and min(self._looks) > HOPELESS * self._step_us:
             self._before, self._after = [self._step_us], [min(self._looks)]
@@ -147,12 +147,12 @@ class Trial:
 
     @contextmanager
     def _timed_before(self) -> Iterator[None]:
-        with Timed(self._device, self._before):
+        with StepTimer(self._device, self._before):
             yield
 
     @contextmanager
     def _timed_after(self) -> Iterator[None]:
-        with self.changed(), Timed(self._device, self._after):
+        with self.changed(), StepTimer(self._device, self._after):
             yield
 
 
@@ -172,7 +172,7 @@ def tried(found: Diagnosis, names: Sequence[str], device: torch.device, run: Cal
                 with suppress(Finished):
                     run(trial)
             except Exception as error:
-                # a compiler's errors, and those of a step that does not bear the change, have no common class
+                # errors of a compiler, and of a step that cannot run the change, have no common class
                 found = found.noted(f"{name} could not be tried: {_first_line(error)}")
             else:
                 found = found.measured(NAMES[name], trial.saved_us)

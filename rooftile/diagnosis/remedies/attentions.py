@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.diagnosis.counts.traffic import bound
-from rooftile.diagnosis.records import Call, Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies.alone import times_us
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.api import attention
@@ -27,10 +27,10 @@ DROPPED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class StepAttention:
     """One attention of a step."""
 
-    rows: frozenset[int]  # all of its operators, those of its backward too
+    rows: frozenset[int]  # all of its operators, the backward's too
     calls: int
     main: int  # the row of the fused operator or the softmax
     q: tuple[int, ...]  # in Rooftile's order, batch, length, heads, head dim
@@ -41,7 +41,7 @@ class Attention:
     dropout: bool
 
 
-def find_attentions(operations: Sequence[Operation], calls: Sequence[Call]) -> list[Attention]:
+def find_attentions(operations: Sequence[OperatorRow], calls: Sequence[StepCall]) -> list[StepAttention]:
     """Returns the attentions of a step, one for each module."""
     found = []
     for row, operation in enumerate(operations):
@@ -52,7 +52,7 @@ def find_attentions(operations: Sequence[Operation], calls: Sequence[Call]) -> l
     return [one for one in found if one is not None]
 
 
-def time_ours(one: Attention, sample: Sample | None, device: torch.device) -> tuple[dict[str, float], str] | None:
+def time_ours(one: StepAttention, sample: Sample | None, device: torch.device) -> tuple[dict[str, float], str] | None:
     """Times `rooftile.attention` and PyTorch's fused one on the shapes of an attention of the step.
 
     sample: a recorded call of its main operator: its mask is seen there.
@@ -79,12 +79,12 @@ def time_ours(one: Attention, sample: Sample | None, device: torch.device) -> tu
         try:
             times[name] = _time_us(work, (q, k, v) if one.backward else (), device)
         except (InvalidInput, Unsupported, torch.OutOfMemoryError):
-            # what one of them refuses is no choice; the others remain
+            # an attention that refuses is no choice; the others remain
             continue
     return (times, words) if times else None
 
 
-def _fused(row: int, operation: Operation, operations: Sequence[Operation]) -> Attention | None:
+def _fused(row: int, operation: OperatorRow, operations: Sequence[OperatorRow]) -> StepAttention | None:
     shapes = [kind[0] for kind in operation.key[4:] if isinstance(kind, tuple)][:3]
     if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes):
         return None
@@ -94,10 +94,12 @@ def _fused(row: int, operation: Operation, operations: Sequence[Operation]) -> A
         n for n, other in enumerate(operations)
         if other.module == operation.module and other.op.startswith(FUSED) and "backward" in other.op
     }  # fmt: skip
-    return Attention(frozenset({row, *backward}), operation.calls, row, q, k, v, bool(backward), True, False)
+    return StepAttention(frozenset({row, *backward}), operation.calls, row, q, k, v, bool(backward), True, False)
 
 
-def _by_hand(row: int, operation: Operation, operations: Sequence[Operation], calls: Sequence[Call]) -> Attention | None:
+def _by_hand(
+    row: int, operation: OperatorRow, operations: Sequence[OperatorRow], calls: Sequence[StepCall]
+) -> StepAttention | None:
     """An attention around a softmax: a product, pointwise operators, the softmax, pointwise operators, a product."""
     at = operation.indices[0]
     before = _walk(range(at - 1, max(-1, at - 1 - REACH), -1), calls, operations, set(calls[at].reads), from_writes=True)
@@ -120,14 +122,14 @@ def _by_hand(row: int, operation: Operation, operations: Sequence[Operation], ca
         n for n, other in enumerate(operations)
         if other.phase == "backward" and _within(other, operation) and _works_on(other, scores)
     }  # fmt: skip
-    return Attention(
+    return StepAttention(
         frozenset({row, *forward, *backward}), operation.calls, row, (bh, t, 1, d), (bh, s, 1, d), (bh, s, 1, dv),
         bool(backward), False, any(operations[row].op in DROPOUT for row in forward),
     )  # fmt: skip
 
 
 def _walk(
-    steps: range, calls: Sequence[Call], operations: Sequence[Operation], tensors: set[int], *, from_writes: bool
+    steps: range, calls: Sequence[StepCall], operations: Sequence[OperatorRow], tensors: set[int], *, from_writes: bool
 ) -> list[int] | None:  # fmt: skip
     """The calls from a softmax to the nearest product that its numbers come from or go to; None if there is none."""
     found: list[int] = []
@@ -145,18 +147,18 @@ def _walk(
     return None
 
 
-def _within(operation: Operation, other: Operation) -> bool:
+def _within(operation: OperatorRow, other: OperatorRow) -> bool:
     """Whether an operator runs in the module of another one, or in a part of it, such as its dropout."""
     return operation.module == other.module or operation.module.startswith(f"{other.module}.")
 
 
-def _factors(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _factors(operation: OperatorRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the two factors of a batched product."""
     shapes = [kind[0] for kind in operation.key[4:] if isinstance(kind, tuple)]
     return tuple(shapes[-2]), tuple(shapes[-1])
 
 
-def _works_on(operation: Operation, scores: int) -> bool:
+def _works_on(operation: OperatorRow, scores: int) -> bool:
     """Whether an operator reads as many numbers as there are scores, or is a product that writes as many."""
     sizes = [prod(kind[0]) for kind in operation.key[4:] if isinstance(kind, tuple) and kind[0]]
     if operation.op in PRODUCTS:
@@ -170,7 +172,7 @@ def _most(sizes: Mapping[int, int]) -> int:
 
 
 def _inputs(
-    one: Attention, sample: Sample | None, device: torch.device
+    one: StepAttention, sample: Sample | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Mask, Tensor | None] | None:  # fmt: skip
     if sample is None:
         return None
@@ -188,7 +190,7 @@ def _inputs(
 
 
 def _mask_of(scores: Tensor) -> Mask | None:
-    """The mask that scores show: those of hidden keys are -inf, or nearly."""
+    """The mask that scores show: scores of hidden keys are -inf, or nearly."""
     hidden = scores.flatten(0, -3)[0] < -1e4
     if not hidden.any():
         return FULL

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.records import StepCall
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 
 
-def without_checkpoint(calls: Sequence[Call], findings: Sequence[Finding]) -> Remedy | None:
+def without_checkpoint(calls: Sequence[StepCall], findings: Sequence[Finding]) -> Remedy | None:
     """Prices the step without checkpoints: what they run a second time is stored instead; None if they run nothing."""
     again = sorted({call.row for call in calls if call.again})
     if not again:
@@ -25,7 +25,7 @@ def without_checkpoint(calls: Sequence[Call], findings: Sequence[Finding]) -> Re
     )
 
 
-def recomputed(calls: Sequence[Call], findings: Sequence[Finding]) -> Remedy | None:
+def recomputed(calls: Sequence[StepCall], findings: Sequence[Finding]) -> Remedy | None:
     """Prices the recomputation of what a forward's pointwise operators write for the backward alone; None without such."""
     forward = [call for call in calls if findings[call.row].operation.phase == "forward"]
     in_forward = {tensor for call in forward for tensor in call.reads}

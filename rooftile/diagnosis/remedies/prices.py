@@ -72,7 +72,7 @@ def another_attention(
 
     rows: the operators that it replaces; one of them in a fused attention, several in an eager one.
     choices: backend -> time of one call on the step's shapes.
-    calls: how many attentions the rows are; None: as many as one of the rows has calls.
+    calls: the number of attentions in the rows; None: the number of calls of one row.
     """
     backend, best_us = min(choices.items(), key=lambda item: item[1])
     calls = max(f.operation.calls for _, f in rows) if calls is None else calls

@@ -9,7 +9,7 @@ import torch
 
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.remedies import prices
-from rooftile.diagnosis.remedies.attentions import Attention
+from rooftile.diagnosis.remedies.attentions import StepAttention
 from rooftile.diagnosis.remedies.bf16.narrower import narrower
 from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
 from rooftile.diagnosis.remedies.fusion.chains import (
@@ -24,9 +24,9 @@ from rooftile.diagnosis.remedies.fusion.chains import (
     saved_us,
 )
 from rooftile.diagnosis.remedies.fusion.recompute import recompute
-from rooftile.diagnosis.remedies.queue import Change, Queue
+from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep, by_queue
+from rooftile.diagnosis.remedies.queue import LaunchChange, Queue
 from rooftile.diagnosis.remedies.remedy import Remedy
-from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
@@ -41,7 +41,7 @@ PACE, GUARD = 2.5, 1.0
 CUSTOM = 0.25
 
 
-def propose(seen: Seen) -> list[Remedy]:
+def propose(seen: ObservedStep) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
     is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
     found = [
@@ -58,10 +58,10 @@ def propose(seen: Seen) -> list[Remedy]:
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
 
-def _fixed_us(seen: Seen) -> float | None:
-    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may have none.
+def _fixed_us(seen: ObservedStep) -> float | None:
+    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may lack it.
 
-    It is the time that launches take, and that of the optimiser.
+    It is the time that launches and the optimiser take.
     """
     if not any(f.operation.module for f in seen.findings):
         return None
@@ -73,7 +73,7 @@ def _fixed_us(seen: Seen) -> float | None:
     return min(seen.step.time_us, optimiser_us + fixed_us + _overhead_us(seen))
 
 
-def _fused(seen: Seen) -> list[Remedy | None]:
+def _fused(seen: ObservedStep) -> list[Remedy | None]:
     phases = [seen.findings[call.row].operation.phase for call in seen.calls]
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
@@ -88,7 +88,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
-def _compiled(seen: Seen) -> Remedy | None:
+def _compiled(seen: ObservedStep) -> Remedy | None:
     if any(f.operation.op.startswith(NAMESPACE) for f in seen.findings):
         # it is compiled already
         return None
@@ -113,15 +113,15 @@ def _compiled(seen: Seen) -> Remedy | None:
     return compiled(chains, saved_us(chains, seen.findings) + overhead_us)
 
 
-def _is_custom(seen: Seen) -> bool:
+def _is_custom(seen: ObservedStep) -> bool:
     """Whether many calls of the step are custom operators."""
     calls = [(f.operation.op, f.operation.calls) for f in seen.findings]
     custom = sum(count for op, count in calls if not op.startswith(("aten::", "prims::", NAMESPACE)))
     return custom > CUSTOM * sum(count for _, count in calls)
 
 
-def _given(seen: Seen, affected: Set[int]) -> int:
-    """How many tensors compiled code is given: those that it reads and has not made."""
+def _given(seen: ObservedStep, affected: Set[int]) -> int:
+    """Counts the tensors that compiled code is given: tensors that it reads and has not made."""
     made: set[int] = set()
     given: set[int] = set()
     for call in seen.calls:
@@ -131,7 +131,7 @@ def _given(seen: Seen, affected: Set[int]) -> int:
     return len(given)
 
 
-def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected: Set[int]) -> Remedy | None:
+def _compiled_queue(seen: ObservedStep, queue: Queue, chains: Sequence[Chain], affected: Set[int]) -> Remedy | None:
     """torch.compile on a GPU: fewer and shorter kernels, and a host that asks for each in the time of a few small operators."""
     left, launch_us = left_of(chains, seen.findings), seen.ceilings.launch_us
     breaks = _breaks(seen, affected)
@@ -144,21 +144,21 @@ def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected:
         if operation.op == READ:
             host_us += breaks * BREAK * launch_us * operation.calls / reads
         time_us, padded_us = seen.findings[row].time_us, seen.aligned_us.get(row, 0.0)
-        changes[row] = Change(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
+        changes[row] = LaunchChange(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
     first = seen.calls[0].row if seen.calls else min(affected)
-    changes[first] = changes.get(first, Change())._replace(host_us=GUARD * launch_us * _given(seen, affected))
+    changes[first] = changes.get(first, LaunchChange())._replace(host_us=GUARD * launch_us * _given(seen, affected))
     predicted_us, held_us = by_queue(seen, queue, changes)
     return compiled(chains, predicted_us, host_us=held_us, padded_us=sum(seen.aligned_us.get(row, 0.0) for row in affected))
 
 
-def _breaks(seen: Seen, affected: Set[int]) -> int:
+def _breaks(seen: ObservedStep, affected: Set[int]) -> int:
     """How often compiled code ends because a number is read; optimisers read none where they are compiled."""
     its = [seen.findings[n].operation for n in affected]
     return sum(operation.calls for operation in its if operation.op == READ and operation.phase != "optimiser")
 
 
-def why_not_compiled(seen: Seen) -> list[str]:
-    """Returns a note where nobody knows what torch.compile saves."""
+def why_not_compiled(seen: ObservedStep) -> list[str]:
+    """Returns a note where the saving of torch.compile is unknown."""
     if _draws_on_cpu(seen):
         reason = "on a CPU compiled code draws its random numbers in another, slower way"
     elif _is_custom(seen):
@@ -168,21 +168,21 @@ def why_not_compiled(seen: Seen) -> list[str]:
     return [f"compile has no price: {reason}; --apply compile tries it"]
 
 
-def _draws_on_cpu(seen: Seen) -> bool:
+def _draws_on_cpu(seen: ObservedStep) -> bool:
     """Whether the step draws random numbers between its operators, as dropout does, on a CPU."""
     return seen.device.type == "cpu" and any(call.draws and call.pointwise for call in seen.calls)
 
 
-def _overhead_us(seen: Seen) -> float:
+def _overhead_us(seen: ObservedStep) -> float:
     """The time of a step that launches take: between the operators of a CPU, and while a GPU waits for the host."""
     if seen.device.type == "cpu":
         return max(0.0, seen.step.idle_us.get("host", 0.0) - seen.step.waiting_us)
     return (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
 
 
-def _attentions(seen: Seen) -> list[Remedy | None]:
+def _attentions(seen: ObservedStep) -> list[Remedy | None]:
     """One remedy for all layers with the same shapes."""
-    kinds: dict[tuple[object, ...], list[tuple[Attention, Mapping[str, float], str]]] = {}
+    kinds: dict[tuple[object, ...], list[tuple[StepAttention, Mapping[str, float], str]]] = {}
     for one, times, how in seen.attentions:
         kinds.setdefault((one.q, one.k, one.v, one.backward, how), []).append((one, times, how))
     found = []
@@ -196,7 +196,7 @@ def _attentions(seen: Seen) -> list[Remedy | None]:
     return found
 
 
-def _device_only(seen: Seen) -> list[Remedy | None]:
+def _device_only(seen: ObservedStep) -> list[Remedy | None]:
     found = [prices.cuda_graph(seen.step, busy_us=seen.busy_us, launches=seen.launches, node_us=seen.node_us)]
     multiprocessors = torch.cuda.get_device_properties(seen.device).multi_processor_count
     for row, f in enumerate(seen.findings):

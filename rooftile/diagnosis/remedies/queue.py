@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.timeline import Launch, OpKey
 
 # launches that may wait for the device; the host waits before it asks for one more
@@ -22,7 +22,7 @@ LONG_US = 1000.0
 PACES = (0.01, 4.0)
 
 
-class Change(NamedTuple):
+class LaunchChange(NamedTuple):
     """A change of one operator's launches; times are of all of its calls in the step."""
 
     device: float = 1.0  # the share of its kernels' time that is left
@@ -59,21 +59,21 @@ class Queue:
         """The host's own time."""
         return sum(launch.host_us for launch in self.launches) + self.tail_us
 
-    def paced(self, asked_us: float) -> Queue:
-        """Returns the queue with the host's times scaled so that it has asked for everything after `asked_us`.
+    def paced(self, launched_us: float) -> Queue:
+        """Returns the queue with the host's times scaled so that it has asked for everything after `launched_us`.
 
         A profiler lengthens the host's times, all of them about alike.
         """
         low, high = PACES
         for _ in range(40):
             pace = (low * high) ** 0.5
-            if self._scaled(pace).run()[0] < asked_us:
+            if self._scaled(pace).run()[0] < launched_us:
                 low = pace
             else:
                 high = pace
         return self._scaled(low)
 
-    def changed(self, changes: Mapping[OpKey, Change]) -> Queue:
+    def changed(self, changes: Mapping[OpKey, LaunchChange]) -> Queue:
         """Returns the queue with other times for the launches of some operators, each spread over all launches of its own."""
         counts = Counter(launch.key for launch in self.launches)
         found = []
@@ -90,7 +90,7 @@ class Queue:
             found.append(launch)
         return replace(self, launches=tuple(found))
 
-    def saved_us(self, changes: Mapping[OpKey, Change], step_us: float) -> float:
+    def saved_us(self, changes: Mapping[OpKey, LaunchChange], step_us: float) -> float:
         """Returns the time that a step of `step_us` loses by the changes; negative if it gets longer."""
         before, after = self.run()[1], self.changed(changes).run()[1]
         return step_us * (1 - after / before) if before else 0.0
@@ -100,7 +100,7 @@ class Queue:
         return Queue(scaled, self.tail_us * pace)
 
 
-def joined(changes: Mapping[int, Change], operations: Sequence[Operation]) -> dict[OpKey, Change]:
+def joined(changes: Mapping[int, LaunchChange], operations: Sequence[OperatorRow]) -> dict[OpKey, LaunchChange]:
     """Returns the changes of rows of the table by the keys of a profiler, which has one for the same operator in all modules.
 
     operations: the rows. Rows without a change stay as they are, which a key that they share takes into account.
@@ -113,8 +113,8 @@ def joined(changes: Mapping[int, Change], operations: Sequence[Operation]) -> di
         if not any(row in changes for row in its):
             continue
         calls = sum(operations[row].calls for row in its)
-        own = [(changes.get(row, Change()), operations[row].calls / calls) for row in its]
-        found[key] = Change(
+        own = [(changes.get(row, LaunchChange()), operations[row].calls / calls) for row in its]
+        found[key] = LaunchChange(
             device=sum(change.device * share for change, share in own),
             device_us=sum(change.device_us for change, _ in own),
             host=None if all(change.host is None for change, _ in own) else sum(change.host or 0.0 for change, _ in own),

@@ -9,7 +9,7 @@ import torch
 import rooftile
 from rooftile.cost import flops, io
 from rooftile.diagnosis.output.units import count, digits, duration
-from rooftile.diagnosis.tour.exhibit import Case, Exhibit, Expected, Lab, one_after_another
+from rooftile.diagnosis.tour.exhibit import Exhibit, ExhibitCase, Expected, Lab, one_after_another
 from rooftile.exact.cases import Case as Problem
 from rooftile.exact.masks import FULL
 from rooftile.hardware.clock import captured
@@ -30,12 +30,12 @@ def loop(lab: Lab) -> Exhibit:
             small.add_(1.0)
 
     cases = [
-        Case(name=f"{CALLS:,} operators", expected=lab.expect(bytes=8 * large.numel(), calls=CALLS), work=calls),
-        Case(name="one operator", expected=lab.expect(bytes=8 * large.numel()), work=lambda: large.add_(1.0)),
+        ExhibitCase(name=f"{CALLS:,} operators", expected=lab.expect(bytes=8 * large.numel(), calls=CALLS), work=calls),
+        ExhibitCase(name="one operator", expected=lab.expect(bytes=8 * large.numel()), work=lambda: large.add_(1.0)),
     ]
     if lab.on_gpu:
         expected = Expected(CALLS * (lab.ceilings.node_us or 0.0), "overhead")
-        cases.insert(1, Case(name="as a CUDA graph", expected=expected, work=captured(calls).replay))
+        cases.insert(1, ExhibitCase(name="as a CUDA graph", expected=expected, work=captured(calls).replay))
 
     def lesson(us: Mapping[str, float]) -> str:
         many, one = us[f"{CALLS:,} operators"], us["one operator"]
@@ -92,8 +92,8 @@ def attentions(lab: Lab) -> Exhibit:
         title="Attention, standard and tiled",
         does=f"Attention of {N:,} tokens, {H} heads of {dim}, in {dtype}; standard attention stores {N:,} x {N:,} scores.",
         cases=(
-            Case(name="standard", expected=stored, work=standard),
-            Case(name="tiled", expected=kept, work=lambda: rooftile.attention(q, k, v, backend=tiled)),
+            ExhibitCase(name="standard", expected=stored, work=standard),
+            ExhibitCase(name="tiled", expected=kept, work=lambda: rooftile.attention(q, k, v, backend=tiled)),
         ),
         lesson=lesson,
     )

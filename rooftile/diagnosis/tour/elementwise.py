@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.diagnosis.output.units import count, percent
-from rooftile.diagnosis.tour.exhibit import Case, Exhibit, Lab, one_after_another
+from rooftile.diagnosis.tour.exhibit import Exhibit, ExhibitCase, Lab, one_after_another
 
 RUNGS = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 4, 16, 32, 64, 128, 256)}
 # bytes of an array, far beyond any cache
@@ -25,7 +25,7 @@ def repeats(lab: Lab, rungs: Sequence[int] = (), nbytes: int = 0) -> Exhibit:
     # 8 bytes and 2 FLOPs for each number and repeat
     knee = 4 * lab.ceilings.fma_tflops * 1e3 / lab.ceilings.copy_gbs
     cases = [
-        Case(name=f"{r}", expected=lab.expect(bytes=8 * n, flops=2 * r * n), work=_repeated(r, x, y)) for r in rungs
+        ExhibitCase(name=f"{r}", expected=lab.expect(bytes=8 * n, flops=2 * r * n), work=_repeated(r, x, y)) for r in rungs
     ]  # fmt: skip
 
     def lesson(us: Mapping[str, float]) -> str:
@@ -84,9 +84,9 @@ def cosines(lab: Lab) -> Exhibit:
         does=f"Cosines of {count(x.nbytes, 'B')} of numbers. Fused, the first result never leaves the processor. The "
         "prediction takes the rate of an exponential.",
         cases=(
-            Case(name="cos", expected=once, work=lambda: torch.cos(x, out=y)),
-            Case(name="cos(cos), two operators", expected=one_after_another([once, once]), work=twice),
-            Case(name="cos(cos), fused", expected=fused, work=_compiled(_cos_cos, x, y)),
+            ExhibitCase(name="cos", expected=once, work=lambda: torch.cos(x, out=y)),
+            ExhibitCase(name="cos(cos), two operators", expected=one_after_another([once, once]), work=twice),
+            ExhibitCase(name="cos(cos), fused", expected=fused, work=_compiled(_cos_cos, x, y)),
         ),
         lesson=lesson,
     )
@@ -121,8 +121,10 @@ def softmaxes(lab: Lab) -> Exhibit:
         title="Fusion: softmax",
         does=f"A softmax over rows of 4,096 of {count(x.nbytes, 'B')}: maximum, subtraction, exponential, sum, division.",
         cases=(
-            Case(name="five operators", expected=separate, work=eager),
-            Case(name="one operator", expected=lab.expect(bytes=8 * n, special=n), work=lambda: torch.softmax(x, -1, out=y)),
+            ExhibitCase(name="five operators", expected=separate, work=eager),
+            ExhibitCase(
+                name="one operator", expected=lab.expect(bytes=8 * n, special=n), work=lambda: torch.softmax(x, -1, out=y)
+            ),
         ),
         lesson=lesson,
     )

@@ -24,12 +24,12 @@ class Expected(NamedTuple):
 
 
 def one_after_another(parts: Sequence[Expected]) -> Expected:
-    """Returns the time of operators of which each waits for the one before; its bound is that of the longest."""
+    """Returns the time of operators of which each waits for the one before; its bound is the bound of the longest."""
     return Expected(sum(part.us for part in parts), max(parts, key=lambda part: part.us).bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ExhibitCase:
     """One way to do the work."""
 
     name: str
@@ -43,7 +43,7 @@ class Exhibit:
 
     title: str
     does: str  # the work, in a sentence or two
-    cases: tuple[Case, ...]
+    cases: tuple[ExhibitCase, ...]
     lesson: Callable[[Mapping[str, float]], str]  # from measured times in µs by case
 
 
@@ -90,7 +90,7 @@ class Lab:
             bytes: read and written.
             flops: multiplications and additions.
             special: exponentials and the like, at the rate of an exponential.
-            product: the dtype, if the FLOPs are those of matrix products.
+            product: the dtype, if matrix products have the FLOPs.
             calls: operators.
         """
         c = self.ceilings

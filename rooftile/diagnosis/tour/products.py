@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rooftile.diagnosis.output.units import count, percent
-from rooftile.diagnosis.tour.exhibit import Case, Exhibit, Lab
+from rooftile.diagnosis.tour.exhibit import Exhibit, ExhibitCase, Lab
 
 SIZES = {"cpu": (16, 64, 256, 1024, 2048), "cuda": (64, 256, 1024, 4096, 8192)}
 WIDTH = {"cpu": 4096, "cuda": 16384}
@@ -16,14 +16,14 @@ BATCHES = (1, 64)
 
 
 def products(lab: Lab) -> Exhibit:
-    """Multiplies square matrices, from those that are shorter than their call to those that fill the machine."""
+    """Multiplies square matrices, from products that are shorter than their call to products that fill the machine."""
     dtype = _dtype(lab)
     sizes = SIZES[lab.device.type]
     cases = []
     for n in sizes:
         a, b, c = (torch.randn(n, n, device=lab.device).to(getattr(torch, dtype)) for _ in range(3))
         expected = lab.expect(bytes=3 * a.nbytes, flops=2 * n**3, product=_short(dtype))
-        cases.append(Case(name=f"{n} x {n}", expected=expected, work=partial(torch.mm, a, b, out=c)))
+        cases.append(ExhibitCase(name=f"{n} x {n}", expected=expected, work=partial(torch.mm, a, b, out=c)))
     peak = lab.ceilings.matmul_tflops[_short(dtype)] * 1e6
 
     def lesson(us: Mapping[str, float]) -> str:
@@ -51,7 +51,7 @@ def decoding(lab: Lab) -> Exhibit:
         flops = 2 * batch * n * n
         expected = lab.expect(bytes=weights.nbytes + 2 * x.nbytes, flops=flops, product=_short(dtype))
         name = f"batch {batch}"
-        cases.append(Case(name=name, expected=expected, work=partial(torch.nn.functional.linear, x, weights)))
+        cases.append(ExhibitCase(name=name, expected=expected, work=partial(torch.nn.functional.linear, x, weights)))
 
     def lesson(us: Mapping[str, float]) -> str:
         one, many = us["batch 1"], us["batch 64"]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.roofs import CLEAR, Model, Roofs, model, waiting
 
 BOUNDS = ("memory", "compute", "overhead", "latency", "communication", "host", "balanced")
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def classify(
-    operation: Operation, roofs: Roofs, evidence: Evidence | None = None, time_us: float | None = None
+    operation: OperatorRow, roofs: Roofs, evidence: Evidence | None = None, time_us: float | None = None
 ) -> Verdict:  # fmt: skip
     """Returns the verdict on one operator from its counts, the machine's ceilings and what was measured.
 
@@ -85,7 +85,7 @@ def classify(
     return _verdict(modelled, bound, unit, confidence, _numbers(bound, confidence, modelled, evidence))
 
 
-def settled(operation: Operation, roofs: Roofs, evidence: Evidence) -> bool:
+def settled(operation: OperatorRow, roofs: Roofs, evidence: Evidence) -> bool:
     """Returns whether the measurements are exact enough: no error of two standard errors gives another bound.
 
     Measure again while it is False and the budget lasts.
@@ -175,7 +175,7 @@ def _below_its_roof(bound: str, modelled: Model, evidence: Evidence) -> bool:
     return arithmetic_us > CLEAR * modelled.compute_us and modelled.memory_us < CLEAR * arithmetic_us
 
 
-def _reasons(operation: Operation, evidence: Evidence | None) -> str:
+def _reasons(operation: OperatorRow, evidence: Evidence | None) -> str:
     if evidence is not None and evidence.why_not:
         return "no experiment: " + "; ".join(f"{name}: {reason}" for name, reason in evidence.why_not.items())
     if operation.flops is None or operation.bytes is None:

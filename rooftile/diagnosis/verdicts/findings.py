@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.classify import Verdict, classify
 from rooftile.diagnosis.verdicts.roofs import CLEAR, Roofs
 
@@ -14,7 +14,7 @@ from rooftile.diagnosis.verdicts.roofs import CLEAR, Roofs
 class Finding:
     """Everything known about one operator. Counts and evidence are of one call, `time_us` of all its calls in the step."""
 
-    operation: Operation
+    operation: OperatorRow
     roofs: Roofs
     evidence: Evidence | None
     time_us: float
@@ -59,7 +59,7 @@ class Finding:
         return max(0.0, self.call_us - max(self.traffic_us, self.compute_us) - self.fixed_us)
 
 
-def find(operation: Operation, roofs: Roofs, evidence: Evidence | None, time_us: float | None = None) -> Finding:
+def find(operation: OperatorRow, roofs: Roofs, evidence: Evidence | None, time_us: float | None = None) -> Finding:
     """Returns an operator's finding.
 
     time_us: of all its calls in the step; without it the time alone, times the calls.

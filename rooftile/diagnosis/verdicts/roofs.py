@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.records import OperatorRow
 
 # one of two roofs is the model's answer only if its time is this many times the other's
 CLEAR = 1.5
@@ -17,7 +17,7 @@ FAR = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofs:
-    """The ceilings that one operator meets: those of its device, dtype and kind of arithmetic.
+    """The ceilings that one operator meets, by its device, dtype and kind of arithmetic.
 
     A rate is None where nothing was measured.
     """
@@ -69,7 +69,7 @@ class Model:
         return {"memory": self.memory, "compute": self.compute}.get(self.bound or "")
 
 
-def model(operation: Operation, roofs: Roofs, time_us: float | None = None) -> Model:
+def model(operation: OperatorRow, roofs: Roofs, time_us: float | None = None) -> Model:
     """Returns the modelled times of one call.
 
     time_us: its measured time. A call that is faster than main memory allows found its data in the cache; one that is much

@@ -38,7 +38,7 @@ class StepVerdict:
     """The bound of a step, and the shares of its time, which add up to 1."""
 
     bound: str | None
-    shares: dict[str, float]  # by bound, largest first; "unknown" where an operator has none
+    shares: dict[str, float]  # by bound, largest first; "unknown" where an operator has no bound
     overhead_share: float | None
     confidence: str
     notes: tuple[str, ...]

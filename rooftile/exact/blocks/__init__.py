@@ -1,4 +1,4 @@
-"""Lists of key blocks, which say what an attention computes and what it skips."""
+"""Lists of key blocks: an attention computes the listed blocks and skips the others."""
 
 from rooftile.exact.blocks.blocks import Blocks
 from rooftile.exact.blocks.lists import packed, unpacked

@@ -55,5 +55,5 @@ def lists_of_block_mask(mask: Any) -> tuple[Tensor, Tensor, tuple[int, int], Ten
         # a function may read tables of these lengths
         seen = mask.mask_mod(b[:, None, None], h[:, None, None], at_row.clamp(max=T - 1), at_key.clamp(max=S - 1))
         bits[b, h, i, slot] = packed(seen.expand(len(some), rows, keys))
-    # copies: the mask's own tensors may be those of inference mode
+    # copies: the mask's own tensors may come from inference mode
     return (count + whole).to(torch.int32), indices.to(torch.int32, copy=True), (rows, keys), bits if n else None

@@ -1,7 +1,7 @@
 """Lists of key blocks: which blocks of keys each block of queries sees.
 
 A kernel computes a tile of scores or skips it whole, so a sparse attention is as fast as it is sparse only if what it sees is
-made of whole blocks. The lists stay on the device: nobody waits for them.
+made of whole blocks. The lists stay on the device: the host does not wait for them.
 
 Blocks count from the first query and the first key, also where a mask beside them is aligned at the end. In packed calls they
 count within a sequence, and sequence b has the lists from place cu_q[b] // size[0] + b on: that is room for each of its blocks,
@@ -37,7 +37,7 @@ class Blocks:
     Args:
         counts: how many blocks each block of queries sees, int32 (1|B, 1|Hk|H, blocks of queries). In packed calls B is 1 and the
             last axis has total_q // size[0] + sequences places, see `rooftile.exact.blocks`.
-        indices: which, int32 (1|B, 1|Hk|H, blocks of queries, most); in any order, each once. What is behind a count is not read.
+        indices: which, int32 (1|B, 1|Hk|H, blocks of queries, most); in any order, each once. Later entries are not read.
         size: queries and keys of a block: multiples of 64.
         bits: for blocks that are seen in part: int32 (1|B, 1|Hk|H, blocks of queries, n, size[0], size[1] / 32) for the first n
             blocks of each list. Bit c of word w is key 32 w + c of the block. Later blocks are seen whole.
@@ -107,7 +107,7 @@ class Blocks:
     def from_dense(cls, keep: Tensor, size: tuple[int, int] = (128, 128), *, validate: bool = False) -> Blocks:
         """Makes lists from booleans (1|B, 1|Hk|H, blocks of queries, blocks of keys), True for blocks that are seen.
 
-        Nothing is read by the host. Fewer axes are those at the end.
+        Nothing is read by the host. Fewer axes are the last ones.
 
         Example:
             >>> Blocks.from_dense(torch.eye(4, dtype=torch.bool)).counts.tolist()
@@ -204,7 +204,7 @@ class Blocks:
         return seen & whole[..., :T, :S]
 
     def of_slots(self, start: int, stop: int) -> Blocks:
-        """Returns the lists of some blocks of queries: those of a sequence in a packed call."""
+        """Returns the lists of some blocks of queries: of a sequence in a packed call."""
         bits = None if self.bits is None else self.bits[:, :, start:stop]
         return Blocks(self.counts[:, :, start:stop], self.indices[:, :, start:stop], self.size, bits)
 
@@ -242,7 +242,7 @@ class Blocks:
         place = torch.arange(self.counts.shape[2], device=device)
         of = (torch.searchsorted(first_row, place, right=True) - 1).clamp(min=0)  # the sequence of each list
         local = torch.arange(key_blocks, device=device) - first_key[of][:, None]
-        # places past a sequence's end are nobody's
+        # places past a sequence's end belong to no block
         is_row = (place - first_row[of]) * rows < cu_q.diff()[of]
         is_there = is_row[:, None] & (local >= 0) & (local * keys < cu_k.diff()[of][:, None])
         slots = self.slots(key_blocks)

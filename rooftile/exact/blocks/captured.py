@@ -1,4 +1,4 @@
-"""Finds what a mask_mod reads beside its four positions: a mask that is kept is right only as long as all of it stays as it was.
+"""Finds the values that a mask_mod reads, besides its four positions: a kept mask is right only while these stay as they were.
 
 A function reads closures, default arguments, `functools.partial`, global variables, and attributes and entries that its code
 names, also through functions that it calls. A tensor counts as it is, with the counter of its changes in place; a number, a

@@ -62,7 +62,7 @@ def lists_of(keep: Tensor) -> tuple[Tensor, Tensor]:
 def steps_of_lists(counts: Tensor, Hk: int, group: int) -> tuple[int, int, int]:
     """How a kernel finds a list: the steps from batch to batch and from head to head, in lists, and query heads of a list.
 
-    A step of 0 is that of an axis that is shared. counts are contiguous.
+    A shared axis has a step of 0. counts are contiguous.
 
     Example:
         >>> steps_of_lists(torch.zeros(1, 2, 7, dtype=torch.int32), Hk=2, group=4)

@@ -9,28 +9,26 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.blocks import Blocks
-from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.spec import Asked, Options, replaced
+from rooftile.exact.masks import FULL
+from rooftile.exact.spec import Call, Options, replaced
 from rooftile.exact.validate import shown
 from rooftile.runtime.operators import levels_of_gradients, mapped, transformed, wants_grad
 
 
-def with_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Options, asked: Asked, blocks: Any, validate: bool = False
-) -> tuple[Mask, Options, Asked]:  # fmt: skip
-    """Returns the mask, the options and what was asked of a call, with its lists among the options and their size asked.
-
-    A FlexAttention BlockMask becomes lists.
+def with_blocks(call: Call, blocks: Any, validate: bool = False) -> Call:
+    """Returns a call with its lists among the options and their size asked. A FlexAttention BlockMask becomes lists.
 
     Raises InvalidInput where the lists do not fit.
     """
+    q, k, v, options = call.q, call.k, call.v, call.options
+    mask: Any = call.mask
     if type(mask).__name__ == "BlockMask":
         if blocks is not None:
             raise InvalidInput("mask is a BlockMask and there are blocks=, too; needs one of them")
         _check_lengths_of(mask, q, k, options)
         mask, blocks = FULL, Blocks.from_block_mask(mask)
     if blocks is None:
-        return mask, options, asked
+        return call
     if not isinstance(blocks, Blocks):
         raise InvalidInput(f"blocks is {shown(blocks)}; must be rooftile.Blocks, such as Blocks.from_dense(keep)")
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.is_nested or k.is_nested:
@@ -38,7 +36,7 @@ def with_blocks(
         raise InvalidInput(f"blocks with {came}; needs dense ones, or packed ones with offsets")
     if q.ndim != (3 if options.cu_q is not None else 4) or k.ndim != q.ndim:
         # the checks of every call say what is wrong
-        return mask, options, asked
+        return call
     n = _check_fit(blocks, q, k, options)
     if (blocks.counts.device.type == "cpu" or blocks.validate or validate) and not torch.compiler.is_compiling():
         _read(blocks, n)
@@ -52,7 +50,7 @@ def with_blocks(
             # a backward keeps no tensor that was made in inference mode
             lists = {name: x.clone() if x is not None and x.is_inference() else x for name, x in lists.items()}
     lists = {name: None if x is None else x.contiguous() for name, x in lists.items()}
-    return mask, replaced(options, **lists), asked._replace(block_size=blocks.size)
+    return call._replace(mask=mask, options=replaced(options, **lists), asked=call.asked._replace(block_size=blocks.size))
 
 
 def _check_fit(blocks: Blocks, q: Tensor, k: Tensor, options: Options) -> int:

@@ -6,40 +6,28 @@ keys and values are packed, next to T queries of each sequence.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.ops.unpad import take_rows
-from rooftile.exact.spec import Asked, Options
+from rooftile.exact.spec import Asked, Call, Options
 from rooftile.exact.validate import check_dense_bias, shown
 from rooftile.runtime.launch import is_capturing
 from rooftile.runtime.operators import mapped, transformed
 
 
-class Call(NamedTuple):
-    """The arguments of a call: dense, or packed if its options have offsets."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: Options
-
-
-def without_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, padding: Tensor
-) -> Call:  # fmt: skip
+def without_padding(call: Call, padding: Tensor) -> Call:
     """Returns a call with the same answer in which no query sees a key where `padding` (B, S) is True.
 
     Reads the padding, which waits for a GPU. It is not read where that is impossible: by torch.compile, in a CUDA graph, or if
     vmap maps it.
     """
+    q, k, v, mask, options, asked, _ = call
     if not _fits(q, k, v, mask, padding):
         # the checks of every call say what is wrong
-        return Call(q, k, v, options)
+        return call
     real = ~padding
     # lists count keys from the first
     if options.bias is None and options.block_counts is None and _may_read(real):
@@ -52,12 +40,12 @@ def without_padding(
         if _is_same(mask or FULL, options, asked, runs, S if unbroken else -1):
             if unbroken and len(runs) == 1 and all(count for count, _, _ in rows):
                 ((first, end),) = runs
-                return Call(q, k[:, first:end], v[:, first:end], options)
-            return _packed(q, k, v, options, real)
+                return call._replace(k=k[:, first:end], v=v[:, first:end])
+            return _packed(call, real)
     seen = real[:, None, None]  # (B, 1, 1, S)
     if options.bias is not None:
         seen = torch.where(seen, check_dense_bias(options.bias, q, k), float("-inf"))
-    return Call(q, k, v, options._replace(bias=seen))
+    return call._replace(options=options._replace(bias=seen))
 
 
 def with_padding(o: Tensor, lse: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,10 +88,11 @@ def _is_same(mask: Mask, options: Options, asked: Asked, runs: set[tuple[int, in
     return at_end and (at_start or (mask.prefix is None and not mask.chunks))
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, real: Tensor) -> Call:
-    B, T = q.shape[:2]
+def _packed(call: Call, real: Tensor) -> Call:
+    q, B, T = call.q, *call.q.shape[:2]
     rows = real.flatten().nonzero()[:, 0]
-    k, v = (take_rows(x.flatten(0, 1), rows) for x in (k, v))  # (total_k, Hk, D)
+    k, v = (take_rows(x.flatten(0, 1), rows) for x in (call.k, call.v))  # (total_k, Hk, D)
     cu_q = torch.arange(B + 1, dtype=torch.int32, device=q.device) * T
     cu_k = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    return Call(q.flatten(0, 1), k, v, options._replace(cu_q=cu_q, cu_k=cu_k))
+    options = call.options._replace(cu_q=cu_q, cu_k=cu_k)
+    return call._replace(q=q.flatten(0, 1), k=k, v=v, options=options, is_packed=True)

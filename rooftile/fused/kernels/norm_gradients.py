@@ -104,7 +104,7 @@ def _long_sums(
     dy_ptr, x_ptr, weight_ptr, sums_ptr, dy_stride, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Writes for one row the mean of x, r = 1 / sqrt(mean x² + eps), the mean of g x̂, and for a layer norm that of g."""
+    """Writes for one row the mean of x, r = 1 / sqrt(mean x² + eps), the mean of g x̂, and for a layer norm the mean of g."""
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     x_ptr += row * x_stride

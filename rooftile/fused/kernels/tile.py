@@ -14,7 +14,7 @@ from __future__ import annotations
 # Numbers per thread: two loads of 16 bytes in bf16. Twice that at 16384, since threads of 32 warps have 64 registers at most.
 NUMBERS, MOST_WARPS = 16, 16
 # Numbers per program: short rows, and heads, share one. The same for a piece of a gate: a row of 14336 has seven, and 8192
-# rows have so many that each should not be shorter.
+# rows have enough numbers that each should not be shorter.
 PIECE = 2048
 # ... and of a row that leaves the registers
 LONG_PIECE = 8192

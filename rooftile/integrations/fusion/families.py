@@ -18,29 +18,31 @@ _ADDED = "additions joined with the norm after them"
 _LOSS = "loss from hidden states; logits is None where labels are given: rt.fuse(model, logits=True) keeps them"
 _LOSS_WITH_LOGITS = "loss from logits, which are kept"
 
-# the parameters of the forward functions that ours replace, beside the cache: another version of Transformers may have others
+# the parameters of the forward functions that ours replace, besides the cache: another version of Transformers may have others
 _ATTENTION = ("hidden_states", "position_embeddings", "attention_mask", "kwargs")
 _LAYER = ("hidden_states", "attention_mask", "position_ids", "use_cache", "position_embeddings", "kwargs")
 _GEMMA_LAYER = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "kwargs")
 _BLOCK = ("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "use_cache", "kwargs")
 
 
-class Change(NamedTuple):
+class Replacement(NamedTuple):
     """Names the forward function that a module gets."""
 
     kind: str  # a name in `classes.KINDS`
     title: str  # for the report
-    due: tuple[str, ...] = ()  # parameters of the forward function that is replaced, beside a cache; empty: not asked
+    due: tuple[str, ...] = ()  # parameters of the forward function that is replaced, besides a cache; empty: not asked
 
 
-def _like_llama(folder: str, name: str, attention: str) -> dict[str, Change]:
+def _like_llama(folder: str, name: str, attention: str) -> dict[str, Replacement]:
     gemma = name == "Gemma2"
     found = {
-        "RMSNorm": Change("gemma_norm" if gemma else "rms_norm", _NORM),
-        "MLP": Change("gate", _GATE),
-        "Attention": Change(attention, _ROTARY, _ATTENTION),
-        "DecoderLayer": Change("gemma_layer", _ADDED, _GEMMA_LAYER) if gemma else Change("decoder_layer", _ADDED, _LAYER),
-        "ForCausalLM": Change("loss", _LOSS),
+        "RMSNorm": Replacement("gemma_norm" if gemma else "rms_norm", _NORM),
+        "MLP": Replacement("gate", _GATE),
+        "Attention": Replacement(attention, _ROTARY, _ATTENTION),
+        "DecoderLayer": Replacement("gemma_layer", _ADDED, _GEMMA_LAYER)
+        if gemma
+        else Replacement("decoder_layer", _ADDED, _LAYER),
+        "ForCausalLM": Replacement("loss", _LOSS),
     }
     return {f"transformers.models.{folder}.modeling_{folder}.{name}{part}": change for part, change in found.items()}
 
@@ -52,16 +54,16 @@ _CHANGES = {
     **_like_llama("qwen2", "Qwen2", "qwen_attention"),
     **_like_llama("qwen3", "Qwen3", "qwen_attention"),
     **_like_llama("gemma2", "Gemma2", "gemma_attention"),
-    f"{_GPT2}GPT2Block": Change("gpt2_block", _ADDED, _BLOCK),
-    f"{_GPT2}GPT2LMHeadModel": Change("loss", _LOSS),
+    f"{_GPT2}GPT2Block": Replacement("gpt2_block", _ADDED, _BLOCK),
+    f"{_GPT2}GPT2LMHeadModel": Replacement("loss", _LOSS),
     # only inside of a GPT-2
-    "torch.nn.modules.normalization.LayerNorm": Change("layer_norm", "layer norms"),
-    "transformers.activations.NewGELUActivation": Change("gelu", "GELUs, each in one kernel"),
+    "torch.nn.modules.normalization.LayerNorm": Replacement("layer_norm", "layer norms"),
+    "transformers.activations.NewGELUActivation": Replacement("gelu", "GELUs, each in one kernel"),
 }
 _INSIDE_GPT2 = ("layer_norm", "gelu")
 
 
-def plan(module: nn.Module, parent: nn.Module | None, logits: bool) -> Change | str | None:
+def plan(module: nn.Module, parent: nn.Module | None, logits: bool) -> Replacement | str | None:
     """Returns how a module is fused; a sentence that says why not; None if it is nothing that this package knows."""
     base: Any = type(module).fused_from if isinstance(module, FusedModule) else type(module)
     known: Any = next((cls for cls in base.__mro__ if _name(cls) in _CHANGES), None)
@@ -85,10 +87,10 @@ def plan(module: nn.Module, parent: nn.Module | None, logits: bool) -> Change | 
     return _settled(module, change, logits)
 
 
-def _settled(module: nn.Module, change: Change, logits: bool) -> Change | str:
+def _settled(module: nn.Module, change: Replacement, logits: bool) -> Replacement | str:
     """The change, with what depends on the module's settings."""
     if change.kind == "loss" and logits:
-        return Change("loss_with_logits", _LOSS_WITH_LOGITS)
+        return Replacement("loss_with_logits", _LOSS_WITH_LOGITS)
     if change.kind == "gate":
         activation = _activation(module.act_fn)
         if activation is None:

@@ -1,7 +1,7 @@
-"""Forward functions that stand for those of Transformers' modules, of the same arguments and results.
+"""Forward functions in place of Transformers' own, with the same arguments and results.
 
 Modules inside are called as modules, so adapters around linear layers and hooks run as before. Only a norm that follows an
-addition is joined with it, where nobody watches the norm: see `_added`.
+addition is joined with it, where no hook watches the norm: see `_added`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def llama_attention(self: Any, hidden_states: Tensor, *arguments: Any, **words: 
 
 
 def mistral_attention(self: Any, hidden_states: Tensor, *arguments: Any, **words: Any) -> tuple[Tensor, Tensor | None]:
-    """For MistralAttention, whose window is that of the model."""
+    """For MistralAttention, whose window is the model's."""
     mask = {"sliding_window": getattr(self.config, "sliding_window", None)}
     return _attention(self, hidden_states, mask, *arguments, **words)
 

@@ -75,7 +75,7 @@ def _has_usual_loss(self: Any) -> bool:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether a head is a matrix product that nobody watches."""
+    """Whether a head is a matrix product that no hook watches."""
     hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
     return type(head) is nn.Linear and not hooked
 

@@ -42,7 +42,7 @@ class Fused(NamedTuple):
 def others_of(model: nn.Module, changed: Container[int]) -> str:
     """Returns in one line the innermost modules that `fuse` leaves as they are, by their classes, and their share of parameters.
 
-    changed: the ids of those that it does not.
+    changed: the ids of the modules that it changes.
     """
     total = sum(p.numel() for p in model.parameters())
     counts: dict[str, int] = defaultdict(int)

@@ -109,7 +109,7 @@ def _is_ours(query: Tensor, key: Tensor, dropout_p: float, is_causal: bool) -> b
 
 
 def _visible(query: Tensor, is_causal: bool, *pair: Tensor) -> tuple[Tensor, ...]:
-    """Returns keys and values as (B, S, Hk, D), without those that no query sees under a top-left causal mask."""
+    """Returns keys and values as (B, S, Hk, D), without keys that no query sees under a top-left causal mask."""
     pair = tuple(x.transpose(1, 2) for x in pair)
     return tuple(x[:, : query.shape[2]] for x in pair) if is_causal else pair
 

@@ -82,7 +82,7 @@ def load(
             places.pop("lm_head.weight", None)
         for stored_one, place in weights.matched(config, places, found):
             place.copy_(stored_one.get_tensor())
-        weights.tell(1.0)
+        weights.report_progress(1.0)
 
 
 def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
@@ -124,7 +124,7 @@ def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, St
 
 
 def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modules: Iterable[str]) -> None:
-    """Leaves biases out that are zeros, where the model has none: AutoGPTQ wrote one for each projection."""
+    """Leaves biases out that are zeros, where the model has no bias: AutoGPTQ wrote one for each projection."""
     for name in [f"{module}.bias" for module in modules]:
         if name in found and name not in places and not found[name].get_tensor().any():
             del found[name]
@@ -150,7 +150,7 @@ def _read_all(stored: dict[str, Stored]) -> dict[str, Tensor]:
 def _owned(
     weight: QuantisedWeight | TwoFour, stored: Iterable[Tensor], device: torch.device
 ) -> QuantisedWeight | TwoFour:  # fmt: skip
-    """The weight on a device, with no tensor in its file: who writes to that would change the model, or end the process."""
+    """The weight on a device, with no tensor in its file: a write to the file would change the model, or end the process."""
     if device.type != "cpu":
         return weight.to(device)
     mapped = {x.untyped_storage().data_ptr() for x in stored}
@@ -168,7 +168,7 @@ def _fill(
     apart: dict[str, Tensor] = {}
     layers = list(decoder.layers)
     for done, (projection, names) in enumerate(projections):
-        weights.tell(done / len(projections))
+        weights.report_progress(done / len(projections))
         # the one before this was the last of its layer
         while on_layer is not None and projection not in layers[0].projections:
             on_layer(layers.pop(0))

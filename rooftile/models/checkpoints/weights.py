@@ -27,23 +27,23 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 
 @contextmanager
-def reading_told(told: Callable[[float], None]) -> Iterator[None]:
-    """Calls `told` with the share of the weights that has been read, at each tensor or layer that this thread loads meanwhile."""
-    token = _listener.set(told)
+def reporting_progress(report: Callable[[float], None]) -> Iterator[None]:
+    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads."""
+    token = _listener.set(report)
     try:
         yield
     finally:
         _listener.reset(token)
 
 
-def tell(share: float) -> None:
-    """Tells who listens (`reading_told`) which share has been read."""
-    if (told := _listener.get()) is not None:
-        told(share)
+def report_progress(share: float) -> None:
+    """Reports which share has been read to the caller of `reporting_progress`."""
+    if (report := _listener.get()) is not None:
+        report(share)
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Compares the names, shapes and dtypes of a decoder's parameters with those in files; the decoder may be on "meta".
+    """Compares the names, shapes and dtypes of a decoder's parameters with the tensors in files; the decoder may be on "meta".
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes.
@@ -53,7 +53,7 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 
 def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Fills a decoder from files, one tensor at a time, so that only one is in memory beside the decoder.
+    """Fills a decoder from files, one tensor at a time, so that memory holds the decoder and one tensor.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
@@ -64,7 +64,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
         for stored, place in pairs:
             place.copy_(stored.get_tensor())
             done += place.nbytes
-            tell(done / whole)
+            report_progress(done / whole)
 
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:

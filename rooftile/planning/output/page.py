@@ -52,7 +52,7 @@ def _or_dash(us: float | None) -> str:
 
 
 def _roofline(plan: Whole) -> Chart | None:
-    """The rate of each layer over its intensity, as it is, below the roof of its dtype; None where none was counted."""
+    """The rate of each layer over its intensity, as it is, below the roof of its dtype; None where no layer was counted."""
     timed = [layer for layer in plan.layers if layer.options[0].us and layer.flops]
     spots = [(layer.intensity, layer.flops / layer.options[0].us * 1e6, layer) for layer in timed]
     spots.sort(key=lambda spot: spot[0])

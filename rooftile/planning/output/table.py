@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from rooftile.diagnosis.output.units import count, digits, duration
 from rooftile.planning.costs import verdict_of
-from rooftile.planning.records import KEPT_NAMES, Layer, Option, Other, Whole
+from rooftile.planning.records import KEPT_NAMES, Option, Other, PlannedLayer, Whole
 
 WIDTH = 130
 HEAD = ("module", "operator", "M, N, K", "FLOPs", "bytes", "F/B", "ridge", "bound", "chosen", "fuse with")
 OTHER_HEAD = ("module", "operator", "calls", "FLOPs", "bytes", "F/B", "ridge", "bound", "predicted", "fuse with")
-# operators that are shown, those with most time first
+# the number of operators that are shown, the longest time first
 MOST_OTHERS = 20
 # names of operators that can be fused with one
 MOST_NAMES = 4
@@ -38,9 +38,9 @@ def text(plan: Whole) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def groups_of(layers: Sequence[Layer]) -> list[list[Layer]]:
+def groups_of(layers: Sequence[PlannedLayer]) -> list[list[PlannedLayer]]:
     """Returns the layers that share a row: alike but for a number in their names, and for their losses."""
-    found: dict[tuple[object, ...], list[Layer]] = {}
+    found: dict[tuple[object, ...], list[PlannedLayer]] = {}
     for layer in layers:
         shapes = tuple((part.N, part.K) for part in layer.parts)
         options = tuple((option.format, option.us) for option in layer.options)
@@ -49,8 +49,8 @@ def groups_of(layers: Sequence[Layer]) -> list[list[Layer]]:
     return list(found.values())
 
 
-def layer_cells(alike: Sequence[Layer]) -> tuple[str, ...]:
-    """Returns the cells of layers that share a row, by `HEAD`; counts are of one."""
+def layer_cells(alike: Sequence[PlannedLayer]) -> tuple[str, ...]:
+    """Returns the cells of layers that share a row, by `HEAD`; counts are of one layer."""
     layer = alike[0]
     name = layer.name or "(the model)" if len(alike) == 1 else f"{_pattern(layer.name)} ({len(alike)} times)"
     rows = "/".join(f"{load.rows:,}" + f" x{load.calls:g}" * (load.calls > 1) for load in layer.loads)
@@ -80,14 +80,14 @@ def option_words(option: Option, losses: Sequence[float]) -> str:
     return f"{option.format}: predicted {duration(option.predicted_us)}{measured}, loss {loss}"
 
 
-def options_words(alike: Sequence[Layer]) -> str:
+def options_words(alike: Sequence[PlannedLayer]) -> str:
     """Returns the line of the formats of layers that share a row, with the reason of the choice."""
     losses = zip(*([option.loss for option in layer.options] for layer in alike), strict=True)
     words = "; ".join(option_words(option, lost) for option, lost in zip(alike[0].options, losses, strict=True))
     return f"{words}. {why(alike[0])}"
 
 
-def why(layer: Layer) -> str:
+def why(layer: PlannedLayer) -> str:
     """Returns why a layer has its format."""
     chosen, first = layer.choice, layer.options[0]
     if len(layer.options) == 1:
@@ -97,7 +97,7 @@ def why(layer: Layer) -> str:
     return f"{chosen.format} is {'the fastest' if chosen.us == min(o.us for o in layer.options) else 'what the losses allow'}."
 
 
-def _why_it_changes(layer: Layer, chosen: Option, kept: Option) -> str:
+def _why_it_changes(layer: PlannedLayer, chosen: Option, kept: Option) -> str:
     fastest = min(layer.options, key=lambda option: option.us)
     if chosen is kept:
         loses = "no format is faster here" if fastest is kept else f"{fastest.format} is faster and loses {fastest.loss:.2g}"
@@ -108,7 +108,7 @@ def _why_it_changes(layer: Layer, chosen: Option, kept: Option) -> str:
 
 
 def sentences(plan: Whole) -> Iterator[str]:
-    """Yields what the whole comes to."""
+    """Yields the sentences about the whole step."""
     total = plan.total
     yield f"chosen: {chosen(plan.layers)}"
     measured = ""
@@ -123,7 +123,7 @@ def sentences(plan: Whole) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
 
 
-def chosen(layers: Sequence[Layer]) -> str:
+def chosen(layers: Sequence[PlannedLayer]) -> str:
     """Says how many layers have which format."""
     counts = Counter(layer.chosen for layer in layers)
     stay = sum(count for word, count in counts.items() if word in KEPT_NAMES)

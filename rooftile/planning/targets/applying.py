@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.nn import QuantisedLinear, SparseLinear
-from rooftile.planning.records import Layer
+from rooftile.planning.records import PlannedLayer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
 from rooftile.qat.convert import put_in_place
@@ -22,7 +22,7 @@ from rooftile.weights.two_four import TwoFour
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Model:
+def apply(layers: Sequence[PlannedLayer], words: Mapping[str, str], model: Model) -> Model:
     """Quantises or masks the layers that `words` names; `layers` are all that the plan is about."""
     check_model(layers, model)
     if isinstance(model, Decoder):
@@ -42,11 +42,11 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     return model
 
 
-def check_model(layers: Sequence[Layer], model: nn.Module) -> None:
+def check_model(layers: Sequence[PlannedLayer], model: nn.Module) -> None:
     """Checks that a model is the plan's.
 
     Raises:
-        InvalidInput: it is another one.
+        InvalidInput: it is another model.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module, the one that was planned")

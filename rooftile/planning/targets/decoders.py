@@ -18,7 +18,7 @@ from rooftile.models import Decoder
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.quantised import merged
 from rooftile.models.layers import Projection
-from rooftile.planning.costs import Machine, Pass
+from rooftile.planning.costs import DeviceCeilings, Pass
 from rooftile.planning.formats import NAMES
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.decoder_steps import decoding, hidden_of, loss_of, reading
@@ -131,7 +131,7 @@ class DecoderTarget:
         finally:
             projection.weight, projection.parts = weight, ()
 
-    def others(self, machine: Machine) -> list[Other]:
+    def others(self, machine: DeviceCeilings) -> list[Other]:
         """Returns norms, gates, rotary positions, the cache and attention; what the engine has fused already says so."""
         config, size = self._decoder.config, self._dtype.itemsize
         H, Hk, D = config.heads, config.kv_heads, config.head_dim
@@ -157,13 +157,13 @@ class DecoderTarget:
         return [*(other for other in found if other.calls), *(self._attention(phase, machine) for phase in self._phases)]
 
     def _other(
-        self, machine: Machine, module: str, operator: str, calls: int, moved: Callable[[int], Traffic], fuse_with: str
+        self, machine: DeviceCeilings, module: str, operator: str, calls: int, moved: Callable[[int], Traffic], fuse_with: str
     ) -> Other:  # fmt: skip
         name = NAMES[self._dtype]
         works = [(phase.share * calls, Pass(0, moved(phase.rows).total, name)) for phase in self._phases]
         return self._row(machine, module, operator, works, fuse_with)
 
-    def _attention(self, phase: Phase, machine: Machine) -> Other:
+    def _attention(self, phase: Phase, machine: DeviceCeilings) -> Other:
         works = []
         for n, window in enumerate(self._decoder.config.windows):
             problem = self._problem(phase, n, self._context if window is None else min(window, self._context))
@@ -172,7 +172,7 @@ class DecoderTarget:
         return self._row(machine, "layers.*.self_attn", f"attention, {phase.name}", works, "")
 
     def _row(
-        self, machine: Machine, module: str, operator: str, works: Sequence[tuple[float, Pass]], fuse_with: str
+        self, machine: DeviceCeilings, module: str, operator: str, works: Sequence[tuple[float, Pass]], fuse_with: str
     ) -> Other:  # fmt: skip
         heaviest = max(works, key=lambda work: work[0] * machine.us([work[1]]))[1]
         return Other(

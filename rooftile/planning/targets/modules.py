@@ -14,7 +14,7 @@ from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.planning.costs import Machine
+from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.others import others_of
 from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
@@ -76,7 +76,7 @@ class ModuleTarget:
             raise InvalidInput(f"{self.name} has no linear layer of the class nn.Linear itself, so there is nothing to plan")
         skip = skipped(skip, self._model, list(layers))
         self._recording = Recording(layers)
-        # losses come later, and are those of the buffers as they are now
+        # losses are measured later, with the buffers as they are now
         with unchanged(self._model.buffers()), self._recording:
             self.run()
         calls = self._recording.calls
@@ -98,14 +98,14 @@ class ModuleTarget:
                 run_backward(result)
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:
-        """Returns what runs the model, whose share of the steps is 1."""
+        """Returns the run of the model, with its share of the steps, 1."""
         return [(1.0, self.run)]
 
     def output(self) -> Tensor:
         """Returns the first tensor that the model returns, with all modules in evaluation mode."""
         return self._evaluated(lambda: first_tensor(self._model(*self._args, **self._kwargs)))
 
-    def others(self, machine: Machine) -> list[Other]:
+    def others(self, machine: DeviceCeilings) -> list[Other]:
         """Returns the operators outside of linear layers."""
         return others_of(self._recording.watch, self._recording.in_layers, machine, self.name)
 

@@ -7,19 +7,19 @@ from collections.abc import Sequence, Set
 
 from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.output.table import PHASES
-from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.records import OperatorRow, StepCall
 from rooftile.diagnosis.remedies.fusion.chains import Chain, find_chains
 from rooftile.diagnosis.verdicts.roofs import model
 from rooftile.diagnosis.watch import Watch
-from rooftile.planning.costs import Machine
+from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Other
 
 # the diagnosis says more than a plan needs
 _BOUNDS = {"latency": "overhead"}
 
 
-def others_of(watch: Watch, in_layers: Set[int], machine: Machine, root: str) -> list[Other]:
-    """Returns the operators outside of linear layers, those with most time first.
+def others_of(watch: Watch, in_layers: Set[int], machine: DeviceCeilings, root: str) -> list[Other]:
+    """Returns the operators outside of linear layers, the longest time first.
 
     in_layers: the numbers of the calls that are in one.
     root: the class of the model, with which the diagnosis begins all names.
@@ -34,7 +34,7 @@ def others_of(watch: Watch, in_layers: Set[int], machine: Machine, root: str) ->
     return sorted(found, key=lambda other: -(other.predicted_us or 0.0))
 
 
-def _other(operation: Operation, machine: Machine, root: str, fuse_with: str, saved_bytes: float) -> Other:
+def _other(operation: OperatorRow, machine: DeviceCeilings, root: str, fuse_with: str, saved_bytes: float) -> Other:
     roofs = roofs_of(operation, machine.device, machine.ceilings)
     found = model(operation, roofs)
     calls, bound = operation.calls, found.bound or ""
@@ -52,7 +52,7 @@ def _other(operation: Operation, machine: Machine, root: str, fuse_with: str, sa
     )  # fmt: skip
 
 
-def _saved(chains: Sequence[Chain], operations: Sequence[Operation]) -> dict[int, tuple[str, float]]:
+def _saved(chains: Sequence[Chain], operations: Sequence[OperatorRow]) -> dict[int, tuple[str, float]]:
     """By row: the operators that it can be fused with, and its part of the bytes that this saves."""
     names: dict[int, dict[str, None]] = defaultdict(dict)
     saved: dict[int, float] = defaultdict(float)
@@ -66,9 +66,9 @@ def _saved(chains: Sequence[Chain], operations: Sequence[Operation]) -> dict[int
     return {row: (", ".join(names[row]), size) for row, size in saved.items()}
 
 
-def _bytes(call: Call) -> int:
+def _bytes(call: StepCall) -> int:
     return sum(call.reads.values()) + sum(call.writes.values())
 
 
-def _short(operation: Operation) -> str:
+def _short(operation: OperatorRow) -> str:
     return operation.op.split("::")[-1].split(".")[0]

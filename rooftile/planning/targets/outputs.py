@@ -22,7 +22,7 @@ def first_tensor(result: Any) -> Tensor:
     """Returns the first floating-point tensor of what a model returned: its logits, where it says which they are.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is no such tensor.
     """
     logits = getattr(result, "logits", None)
     found = [logits] if isinstance(logits, Tensor) else [x for x in tree_leaves(_plain(result)) if isinstance(x, Tensor)]
@@ -78,7 +78,7 @@ def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def relative_error(y: Tensor, exact: Tensor) -> float:
-    """Returns the norm of what y differs by over that of the exact one."""
+    """Returns the norm of the difference between y and the exact output, over the norm of the exact output."""
     size = exact.double().norm().item()
     return (y.double() - exact.double()).norm().item() / size if size else 0.0
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rooftile.planning.costs import Machine
+from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Load, Other, Part
 
 # rows of an item's input that are kept, for the error of its output
@@ -22,7 +22,7 @@ class Item:
     """Linear layers that take one format together.
 
     Args:
-        name, parts, loads: as in `rooftile.planning.records.Layer`.
+        name, parts, loads: as in `rooftile.planning.records.PlannedLayer`.
         products: (N, K) of each product: one of all parts, or one each.
         dtype: of the computation.
         weights: (N, K) of each product.
@@ -64,7 +64,7 @@ class Target(Protocol):
     def rounded(self, item: Item, word: str) -> AbstractContextManager[None]:
         """Within the block the model computes the item in a format."""
 
-    def others(self, machine: Machine) -> list[Other]:
+    def others(self, machine: DeviceCeilings) -> list[Other]:
         """Returns the operators that are no layers."""
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:

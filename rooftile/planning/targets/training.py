@@ -10,7 +10,7 @@ from torch import nn
 from rooftile import qat
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.planning.records import Layer
+from rooftile.planning.records import PlannedLayer
 from rooftile.planning.targets.applying import check_model
 from rooftile.planning.targets.modules import unwrapped
 from rooftile.qat.patterns import Name
@@ -24,7 +24,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare(
-    layers: Sequence[Layer], words: Mapping[str, str], model: Model, estimator: str, start_step: int, sparsity: Recipe | None
+    layers: Sequence[PlannedLayer], words: Mapping[str, str], model: Model, estimator: str, start_step: int,
+    sparsity: Recipe | None,
 ) -> Model:  # fmt: skip
     """Prepares the layers that `words` names; `layers` are all that the plan is about.
 

@@ -1,10 +1,10 @@
-"""`Call`: one request of the server's process to the engine, and what its client has not read yet."""
+"""`RemoteCall`: one request of the server's process to the engine, and what its client has not read yet."""
 
 from __future__ import annotations
 
 import asyncio
 
-from rooftile.server.engine.messages import News, Piece, Ranked
+from rooftile.server.engine.messages import AnswerPiece, News, Ranked
 
 
 class EngineDown(RuntimeError):
@@ -24,7 +24,7 @@ class EngineRefused(ValueError):
         self.ours = ours
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
     """Returns the growth of one answer in several pieces as one piece."""
     newest = pieces[-1]
     if len(pieces) > 1:
@@ -38,7 +38,7 @@ def _joined(pieces: list[Piece]) -> Piece:
     return newest
 
 
-class Call:
+class RemoteCall:
     """A request that the engine answers. Iterating over it yields its news; news that is not read in time is joined.
 
     Args:
@@ -52,7 +52,7 @@ class Call:
         self.started = False
         """Whether the model has begun to read the prompt."""
         # pieces of each answer that its client has not read yet
-        self._unread: dict[int, list[Piece]] = {}
+        self._unread: dict[int, list[AnswerPiece]] = {}
         self._last: News | None = None
         self._prompt: list[Ranked] | None = None
         self._error: Exception | None = None
@@ -80,7 +80,7 @@ class Call:
         self._error = error
         self._changed.set()
 
-    def __aiter__(self) -> Call:
+    def __aiter__(self) -> RemoteCall:
         return self
 
     async def __anext__(self) -> News:

@@ -40,7 +40,7 @@ class Compiling:
         """Begins to compile the grammar of a request.
 
         Raises:
-            InvalidInput: there can be none.
+            InvalidInput: the request cannot have a grammar.
         """
         if self._grammars is None:
             raise InvalidInput("the grammar needs a tokenizer, and the model has none")

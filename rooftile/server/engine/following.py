@@ -5,7 +5,7 @@ from __future__ import annotations
 from rooftile.engine.output import logprobs_at
 from rooftile.engine.request import Answer, Request
 from rooftile.engine.text.detokenizer import Detokenizer
-from rooftile.server.engine.messages import News, Piece, Ranked, Scored
+from rooftile.server.engine.messages import AnswerPiece, News, Ranked, Scored
 
 
 class Followed:
@@ -20,7 +20,7 @@ class Followed:
     def __init__(self, id: int, request: Request, *, streams: bool) -> None:
         self.id = id
         self.request = request
-        # logprobs are sent as they come, since those of a long answer at once would be too long for a message; a search changes
+        # logprobs are sent as they come, since all of a long answer at once would be too long for a message; a search changes
         # its mind about every token until its end
         self.streams = (streams or request.params.logprobs is not None) and request.search is None
         self.started = False
@@ -56,27 +56,27 @@ class Followed:
         self._owes_prompt = False
         return [Ranked(*request.prompt_tops[place]) for place in range(1, len(request.prompt))]
 
-    def _piece(self, answer: Answer) -> Piece:
+    def _piece(self, answer: Answer) -> AnswerPiece:
         detokenizer, tokens = answer.detokenizer, answer.generated
         if answer.finish_reason is not None:
             self._ended.add(answer.index)
         if self._sends_ids:
             ids = None if detokenizer is None else detokenizer.take_ids()
-            return Piece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
+            return AnswerPiece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
         text = "" if detokenizer is None else detokenizer.take()
         if answer.finish_reason is None and detokenizer is not None:
             # a stop string may still take away tokens whose text is held back
             tokens = min(tokens, detokenizer.tokens_released)
         if self.request.params.logprobs is None:
-            return Piece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
+            return AnswerPiece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
         before = self._sent.get(answer.index, 0)
-        return Piece(
+        return AnswerPiece(
             answer.index, text, tokens, self._logprobs(answer, tokens), answer.finish_reason, answer.stop_reason, answer.logprob,
             None, None, None if detokenizer is None else self._offsets(detokenizer, before, tokens),
         )  # fmt: skip
 
     def _offsets(self, detokenizer: Detokenizer, first: int, last: int) -> list[int]:
-        """Returns where the texts of tokens begin; a token that ends the answer has none, and comes after it."""
+        """Returns where the texts of tokens begin; a token that ends the answer has no text, and comes after it."""
         offsets = detokenizer.begins[first:last]
         return offsets + [detokenizer.length] * (last - first - len(offsets))
 

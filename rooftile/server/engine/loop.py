@@ -14,7 +14,7 @@ from rooftile.engine.stats import stats_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
-from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step
+from rooftile.server.engine.messages import Abort, Add, EngineState, News, Order, RequestRefused, StepNews
 from rooftile.server.observe.log import log
 
 # how often an idle engine looks after grammars that are being compiled
@@ -27,9 +27,9 @@ class Link(Protocol):
     """The connection to the server's process."""
 
     def orders(self, wait_s: float | None) -> Sequence[Order]:
-        """Returns the orders that have come; waits for one for at most `wait_s` seconds, None for ever."""
+        """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
 
-    def send(self, message: Step) -> None:
+    def send(self, message: StepNews) -> None:
         """Sends a message."""
 
 
@@ -47,7 +47,7 @@ class Loop:
         self._by_id: dict[int, Followed] = {}
         self._by_request: dict[Request, Followed] = {}
         self._waiting: dict[int, Followed] = {}
-        self._state = State()
+        self._state = EngineState()
         self._checked = True
         self._compiling = Compiling(engine.grammars)
 
@@ -67,7 +67,7 @@ class Loop:
             self._checked = True
             return
         began = time.perf_counter()
-        message = Step(self._state)
+        message = StepNews(self._state)
         for order in orders:
             if isinstance(order, Add):
                 self._add(order, message)
@@ -79,7 +79,7 @@ class Loop:
         if message.taken:
             # before the step: meanwhile the server's process begins the answer
             self.link.send(message)
-            message = Step(self._state)
+            message = StepNews(self._state)
         before = time.perf_counter()
         changed = [] if self.engine.idle else self.engine.step()
         after = time.perf_counter()
@@ -88,7 +88,7 @@ class Loop:
         self._count(after - before, before - began + time.perf_counter() - after)
         self.link.send(message)
 
-    def _add(self, order: Add, message: Step, grammar: Matcher | InvalidInput | None = None) -> None:
+    def _add(self, order: Add, message: StepNews, grammar: Matcher | InvalidInput | None = None) -> None:
         """Adds a request, or begins with its grammar; whatever is wrong with it concerns its client alone."""
         try:
             if isinstance(grammar, InvalidInput):
@@ -99,12 +99,12 @@ class Loop:
                 return
             request = self.engine.add(order.prompt, params, cache_salt=order.salt, grammar=grammar)
         except (InvalidInput, Unsupported, TypeError) as error:
-            message.refused.append(Refused(order.id, str(error)))
+            message.refused.append(RequestRefused(order.id, str(error)))
             return
         except Exception as error:
-            # the engine has not taken it yet, so nobody else is hurt
+            # the engine has not taken it yet, so no other request is hurt
             log.exception("request %d could not be taken", order.id)
-            message.refused.append(Refused(order.id, f"the request could not be taken: {type(error).__name__}", ours=True))
+            message.refused.append(RequestRefused(order.id, f"the request could not be taken: {type(error).__name__}", ours=True))
             return
         followed = Followed(order.id, request, streams=order.streams)
         self._by_id[order.id] = self._by_request[request] = self._waiting[order.id] = followed
@@ -121,7 +121,7 @@ class Loop:
         del self._by_id[followed.id], self._by_request[followed.request]
         self._waiting.pop(followed.id, None)
 
-    def _note_started(self, message: Step) -> None:
+    def _note_started(self, message: StepNews) -> None:
         """Notes which requests have left the queue for the first time."""
         started = [each for each in self._waiting.values() if each.request.cached_tokens is not None]
         for followed in started:
@@ -138,7 +138,7 @@ class Loop:
         try:
             news = followed.news()
         except Exception as error:
-            # one request's mistake must not end the others
+            # an error of one request must not end the others
             log.exception("the news of request %d could not be read", followed.id)
             self.engine.abort(request)
             news = News(followed.id, [], finished=True, error=f"its news could not be read: {type(error).__name__}")

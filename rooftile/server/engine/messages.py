@@ -44,7 +44,7 @@ class Ready(Struct, tag="ready"):
 
     cache: str
     folder: str | None
-    """The folder of the tokenizer; None if the model has none."""
+    """The folder of the tokenizer; None if the model has no tokenizer."""
     max_len: int
     vocabulary: int
     max_answers: int
@@ -74,7 +74,7 @@ class Ranked(Struct, array_like=True, gc=False):
     logprobs: list[float]
 
 
-class Piece(Struct, array_like=True, gc=False):
+class AnswerPiece(Struct, array_like=True, gc=False):
     """The growth of one answer since the last message about it."""
 
     index: int
@@ -98,7 +98,7 @@ class News(Struct, array_like=True, gc=False):
     """The growth of a request's answers."""
 
     id: int
-    pieces: list[Piece]
+    pieces: list[AnswerPiece]
     finished: bool = False
     cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
@@ -107,7 +107,7 @@ class News(Struct, array_like=True, gc=False):
     """The prompt's tokens but the first, once, where their logprobs are asked for."""
 
 
-class Refused(Struct, array_like=True):
+class RequestRefused(Struct, array_like=True):
     """A request that the engine cannot take, with the sentence that says why."""
 
     id: int
@@ -116,8 +116,8 @@ class Refused(Struct, array_like=True):
     """Whether the engine is to blame, and not the request."""
 
 
-class State(Struct):
-    """The engine at the end of a step; counts are those since its start."""
+class EngineState(Struct):
+    """The engine at the end of a step; counts begin with its start."""
 
     running: int = 0
     waiting: int = 0
@@ -136,12 +136,12 @@ class State(Struct):
     """Seconds of the last step that the engine's process spent on messages."""
 
 
-class Step(Struct, tag="step"):
+class StepNews(Struct, tag="step"):
     """All that has happened in one step; or, with no news in it, that the engine is alive."""
 
-    state: State
+    state: EngineState
     taken: list[int] = []
-    refused: list[Refused] = []
+    refused: list[RequestRefused] = []
     started: list[int] = []
     """Requests that wait no longer: the model reads their prompts."""
     news: list[News] = []
@@ -154,4 +154,4 @@ class Failed(Struct, tag="failed"):
     wrong: bool = False
 
 
-Report = Reading | Ready | Step | Failed
+Report = Reading | Ready | StepNews | Failed

@@ -12,9 +12,9 @@ NICE = 10
 
 
 def give_way() -> None:
-    """Lowers the priority of the calling thread, and of the threads that it will start; only Linux has one per thread.
+    """Lowers the priority of the calling thread, and of the threads that it will start; only Linux has priorities per thread.
 
-    For work that one client can make long, so that other clients' answers go on beside it.
+    For work that one client can make long, so that other clients' answers go on meanwhile.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

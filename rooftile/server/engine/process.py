@@ -1,6 +1,6 @@
 """The engine's process: `python -m rooftile.server.engine.process FD`, with its settings as JSON on stdin.
 
-The socket FD is one end of a pair that the server made, so nobody else can connect to it. When the other end closes, this process
+The socket FD is one end of a pair that the server made, so no other process can connect. When the other end closes, this process
 ends at once, also in the middle of a step: no engine outlives its server and keeps a GPU. Signals of a terminal or of a service
 manager are the server's to obey; this process obeys the server only.
 """
@@ -41,7 +41,7 @@ class SocketLink:
         self._ready.register(connection, select.POLLIN)
 
     def orders(self, wait_s: float | None) -> Sequence[Order]:
-        """Returns the orders that have come; waits for one for at most `wait_s` seconds, None for ever."""
+        """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
         if not self._ready.poll(None if wait_s is None else wait_s * 1000):
             return ()
         data = self._socket.recv(RECEIVED)
@@ -81,22 +81,22 @@ def ready_message(llm: LLM, folder: str | None) -> Ready:
 
 def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     """Reads the model, and answers requests for ever."""
-    told = -1
+    reported = -1
 
-    def tell(share: float) -> None:
-        nonlocal told
-        if int(share * 100) > told:
-            told = int(share * 100)
-            link.send(Reading(told))
+    def report_progress(share: float) -> None:
+        nonlocal reported
+        if int(share * 100) > reported:
+            reported = int(share * 100)
+            link.send(Reading(reported))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
     from rooftile.engine.checkpoint import find_folder
     from rooftile.engine.llm import LLM
-    from rooftile.models.checkpoints.weights import reading_told
+    from rooftile.models.checkpoints.weights import reporting_progress
     from rooftile.server.engine.loop import Loop
 
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
-    with reading_told(tell):
+    with reporting_progress(report_progress):
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()
@@ -116,7 +116,7 @@ def main() -> None:
     try:
         serve(link, settings)
     except (InvalidInput, Unsupported) as error:
-        # whoever reads it has typed flags
+        # its reader has typed flags
         link.send(Failed(rename(str(error), FLAGS), wrong=True))
     except Exception as error:
         log.exception("the engine has failed")

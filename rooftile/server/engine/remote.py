@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
-from rooftile.server.engine.messages import Abort, Add, Failed, News, Reading, Ready, Report, State, Step
+from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
+from rooftile.server.engine.messages import Abort, Add, EngineState, Failed, News, Reading, Ready, Report, StepNews
 from rooftile.server.engine.wire import FrameReader, WireError, frame
 from rooftile.server.observe.log import log
 
@@ -34,10 +34,12 @@ class RemoteEngine:
         noted: called with each state of the engine.
     """
 
-    def __init__(self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[State], None] = lambda state: None) -> None:
+    def __init__(
+        self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineState], None] = lambda state: None
+    ) -> None:
         self.ready: Ready | None = None
         self.percent = 0
-        self.state = State()
+        self.state = EngineState()
         self.cause: str | None = None
         """Why the engine answers no more, for clients; None while it does, or may soon."""
         self.detail = ""
@@ -49,7 +51,7 @@ class RemoteEngine:
         """Set when the engine is ready, or over."""
         self._stall_s = stall_s
         self._noted = noted
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, RemoteCall] = {}
         self._count = 0
         self._heard = time.monotonic()
         self._on_start: dict[int, Callable[[], None]] = {}
@@ -69,8 +71,8 @@ class RemoteEngine:
 
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None
-    ) -> Call:
-        """Sends a request; its `taken` is done when the engine has it. Whoever sends one must `leave` it at the end.
+    ) -> RemoteCall:
+        """Sends a request; its `taken` is done when the engine has it. The caller must `leave` the call at the end.
 
         Args:
             prompt: token ids.
@@ -88,11 +90,11 @@ class RemoteEngine:
             self._heard = time.monotonic()
         self._count += 1
         self._write(frame(Add(self._count, prompt, params, salt, streams)))
-        call = Call(self._count)
+        call = RemoteCall(self._count)
         self._calls[call.id], self._on_start[call.id] = call, started
         return call
 
-    def leave(self, call: Call) -> bool:
+    def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""
         if self._calls.pop(call.id, None) is None:
             return False
@@ -165,7 +167,7 @@ class RemoteEngine:
                 self.process.kill()
 
     def _take(self, message: Report) -> None:
-        if isinstance(message, Step):
+        if isinstance(message, StepNews):
             self.state = message.state
             self._hand_out(message)
             # after the callers whom the news has woken: a token does not wait for the metrics
@@ -182,7 +184,7 @@ class RemoteEngine:
         self.wrong, self.detail = message.wrong, message.reason
         self._end(f"the {'model could not be read' if message.wrong else 'engine has failed'}; the server's log says why")
 
-    def _hand_out(self, step: Step) -> None:
+    def _hand_out(self, step: StepNews) -> None:
         for id_ in step.taken:
             call = self._calls.get(id_)
             if call is not None and not call.taken.done():
@@ -207,9 +209,9 @@ class RemoteEngine:
         call.take(news)
 
     def _started(self, id_: int) -> None:
-        told = self._on_start.pop(id_, None)
-        if told is not None:
-            told()
+        on_start = self._on_start.pop(id_, None)
+        if on_start is not None:
+            on_start()
 
     def _end(self, cause: str, exception: str = "") -> None:
         """Tells every caller that the engine answers no more; the log alone has the words of an exception."""

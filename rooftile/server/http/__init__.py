@@ -1,12 +1,12 @@
 """HTTP: everything between a socket and a request to the engine.
 
 protocol    limits of single HTTP messages, below the application
-envelope    around every request: its id, its line in the log, errors that nobody foresaw
+middleware  around every request: its id, its line in the log, unforeseen errors
 app         the routes
 guard       who may come in: Host headers and keys
 body        reads a body and parses its JSON
 texts       tokenises in threads
-answering   sends prompts to the engine, and waits for the answers
+responder   sends prompts to the engine, and waits for the answers
 sse         streams answers as server-sent events
 openai/     the words of OpenAI's API
 """

@@ -16,17 +16,17 @@ from starlette.responses import FileResponse, Response
 
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
-from rooftile.server.http.answering import Answering, late, unless_gone
 from rooftile.server.http.body import read_object
-from rooftile.server.http.envelope import Envelope
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
-from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask
+from rooftile.server.http.middleware import RequestMiddleware
+from rooftile.server.http.openai.complete_answers import CompleteAnswer, best
 from rooftile.server.http.openai.conversation import read_messages
 from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
-from rooftile.server.http.openai.gathered import Answer, best
+from rooftile.server.http.openai.generation import GenerationRequest, chat_request, completion_request
 from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.responder import Responder, late, unless_gone
 from rooftile.server.http.sse import EventStream, events_of
 from rooftile.server.observe.metrics import CONTENT_TYPE
 from rooftile.server.refusals import Refusal
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNOREC
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def make_app(service: Service) -> Envelope:
+def make_app(service: Service) -> RequestMiddleware:
     """Returns the server's application."""
     routes = Routes(service)
     guard = Guard(service, routes.public)
@@ -51,14 +51,14 @@ def make_app(service: Service) -> Envelope:
         app.add_api_route(path, endpoint, methods=methods, response_class=Response, response_model=None)
     for kind, handler in HANDLERS:
         app.add_exception_handler(kind, handler)
-    return Envelope(app, service)
+    return RequestMiddleware(app, service)
 
 
 class Routes:
     """The functions behind the paths.
 
     Args:
-        service: what they share.
+        service: the served model and its settings, which they share.
     """
 
     def __init__(self, service: Service) -> None:
@@ -71,16 +71,16 @@ class Routes:
             ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
             ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),
         ]  # fmt: skip
-        # what has no data of anybody
+        # routes without data of clients
         self.public = (self.health, self.page, self.style, self.script, self.icon)
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        return await self._answer(request, CompletionForm, completion_ask)
+        return await self._answer(request, CompletionForm, completion_request)
 
     async def chats(self, request: Request) -> Response:
         """Answers a conversation."""
-        return await self._answer(request, ChatForm, chat_ask)
+        return await self._answer(request, ChatForm, chat_request)
 
     async def models(self, request: Request) -> Response:
         """Lists the one model."""
@@ -145,14 +145,14 @@ class Routes:
         """Returns the page's icon."""
         return _file("icon.svg", "image/svg+xml")
 
-    async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], Ask]) -> Response:
-        service, account = self._service, request.state.account
+    async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], GenerationRequest]) -> Response:
+        service, access = self._service, request.state.access
         _, _, ready = service.check()
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
         # before a body is read and parsed for nothing
-        service.admission.check_room(account.key)
+        service.admission.check_room(access.key)
 
-        def read_ask(given: dict[str, Any]) -> Ask:
+        def read_generation(given: dict[str, Any]) -> GenerationRequest:
             form = read_form(kind, given)
             self._check_model(getattr(form, "model", None))
             return read(form, ready)
@@ -160,26 +160,26 @@ class Routes:
         began = time.monotonic()
         try:
             async with asyncio.timeout_at(deadline):
-                ask = await read_object(request, service.bodies, read_ask)
+                generation = await read_object(request, service.bodies, read_generation)
         except TimeoutError:
             raise late(began) from None
         if service.settings.log_prompts:
-            account.prompt = str(ask.messages or ask.prompts)
-        answering = Answering(service, ask, account, deadline)
-        objects = Objects(account.id, service.settings.served_model_name, int(time.time()), chat=ask.chat)
+            access.prompt = str(generation.messages or generation.prompts)
+        responder = Responder(service, generation, access, deadline)
+        objects = Objects(access.id, service.settings.served_model_name, int(time.time()), chat=generation.chat)
         try:
-            await unless_gone(request.receive, answering.begin())
-            if ask.stream:
-                events = events_of(answering, objects, account)
-                return EventStream(events, answering.close, account, answering.usage.headers())
-            found = await unless_gone(request.receive, whole(answering, objects))
-            return json_answer(found, headers=answering.usage.headers())
+            await unless_gone(request.receive, responder.begin())
+            if generation.stream:
+                events = events_of(responder, objects, access)
+                return EventStream(events, responder.close, access, responder.usage.headers())
+            found = await unless_gone(request.receive, whole(responder, objects))
+            return json_answer(found, headers=responder.usage.headers())
         except BaseException:
-            answering.close()
+            responder.close()
             raise
         finally:
-            if not ask.stream:
-                answering.close()
+            if not generation.stream:
+                responder.close()
 
     def _read_tokenize(self, given: dict[str, Any]) -> tuple[TokenizeForm, list[dict[str, Any]] | None]:
         """Returns the form of /tokenize, and its messages if it has some in place of a prompt."""
@@ -195,27 +195,27 @@ class Routes:
             raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 
-async def whole(answering: Answering, objects: Objects) -> dict[str, Any]:
+async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
     """Waits for all answers; returns them in OpenAI's form."""
-    ask = answering.ask
-    answers: dict[tuple[int, int], Answer] = {}
-    async for place, news in answering.news():
+    generation = responder.generation
+    answers: dict[tuple[int, int], CompleteAnswer] = {}
+    async for place, news in responder.news():
         for piece in news.pieces:
-            answers.setdefault((place, piece.index), Answer()).add(piece)
+            answers.setdefault((place, piece.index), CompleteAnswer()).add(piece)
     choices = []
-    for place in range(len(answering.tokens)):
+    for place in range(len(responder.tokens)):
         found = [answers[key] for key in sorted(answers) if key[0] == place]
-        chosen = best(found, ask.n) if len(found) > ask.n else found
+        chosen = best(found, generation.n) if len(found) > generation.n else found
         for index, answer in enumerate(chosen):
-            echo, logprobs = ask.echoes[place] if ask.echo else "", None
-            if ask.logprobs is not None:
-                before = answering.echoed(place) if ask.echo else None
+            echo, logprobs = generation.echoes[place] if generation.echo else "", None
+            if generation.logprobs is not None:
+                before = responder.echoed(place) if generation.echo else None
                 logprobs = objects.logprobs(answer.logprobs, answer.offsets, start=len(echo), before=before)
-            made = objects.choice(place * ask.n + index, echo + answer.text, answer.finish, answer.stop, logprobs)
-            choices.append(made if ask.chat else made | answering.listed(place))
-    said = objects.whole(choices, answering.usage.object())
+            made = objects.choice(place * generation.n + index, echo + answer.text, answer.finish, answer.stop, logprobs)
+            choices.append(made if generation.chat else made | responder.listed(place))
+    said = objects.whole(choices, responder.usage.object())
     # in vLLM's places
-    return said | answering.listed(0) if ask.chat else said
+    return said | responder.listed(0) if generation.chat else said
 
 
 def _seconds(request: Request, most: float) -> float:

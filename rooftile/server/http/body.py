@@ -17,12 +17,12 @@ T = TypeVar("T")
 # so much of a body that is too long is read and thrown away, so that its sender reads the answer
 THROWN_AWAY = 4
 _NESTS = {dict, list}
-# what programs send that name no content type: nothing, or what `curl -d` writes by itself
+# the content types of programs that name none: no header, or the header that `curl -d` writes by itself
 _OF_CURL = ("", "application/x-www-form-urlencoded")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection; an answer would not be read."""
 
 
 class Bodies:
@@ -155,7 +155,7 @@ def _inside(level: list[Any]) -> list[Any]:
 
 
 def _written_names(body: bytes | bytearray) -> int:
-    """Returns how many names the objects of a JSON text have, also those that stand there twice."""
+    """Counts the names in the objects of a JSON text, repeated names included."""
     # what lies between two quotes that no backslash escapes is a string, and outside of strings a colon follows each name
     outside = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
     return sum(part.count(b":") for part in outside)

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.http.body import ClientGone
-from rooftile.server.http.envelope import mistake
-from rooftile.server.http.openai.asks import refusal_of
-from rooftile.server.observe.log import Account
+from rooftile.server.http.middleware import mistake
+from rooftile.server.http.openai.generation import refusal_of
+from rooftile.server.observe.log import AccessRecord
 from rooftile.server.refusals import Refusal
 
 
@@ -23,8 +23,8 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 
 
 def _answer_with(request: Request, refusal: Refusal) -> Response:
-    account: Account = request.state.account
-    account.end = refusal.code
+    access: AccessRecord = request.state.access
+    access.end = refusal.code
     return json_answer(refusal.body, refusal.status, refusal.headers)
 
 
@@ -49,12 +49,12 @@ async def _no_route(request: Request, error: Any) -> Response:
 
 
 async def _gone(request: Request, error: Any) -> Response:
-    request.state.account.end = "gone"
+    request.state.access.end = "gone"
     return Response(status_code=499)
 
 
 async def _mistaken(request: Request, error: Any) -> Response:
-    return _answer_with(request, mistake(request.state.account.id))
+    return _answer_with(request, mistake(request.state.access.id))
 
 
 HANDLERS = (

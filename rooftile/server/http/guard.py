@@ -62,43 +62,43 @@ class Guard:
         if name is None:
             why = "the request has no valid API key; send it as Authorization: Bearer KEY"
             raise Refusal("invalid_api_key", why, headers={"WWW-Authenticate": "Bearer"})
-        request.state.account.key = name
+        request.state.access.key = name
 
 
 class Origins:
     """The origins whose pages may send requests from a browser and read their answers (CORS).
 
     Args:
-        allowed: origins such as "https://a.example", or "*"; none for no page.
+        allowed: origins such as "https://a.example", or "*"; empty for no page.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(each.encode() for each in allowed)
 
-    def headers(self, asked: Mapping[bytes, bytes]) -> Headers:
+    def headers(self, sent: Mapping[bytes, bytes]) -> Headers:
         """Returns the headers that let the page which has sent a request read its answer.
 
         Args:
-            asked: the request's headers.
+            sent: the request's headers.
         """
         if not self._allowed:
             return []
         # a cache must not give one page's answer to another
         found = [(b"vary", b"origin")]
-        origin = asked.get(b"origin")
+        origin = sent.get(b"origin")
         if origin is not None and (b"*" in self._allowed or origin.lower() in self._allowed):
             found += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", _SHOWN)]
         return found
 
-    def preflight(self, method: str, asked: Mapping[bytes, bytes]) -> Headers | None:
-        """Returns what a preflight is answered beside `headers`; None if it is none, or of a page that may not ask."""
-        is_allowed = len(self.headers(asked)) > 1
-        if method != "OPTIONS" or b"access-control-request-method" not in asked or not is_allowed:
+    def preflight(self, method: str, sent: Mapping[bytes, bytes]) -> Headers | None:
+        """Returns a preflight's answer, besides `headers`; None if it is none, or of a page that may not ask."""
+        is_allowed = len(self.headers(sent)) > 1
+        if method != "OPTIONS" or b"access-control-request-method" not in sent or not is_allowed:
             return None
         found = [(b"access-control-allow-methods", b"GET, HEAD, POST"), (b"access-control-max-age", _REMEMBERED)]
         # browsers take no * for Authorization, so what is asked for is named
-        if b"access-control-request-headers" in asked:
-            found.append((b"access-control-allow-headers", asked[b"access-control-request-headers"]))
-        if b"access-control-request-private-network" in asked:
+        if b"access-control-request-headers" in sent:
+            found.append((b"access-control-allow-headers", sent[b"access-control-request-headers"]))
+        if b"access-control-request-private-network" in sent:
             found.append((b"access-control-allow-private-network", b"true"))
         return found

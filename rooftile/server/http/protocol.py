@@ -1,4 +1,4 @@
-"""Limits of an HTTP message, below the application: uvicorn's parser has none for headers, and waits for them for ever."""
+"""Limits of an HTTP message, below the application: uvicorn's parser has no limit for headers, and waits for them for ever."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come; refuses a head that is too long."""
+        """Parses the bytes that have come; refuses a head that is too long."""
         if self._refusal is not None or self.transport.is_closing():
             return
         if self._in_head:

@@ -12,18 +12,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rooftile.server.engine.messages import News
-from rooftile.server.http.answering import Answering, unless_gone
 from rooftile.server.http.body import ClientGone
-from rooftile.server.http.envelope import mistake
+from rooftile.server.http.middleware import mistake
 from rooftile.server.http.openai.objects import Objects
-from rooftile.server.observe.log import Account, log
+from rooftile.server.http.responder import Responder, unless_gone
+from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-# many clients cut a stream at every line end of Unicode, of which JSON escapes only those of ASCII
+# many clients cut a stream at every line end of Unicode, and JSON escapes only the line ends of ASCII
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\u0085", "\u2028", "\u2029"))
 
 
@@ -42,14 +42,14 @@ class EventStream(Response):
     Args:
         events: the events.
         close: called at the end, whatever it is.
-        account: the request's.
+        access: the request's.
         headers: headers of the answer.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], account: Account,
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], access: AccessRecord,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.status_code = 200
@@ -58,14 +58,14 @@ class EventStream(Response):
         self.init_headers({"X-Accel-Buffering": "no"} | dict(headers))
         self._events = events
         self._close = close
-        self._account = account
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events."""
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
-            self._account.end = "gone"
+            self._access.end = "gone"
         finally:
             self._close()
 
@@ -79,13 +79,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def events_of(answering: Answering, objects: Objects, account: Account) -> AsyncGenerator[bytes, None]:
+async def events_of(responder: Responder, objects: Objects, access: AccessRecord) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a stream as events; an error in the middle is an event, and [DONE] is always the last."""
-    chunks = _Chunks(answering, objects)
+    chunks = _Chunks(responder, objects)
     try:
         for chunk in chunks.opening():
             yield event(chunk)
-        async with aclosing(answering.news()) as several:
+        async with aclosing(responder.news()) as several:
             async for place, news in several:
                 # events that have come together are sent together: each sending is a system call
                 if events := b"".join([event(chunk) for chunk in chunks.growth(place, news)]):
@@ -93,12 +93,12 @@ async def events_of(answering: Answering, objects: Objects, account: Account) ->
         for chunk in chunks.closing():
             yield event(chunk)
     except Refusal as refusal:
-        account.end = refusal.code
+        access.end = refusal.code
         yield event(refusal.body)
     except Exception:
-        log.exception("request %s: a mistake of the server", account.id)
-        account.end = "server_error"
-        yield event(mistake(account.id).body)
+        log.exception("request %s: a mistake of the server", access.id)
+        access.end = "server_error"
+        yield event(mistake(access.id).body)
     yield DONE
 
 
@@ -106,41 +106,41 @@ class _Chunks:
     """The chunks of one stream.
 
     Args:
-        answering: the request.
+        responder: the request.
         objects: writes its objects.
     """
 
-    def __init__(self, answering: Answering, objects: Objects) -> None:
-        self._answering = answering
+    def __init__(self, responder: Responder, objects: Objects) -> None:
+        self._responder = responder
         self._objects = objects
-        self._with_usage = answering.ask.include_usage or answering.ask.continuous_usage
+        self._with_usage = responder.generation.include_usage or responder.generation.continuous_usage
         self._echoed: set[int] = set()
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yields what comes before the answers."""
-        ask = self._answering.ask
-        for index in range(len(self._answering.tokens) * ask.n if ask.chat else 0):
+        generation = self._responder.generation
+        for index in range(len(self._responder.tokens) * generation.n if generation.chat else 0):
             yield self._objects.chunk([self._objects.opening(index)], None, with_usage=self._with_usage)
 
     def growth(self, place: int, news: News) -> Iterator[dict[str, Any]]:
         """Yields what is new in the answers to a prompt."""
-        ask, objects = self._answering.ask, self._objects
+        generation, objects = self._responder.generation, self._objects
         for piece in news.pieces:
-            index, text, before = place * ask.n + piece.index, piece.text, None
-            if ask.echo and index not in self._echoed:
+            index, text, before = place * generation.n + piece.index, piece.text, None
+            if generation.echo and index not in self._echoed:
                 self._echoed.add(index)
-                text, before = ask.echoes[place] + text, self._answering.echoed(place)
+                text, before = generation.echoes[place] + text, self._responder.echoed(place)
             logprobs = None
-            if ask.logprobs is not None and (piece.logprobs or before):
-                start = len(ask.echoes[place]) if ask.echo else 0
+            if generation.logprobs is not None and (piece.logprobs or before):
+                start = len(generation.echoes[place]) if generation.echo else 0
                 logprobs = objects.logprobs(piece.logprobs or [], piece.offsets, start=start, before=before)
             # a token may have no text yet: half of a character, or the beginning of a stop string
-            if text or logprobs or piece.finish is not None or ask.continuous_usage:
+            if text or logprobs or piece.finish is not None or generation.continuous_usage:
                 delta = objects.delta(index, text, piece.finish, piece.stop, logprobs)
-                now = self._answering.usage.object() if ask.continuous_usage else None
+                now = self._responder.usage.object() if generation.continuous_usage else None
                 yield objects.chunk([delta], now, with_usage=self._with_usage)
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Yields what comes after the answers."""
         if self._with_usage:
-            yield self._objects.chunk([], self._answering.usage.object(), with_usage=True)
+            yield self._objects.chunk([], self._responder.usage.object(), with_usage=True)

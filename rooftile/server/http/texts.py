@@ -1,6 +1,6 @@
 """`Texts`: the tokenizer of the served model, in two threads, so that no long text holds up the event loop.
 
-`AnswerTexts` makes the texts of a request's answers with it, in the event loop where the text is short.
+`AnswerDecoder` makes the texts of a request's answers with it, in the event loop where the text is short.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Texts:
     """Encodes and decodes in threads.
 
     Args:
-        tokenizer: the model's tokenizer; None if it has none.
+        tokenizer: the model's tokenizer, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -70,7 +70,7 @@ class Texts:
         return await self.in_thread(lambda: score_prompt(self._tokenizer, ids, ranked, forms))
 
     def growing(self, skip_special: bool, prompt: Sequence[int]) -> Detokenizer:
-        """Returns what makes the text of one answer to a prompt, whose tokens nobody searches for stop strings here."""
+        """Returns what makes the text of one answer to a prompt, whose tokens are not searched for stop strings here."""
         from rooftile.engine.sampling.params import SamplingParams
         from rooftile.engine.text.detokenizer import Detokenizer
 
@@ -103,7 +103,7 @@ class Texts:
             self._queued -= 1
 
 
-class AnswerTexts:
+class AnswerDecoder:
     """The texts of a request's answers, where the engine sends their tokens only.
 
     Args:

@@ -19,7 +19,7 @@ FLUSH_S = 1.0
 
 
 @dataclass(slots=True)
-class Account:
+class AccessRecord:
     """One request for the log and the metrics, filled while it is answered."""
 
     id: str = ""
@@ -51,7 +51,7 @@ class _Quiet(logging.StreamHandler[Any]):
 
 
 class _Queued(logging.Handler):
-    """Lets a thread write, so that whoever does not read the log holds up no event loop; what is too much is lost.
+    """Lets a thread write, so that an unread log holds up no event loop; lines beyond the limit are lost.
 
     Args:
         writer: the handler that writes.
@@ -116,6 +116,6 @@ def start_log(*, as_json: bool, queued: bool) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def tell(account: Account) -> None:
+def log_request(access: AccessRecord) -> None:
     """Writes the line of a request."""
-    log.info("request", extra={"said": account.line()})
+    log.info("request", extra={"said": access.line()})

@@ -1,4 +1,4 @@
-"""Prometheus's series. Those of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
+"""Prometheus's series. The series of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
 
 Each has the label `model_name`, the name of the served model. No label has a value that a client chose, so clients cannot make
 new series.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rooftile.server.engine.messages import State
-from rooftile.server.observe.log import Account
+from rooftile.server.engine.messages import EngineState
+from rooftile.server.observe.log import AccessRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -36,7 +36,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._prefix = prefix
         self._model = model
-        self._seen = State()
+        self._seen = EngineState()
         self.running = self._gauge("num_requests_running", "answers that run")
         self.waiting = self._gauge("num_requests_waiting", "answers that wait")
         self.queued = self._gauge("queued_prompt_tokens", "prompt tokens that wait")
@@ -62,7 +62,7 @@ class Metrics:
         for end in _ENDS:
             self.ended.labels(model, end)
 
-    def note_state(self, state: State) -> None:
+    def note_state(self, state: EngineState) -> None:
         """Takes the engine's state after a step."""
         seen, self._seen = self._seen, state
         self.running.set(state.running)
@@ -85,12 +85,12 @@ class Metrics:
         """Counts a request that was refused."""
         self.rejected.labels(self._model, reason).inc()
 
-    def note_request(self, account: Account) -> None:
+    def note_request(self, access: AccessRecord) -> None:
         """Counts the prompt and the time of a request that the engine has taken."""
-        self.prompt.inc(account.prompt_tokens)
-        if account.first_token_s is not None:
-            self.first.observe(account.first_token_s)
-        self.whole.observe(account.seconds)
+        self.prompt.inc(access.prompt_tokens)
+        if access.first_token_s is not None:
+            self.first.observe(access.first_token_s)
+        self.whole.observe(access.seconds)
 
     def text(self) -> bytes:
         """Returns all series as Prometheus reads them."""

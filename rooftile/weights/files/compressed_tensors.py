@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 def configuration(format: str, group: int | None, activations: str | None = None) -> dict[str, Any]:
-    """Returns the quantization_config of a format; `activations` is one of those that a layout does not bring."""
+    """Returns the quantization_config of a format; `activations` is a format that no layout brings."""
     layout, described, inputs = LAYOUTS[format]
     if activations is not None:
         inputs = {"num_bits": weight_format(activations).bits, "dynamic": True} | _BLOCKS

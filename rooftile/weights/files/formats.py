@@ -1,4 +1,4 @@
-"""The words for the formats of a weight: those of `rooftile.quantise_weight`, and "2:4", which masks and rounds nothing."""
+"""The words for the formats of a weight: the formats of `rooftile.quantise_weight`, and "2:4", which masks and rounds nothing."""
 
 from __future__ import annotations
 

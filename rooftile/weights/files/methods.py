@@ -51,7 +51,7 @@ def check_method(settings: Settings) -> None:
 
 
 def _method(settings: Settings) -> str | None:
-    """Returns the name of what has quantised a checkpoint; None where nothing has."""
+    """Returns the name of the tool that has quantised a checkpoint; None where nothing has."""
     section = settings.section("quantization_config")
     named = section.get("quant_method")
     if named is not None:

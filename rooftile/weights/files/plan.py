@@ -133,7 +133,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
 
 
 def plan_of(weights: Weights, folder: Path) -> Reader | None:
-    """Returns what reads the quantised weights of a folder; None where all tensors are plain, and stay so.
+    """Returns the reader of the quantised weights of a folder; None where all tensors are plain, and stay so.
 
     Raises:
         InvalidInput: `weights` contradicts the checkpoint, or its configuration cannot be read.

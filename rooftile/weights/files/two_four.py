@@ -1,6 +1,6 @@
 """Our own layout of 2:4 weights in a checkpoint: values and places, with a quantization_config that names it.
 
-Nobody else reads 2:4 files any more, so a checkpoint stores the dense shape with zeros unless it is asked for this one.
+No other library reads 2:4 files any more, so a checkpoint stores the dense shape with zeros unless it is asked for this one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ are small and rings leave room for the next kernel. Above, it is bound by what t
 are enough of them. The choice between two tiles, and the number of programs, follow from the steps that a program takes and from
 what a shared tile costs; the constants were fitted to measurements of `rooftile_lab/programs/products.py` on an H100.
 
-Under `deterministic` the tile's rows of the weight and the programs are those of one row of x, so that the split of K follows
+Under `deterministic` the tile's rows of the weight and the programs are as for one row of x, so that the split of K follows
 from N and K.
 """
 
@@ -42,11 +42,11 @@ SHARED = 196 * 1024
 MOST_STAGES = 12
 # rows of x up to which a product is bound by bytes
 BYTES = 64
-# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has so many
+# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself; fewer where a program has enough
 # steps that a kernel which orders them once is faster
 ORDERS, ORDERS_IN_MANY_STEPS, MANY_STEPS = 32, 16, 16
 # steps that a program loses by sharing tiles: where each tile has as many programs, and where not. Parts of up to
-# ORDERS rows of x are small. Steps of codes take half as long as those of 16-bit numbers.
+# ORDERS rows of x are small. Steps of codes take half as long as steps of 16-bit numbers.
 SHARING_FEW, SHARING, SHARING_CODES = (3, 12), (9, 16), (16, 28)
 # time of a step of a tile twice as large, in steps: it reads less from the L2 cache
 TWICE = 1.86
@@ -125,7 +125,7 @@ def _stages(tile: Tile, M: int, format: str, orders: bool) -> int:
     return most if few < M else most // 2
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """The sizes that a kernel is told at run time."""
 
     M: int
@@ -135,11 +135,11 @@ class Sizes(NamedTuple):
     spread: int  # ... for each tile of N: one for each tile of the rows of x, or 1, and a program walks through these
 
 
-def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> Sizes:
+def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> ProductSizes:
     """Returns the sizes of a product; a tile has `block_n` of its N results, or those that its rows of the weight give."""
     tiles, steps, rows = _divided(N, block_n or tile.block_n), _divided(K, STEP.value), _divided(M, tile.block_m)
     spread = 1 if deterministic or tiles * steps * rows > MOST_STEPS else rows
-    return Sizes(M, N, tiles * spread, steps, spread)
+    return ProductSizes(M, N, tiles * spread, steps, spread)
 
 
 def _divided(total: int, part: int) -> int:
@@ -147,16 +147,16 @@ def _divided(total: int, part: int) -> int:
     return -(-total // part)
 
 
-def programs_of(sizes: Sizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
+def programs_of(sizes: ProductSizes, processors: int, rows: int, *, is_codes: bool = False) -> int:
     """Returns how many programs share a product of `rows` rows of x, at most one for each multiprocessor.
 
-    Under `deterministic` they are those of one row.
+    Under `deterministic` they are chosen as for one row.
     """
     return _programs_of(sizes, processors, sharing_of(rows, is_codes))[0]
 
 
 @cache
-def _programs_of(sizes: Sizes, processors: int, sharing: tuple[int, int]) -> tuple[int, float]:
+def _programs_of(sizes: ProductSizes, processors: int, sharing: tuple[int, int]) -> tuple[int, float]:
     """The number of programs, and what they take, in steps."""
     all_steps = sizes.tiles * sizes.steps
     found = 1, float(all_steps)
@@ -305,7 +305,7 @@ def multiply_gated_codes(
     return o, scales
 
 
-def _sizes_of_halves(tile: Tile, M: int, half: Product) -> Sizes:
+def _sizes_of_halves(tile: Tile, M: int, half: Product) -> ProductSizes:
     """`_sizes` where a tile has as many rows of each half of the weight."""
     return sizes_of(tile, M, half.N, half.K, half.deterministic, tile.block_n // 2)
 
@@ -335,7 +335,7 @@ def start_widened(
 
 
 def _start_widened(
-    tile: Tile, programs: int, sizes: Sizes, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
+    tile: Tile, programs: int, sizes: ProductSizes, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
     product: Product, o: Tensor, gate: str,
 ) -> None:  # fmt: skip
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
@@ -352,7 +352,7 @@ def _start_widened(
     kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early()), *counts), constants)
 
 
-def _sizes(tile: Tile, M: int, product: Product) -> Sizes:
+def _sizes(tile: Tile, M: int, product: Product) -> ProductSizes:
     return sizes_of(tile, M, product.N, product.K, product.deterministic)
 
 
@@ -367,7 +367,9 @@ def _programs(tile: Tile, x: Tensor, product: Product) -> int:
     return programs_of(_sizes(tile, rows, product), processors_of(x.device), rows, is_codes=product.activations is not None)
 
 
-def shared_sums(tile: Tile, programs: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def shared_sums(
+    tile: Tile, programs: int, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""
     if sizes.tiles % programs == 0:
         none = counters.zeros(1, device)

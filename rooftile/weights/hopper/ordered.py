@@ -24,7 +24,7 @@ def _in_order(x_ptr, o_ptr, x_stride, K, STEPS: tl.constexpr, ORDER: tl.constexp
     k = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     padded = (K + 127) // 128 * 128
     x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0)
-    # the orders are those of `widened.in_order` and `two_four.in_pairs`
+    # the orders follow `widened.in_order` and `two_four.in_pairs`
     if ORDER == "pairs":
         x = x.reshape([STEPS, 4, 16, 2]).permute((0, 2, 1, 3)).reshape([STEPS, 128])
     elif ORDER == "bytes":
@@ -42,7 +42,7 @@ def in_order(x: Tensor, order: str, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         order: for codes of 4 bits ("nibbles") and of 8 ("bytes"), and for 2:4 weights ("pairs").
-        dtype: that of the result; None for that of x.
+        dtype: the dtype of the result; None for the dtype of x.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     M, K = x.shape

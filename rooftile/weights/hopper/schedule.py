@@ -144,7 +144,7 @@ class Run:
 
 @gluon.jit
 def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product, more_desc, more):
-    """Has a tile of the weight copied in; SIZE counts its bytes and those of x.
+    """Has a tile of the weight copied in; SIZE counts its bytes and the bytes of x.
 
     Where a copy is half a tile, the first half has gates, and the other as many rows from `to.N` on. `more` is what else there
     is of the weight, or None.

@@ -1,6 +1,6 @@
 """2:4 weights on Hopper: values are spread in registers, from where a matrix instruction takes its left side.
 
-    values   a thread has 16 neighbours of a row in a step, so those of eight groups of four, and one word of places. A byte
+    values   a thread has 16 neighbours of a row in a step, so the values of eight groups of four, and one word of places. A byte
              permutation puts both values of a group, and zeros, into two registers; which bytes it takes it looks up for four
              groups at a time (`rooftile.runtime.hopper.ptx`). Values in FP8 become fp16 before, which has them all
     order    32 neighbours of K belong to a thread, but an instruction asks for numbers that lie apart, so x is put in that order:
@@ -20,7 +20,7 @@ VALUES, WORDS = gl.constexpr(64), gl.constexpr(4)
 
 @gluon.constexpr_function
 def _layout_of_values():
-    """16 neighbours of a row per thread; the rows are those of a matrix instruction's left operand."""
+    """16 neighbours of a row per thread; the rows are the rows of a matrix instruction's left operand."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
     lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 64])
@@ -138,7 +138,7 @@ def product_of_two_four(
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, VALUES], w_desc.layout)
     places = gl.allocate_shared_memory(gl.int32, [to.STAGES, to.BLOCK_N, WORDS], places_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
-    # a warpgroup orders rows of x for itself, those of a step while it multiplies with those of another; or none does
+    # a warpgroup orders rows of x for itself, for one step while it multiplies with the rows of another; or none does
     of_ordered: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ordered = gl.allocate_shared_memory(
         dtype, [1 if ORDERED else 2 * to.WARPGROUPS, 8 if ORDERED else to.BLOCK_M, STEP], of_ordered

@@ -35,7 +35,7 @@ def _scales_of(FORMAT):
 
 @gluon.constexpr_function
 def _layout_of_codes(FORMAT):
-    """A quarter of a row's bytes per thread; the rows are those of a matrix instruction's left operand."""
+    """A quarter of a row's bytes per thread; the rows are the rows of a matrix instruction's left operand."""
     size = 128 if FORMAT == "w8" or FORMAT == "mxfp8" else 64
     registers = [[0, 1 << n] for n in range(8) if 4 << n < size] + [[8, 0]]
     lanes = [[0, size // 4], [0, size // 2], [1, 0], [2, 0], [4, 0]]
@@ -118,7 +118,7 @@ def _as_numbers(scales, dtype: gl.constexpr, FORMAT: gl.constexpr):
         bits = gl.where(scales == 0, 64, scales.to(gl.int32) << 7)
         scales = bits.to(gl.int16).to(dtype, bitcast=True)
     elif FORMAT == "nvfp4":
-        # e4m3 in the bits of fp16 is a number 2^8 times too small, and in those of bf16 2^120 times
+        # e4m3 in the bits of fp16 is a number 2^8 times too small, and in the bits of bf16 2^120 times
         MOVED: gl.constexpr = 4 if dtype == gl.bfloat16 else 7
         FACTOR: gl.constexpr = 2.0**120 if dtype == gl.bfloat16 else 256.0
         scales = (scales.to(gl.int32) << MOVED).to(gl.int16).to(dtype, bitcast=True) * FACTOR
@@ -259,7 +259,7 @@ def product_of_widened(
     """o (M, N): x (M, K) in 16 bits times a weight (N, K) transposed, in codes of 4 or 8 bits, plus a bias.
 
     GATE is an activation's formula, or "": with it the weight is (2 N, K), and o is the activation of its first half's product
-    times that of its second half.
+    times the scale of its second half.
     """
     to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(gl.uint8, [to.STAGES, to.BLOCK_N, w_desc.block_type.shape[1]], w_desc.layout)

@@ -1,6 +1,6 @@
 """FP8 and INT8 products: codes times codes, and scales on the sums; and the kernel that adds the parts of a split K.
 
-Sums of FP8 leave the matrix units for fp32 registers every 128 of K, because those of Hopper carry about 14 bits. Sums of INT8 are
+Sums of FP8 leave the matrix units for fp32 registers every 128 of K, because Hopper's sums carry about 14 bits. Sums of INT8 are
 exact.
 """
 

@@ -46,7 +46,7 @@ def check_numbers(w: Tensor) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises InvalidInput for what is neither True nor False; a word such as "no" would count as True."""
+    """Raises InvalidInput for a value that is neither True nor False; a word such as "no" would count as True."""
     # NumPy's booleans are equal to these
     if value not in (True, False):
         raise InvalidInput(f"{name} is {value!r}; must be True or False")

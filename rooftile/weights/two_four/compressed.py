@@ -21,7 +21,7 @@ class TwoFour:
 
     Args:
         values: (N, K / 2), bf16, fp16, fp32, fp64, FP8 (e4m3) or INT8: the first and the second value of each four.
-        places: uint8 (N, K / 8), rounded up: the index of a group's first value in two bits, and that of its second, which is
+        places: uint8 (N, K / 8), rounded up: the index of a group's first value in two bits, and its second's, which is
             larger, in the next two; the lower half of a byte is the first of two groups.
         shape: (N, K).
         scales: FP8, INT8: fp32 (N, 1), what a row's values are multiplied by.

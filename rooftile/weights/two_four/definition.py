@@ -75,7 +75,7 @@ def _kept(device: torch.device) -> Tensor:
 def compressed(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what a mask keeps of w: values (N, K / 2), and places uint8 (N, K / 8 rounded up).
 
-    The places of a group are four bits: the index of its first value, and that of the second times 4. The lower half of a byte is
+    The places of a group are four bits: the index of its first value, and 4 times its second's. The lower half of a byte is
     the first of two groups.
     """
     rows = _rows_at_once(w)

@@ -42,7 +42,7 @@ def joined(a, b, c, d):
 def _mask(w_ptr, o_ptr, flag_ptr, stride, N, K: tl.constexpr, INFINITE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Writes the mask of a tile: the two largest |w| of each four. Bits without the sign are integers in the order of |w|.
 
-    Those of NaN are above those of infinity, and raise the flag.
+    NaN's are above infinity's, and raise the flag.
     """
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

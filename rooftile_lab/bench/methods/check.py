@@ -1,6 +1,6 @@
 """The errors of a method's fast path, or of a peer, against its definition in fp64 at a small length, under equal choices.
 
-A result passes where |x - exact| / |exact| is at most twice that of the definition in the tensors' own dtype, plus 8 units in
+A result passes where |x - exact| / |exact| is at most twice the definition's in the tensors' own dtype, plus 8 units in
 the last place; each gradient too. Nothing is timed that does not pass.
 """
 
@@ -20,7 +20,7 @@ Run = Callable[[Tensors], Tensor]
 
 
 class Check:
-    """The definition's answer for one way, computed once and compared with that of every contestant."""
+    """The definition's answer for one way, computed once and compared with every contestant's."""
 
     def __init__(self, way: Way, device: torch.device, dtype: torch.dtype, N: int | None = None) -> None:
         if N is None:

@@ -120,7 +120,7 @@ def measure(
     Args:
         session: the run.
         names: of ways.
-        limit: the longest length; that of the kind of device if None.
+        limit: the longest length; None takes the limit of the kind of device.
         seconds: for all searches.
         phases: those to search.
         say: called with each step.

@@ -28,7 +28,7 @@ from rooftile_lab.bench.methods.table import WAYS, WHOLE
 from rooftile_lab.bench.methods.way import Sizes, Way, drawn
 
 DEPTHS = 10
-# the needle's score, where those of other keys have a standard deviation of SHARPNESS / sqrt(D)
+# the needle's score, where the scores of other keys have a standard deviation of SHARPNESS / sqrt(D)
 SHARPNESS = 20.0
 # the row of exact attention in a table
 EXACT = "exact"

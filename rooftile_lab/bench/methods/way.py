@@ -96,7 +96,7 @@ def words_of(sizes: Sizes, phase: str, itemsize: int) -> dict[str, Any]:
 def drawn(
     sizes: Sizes, device: torch.device, dtype: torch.dtype, *, queries: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gaussian q, k and v; `queries` are those of the last tokens, all if None."""
+    """Gaussian q, k and v; `queries` is the number of last tokens that ask, all if None."""
     generator = torch.Generator(device).manual_seed(seed)
     B, N, H, Hk, D = sizes
     shapes = ((B, N if queries is None else queries, H, D), (B, N, Hk, D), (B, N, Hk, D))

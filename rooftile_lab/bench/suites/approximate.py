@@ -7,7 +7,7 @@ quarter of them. `exact` is `rooftile.attention` on the same q, k and v, under C
 decoding. Times include what a method chooses or projects in its call, not a model's projections; a branch of Native Sparse
 Attention gets its compressed keys and chosen blocks.
 
-`of_exact_ratio` is the speed over that of exact attention. `counted_flops` and `compulsory_bytes` come from `rooftile.cost`. The
+`of_exact_ratio` is the speed over exact attention's. `counted_flops` and `compulsory_bytes` come from `rooftile.cost`. The
 error is against the definition in fp64 at a small length, under equal choices. A peer is checked first, gradients too, and has a
 row that says why, where it is not timed.
 """
@@ -144,7 +144,7 @@ def _join(
     it: _Contest, name: str, forward: Callable[..., Tensor], leaves: tuple[Tensor, ...], phase: str, roof: Roof, clock: Clock,
     **facts: Any,
 ) -> None:  # fmt: skip
-    """Adds a contestant. Its call runs here for the first time; peak memory in the backward is that of a whole step."""
+    """Adds a contestant. Its call runs here for the first time; peak memory in the backward is a whole step's."""
     work = step(forward, leaves, phase)
     work()
 

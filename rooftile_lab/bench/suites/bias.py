@@ -1,7 +1,7 @@
 """The price of a bias: the same problem without one, with one, and with its gradient, beside PyTorch's memory-efficient kernel.
 
 A case names the head dim, the mask, the bias's own axes and the length. Every problem has 16,384 tokens and 2,048 / D heads.
-`of_plain_ratio` is the speed over that of Rooftile's kernels without a bias in the same run.
+`of_plain_ratio` is the speed over the speed of Rooftile's kernels without a bias in the same run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LAYERS, BLOCKS, BLOCK, HEADS, GROUP, DIM, TOKENS, COPIES = 8, 8192, 16, 8, 4, 12
 
 
 def cache(session: Session, clock: Clock) -> Iterator[Row]:
-    """A row for each operation; its time is that of one layer."""
+    """A row for each operation; its time is the time of one layer."""
     steps = operations(session)
     itemsize = torch.bfloat16.itemsize
     moved = {

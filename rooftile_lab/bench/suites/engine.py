@@ -5,7 +5,7 @@
                    a whole run first, then RUNS that count
     decode-step    milliseconds per step while all requests decode, each step begun before the last has ended
     idle           a second process, which finds Triton's cache filled: how long its engine takes to start, and how long
-                   no kernel, copy or fill runs in such steps, from the profiler and beside steps that nobody profiled
+                   no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
     peers          the first requests of W1 on ours, then on Transformers on the same weights
 
@@ -43,7 +43,7 @@ RUNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EngineOptions:
     """The options of `rooftile bench engine`."""
 
     model: str
@@ -64,7 +64,7 @@ class Asked:
             raise InvalidInput(f"model is {self.model!r}; bench engine has {', '.join(models)}")
 
 
-def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iterator[Row]:
+def measure(asked: EngineOptions, session: Session, say: Progress | None = None) -> Iterator[Row]:
     """The rows of all parts that are asked for, each as soon as it is measured."""
     asked.check()
     run = _Run(asked, session, say or (lambda words: None))
@@ -81,7 +81,7 @@ def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iter
 class _Run:
     """A model, and an engine while one is needed: the second process and the peer need the memory."""
 
-    def __init__(self, asked: Asked, session: Session, say: Progress) -> None:
+    def __init__(self, asked: EngineOptions, session: Session, say: Progress) -> None:
         self.asked, self.session, self.say = asked, session, say
         say("the model")
         began = perf_counter()
@@ -168,9 +168,9 @@ class _Run:
         yield self.row(f"decode-step-{sizes}", samples, phase="decode", **spreads)
 
     @property
-    def sizes(self) -> decode_step.Sizes:
+    def sizes(self) -> decode_step.DecodeSizes:
         """Requests, context and steps of the decode steps."""
-        return decode_step.Sizes.of(self.asked.scale)
+        return decode_step.DecodeSizes.of(self.asked.scale)
 
     def second_process(self) -> Iterator[Row]:
         self.close()

@@ -7,7 +7,7 @@ On a GPU the products of a case are one CUDA graph. Contestants are `rooftile`, 
 its backends with x in codes, `bf16` (cuBLAS; fp32 on a CPU), PyTorch's `_scaled_mm` with one scale for a tensor and with scales
 for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, FBGEMM's products in FP8 and INT4, and Humming's in INT4, where they
 run. A peer has x as its product takes it, and is timed only after its result was compared with its own weights' product; a row
-that is not timed says why. `of_bf16_ratio` is a time over that of 16 bits.
+that is not timed says why. `of_bf16_ratio` is a time over 16 bits'.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _by(case: Case, name: str) -> Work:
 
 
 def checked(case: Case, make: Callable[[Case], tuple[Work, list[Tensor]]]) -> tuple[Work | None, str]:
-    """Returns a peer's work, if its results are those of its weights; else why not."""
+    """Returns a peer's work, if its results follow from its weights; else why not."""
     try:
         work, due = make(case)
         found = work()

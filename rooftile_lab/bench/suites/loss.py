@@ -2,7 +2,7 @@
 
     MODEL-TOKENS    hidden size and vocabulary of a model
 
-FLOPs are those of three products, 6 T V D; a contestant that makes logits twice does more in its time. `peak_bytes` is all
+FLOPs are counted for three products, 6 T V D; a contestant that makes logits twice does more in its time. `peak_bytes` is all
 memory beyond the inputs, and `beyond_gradients_mib` what is left of it without the gradients. Results and gradients are compared
 with the formula in fp32 first, on the first rows.
 """

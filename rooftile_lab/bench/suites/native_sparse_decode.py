@@ -30,7 +30,7 @@ CUDNN = "torch-cudnn, dense"
 def decode(session: Session, clock: Sampler, name: str, B: int, S: int, H: int, Hk: int) -> Iterator[Row]:
     """One query per sequence against S tokens of each, with the paper's sizes; blocks of 16 in random order.
 
-    `of_exact_ratio` is the speed over that of ours, `of_cudnn_ratio` over cuDNN's; `compulsory_bytes` are counted.
+    `of_exact_ratio` is the speed over our exact decoding's, `of_cudnn_ratio` over cuDNN's; `compulsory_bytes` are counted.
     """
     sizes = NativeSparseSizes()
     case = Case(name=name, tags=frozenset(), B=B, T=1, S=S, H=H, Hk=Hk, dim=DIM, dtype="bf16", mask=CAUSAL)
@@ -40,7 +40,7 @@ def decode(session: Session, clock: Sampler, name: str, B: int, S: int, H: int, 
     blocks = B * -(-S // SIZE)
     k, v = (draw(blocks, SIZE, Hk, DIM) for _ in range(2))
     compressed = [draw(blocks, SIZE // sizes.stride, Hk, DIM) for _ in range(2)]
-    # rows of windows: so many that no two sequences share one
+    # rows of windows: enough that no two sequences share one
     rows = B * (sizes.window // SIZE + 2)
     near = [draw(rows, SIZE, Hk, DIM) for _ in range(2)]
     table = torch.randperm(blocks, device=session.device).int().view(B, -1)

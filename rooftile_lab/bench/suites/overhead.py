@@ -134,7 +134,7 @@ def short(session: Session, name: str, say: Progress) -> Iterator[Row]:
 
 
 def alone(session: Session, called: Sequence[float], work: Work) -> dict[str, Sequence[float]]:
-    """The time per call in a loop, and on a GPU that of its kernels alone."""
+    """The time per call in a loop, and on a GPU the time of its kernels alone."""
     taken: dict[str, Sequence[float]] = {"call_us": called}
     if session.device.type == "cuda":
         kernels = [kernel_times(work) for _ in range(3)]

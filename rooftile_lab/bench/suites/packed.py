@@ -1,7 +1,7 @@
 """Packed sequences, and groups of query heads, beside a dense batch with as many heads: forward and backward.
 
 Every problem has 16,384 tokens and 2,048 / D heads. Dense is two sequences of 8,192. Packed lengths are drawn between 64 and
-8,192 from two fixed seeds. `of_dense_ratio` is the TFLOP/s over those of the dense batch.
+8,192 from two fixed seeds. `of_dense_ratio` is the TFLOP/s over the dense batch's.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     attention alone     on tensors that are quantised already
     quantise            quantising q, k and v alone: bytes per second beside a copy
 
-`of_best_16_bit_ratio` is the time of the fastest contestant in 16 bits over this one's, `of_best_peer_ratio` that of the
+`of_best_16_bit_ratio` is the time of the fastest contestant in 16 bits over this one's, `of_best_peer_ratio` the time of the
 fastest peer: above 1 is faster than it.
 """
 

@@ -10,8 +10,8 @@ All of them have our attention, `rt.fuse` and `rooftile.optim.AdamW`, the same f
 forward, backward and AdamW. The model in 16 bits stays, and each contestant takes turns with it alone, because not all find
 room together.
 
-    step_ratio     the median step over that of 16 bits in the same turns: below 1 is faster
-    memory_ratio   the most memory of a step, weights and states included, over that of 16 bits
+    step_ratio     the median step over the step of 16 bits in the same turns: below 1 is faster
+    memory_ratio   the most memory of a step, weights and states included, over 16 bits'
     tok_s          tokens per second
 """
 

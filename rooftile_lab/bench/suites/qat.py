@@ -1,7 +1,7 @@
 """Losses on held-out English: what rounding costs a small decoder in each format, and what training for the format wins back.
 
-`continued_nats` is the loss after further steps in full precision, `rounded_nats` that of the same model rounded, `trained_nats`
-that of a model which took the same further steps with rounded weights; in nats per byte, as means over the seeds, with the least
+`continued_nats` is the loss after further steps in full precision, `rounded_nats` of the same model rounded, `trained_nats`
+of a model which took the same further steps with rounded weights; in nats per byte, as means over the seeds, with the least
 and the most of them in `low` and `high`. Weights of the cases 2:4 are masked, and not rounded. `recovered` is the share of the
 loss by rounding that training wins back, of the means; it is absent where rounding costs less than what two trainings differ by.
 """

@@ -4,10 +4,10 @@
     english-METHOD   the next byte of Python's language reference, at one learning rate
     needle           the exact model, decoded by Loki with an eighth of the keys: a pair at ten depths of a text
 
-`all_recall` is the share of right answers, `pairs_N_recall` that in texts with N pairs, and `distance_N_recall` that of questions
+`all_recall` is the share of right answers, `pairs_N_recall` in texts with N pairs, and `distance_N_recall` of questions
 up to N tokens behind their pair, and farther than the next smaller N. `chance_recall` is the share of a guess. The loss of
-English is in nats per byte, on text that no model was trained on; `frequencies_nats` is that of a guess by the frequencies of
-bytes. Times are those of a training step, on a CPU on one core. A method that fails is a row with a reason. There is one training
+English is in nats per byte, on text that no model was trained on; `frequencies_nats` is the loss of a guess by the frequencies of
+bytes. Times are of a training step, on a CPU on one core. A method that fails is a row with a reason. There is one training
 per learning rate, so differences of a few hundredths mean nothing.
 """
 

@@ -9,10 +9,10 @@
 Contestants of products are `rooftile`, each of its backends, the dense product of the same weight with its zeros (`bf16`,
 `fp32` on a CPU; for FP8 also PyTorch's `_scaled_mm` with row scales, `torch-scaled-mm-rows`), PyTorch's semi-structured
 tensors, and torchao's FP8 2:4 layer, where they run. x is in 16 bits: our FP8 products quantise it, and so does torchao's;
-`rooftile-of-codes` is our product of an x that was quantised before, as that of `torch-scaled-mm-rows` was. A peer is timed only
-after its result was compared with the dense product; a row that is not timed says why. `of_bf16_ratio` is a time over that of
-the dense product in 16 bits, and `of_fp8_ratio` over that of dense FP8. What moves memory has `of_copy_percent`: the rate of its
-bytes over that of a copy of as many. On a GPU all are replays of CUDA graphs, in which nothing waits for a check.
+`rooftile-of-codes` is our product of an x that was quantised before, as the x of `torch-scaled-mm-rows` was. A peer is timed only
+after its result was compared with the dense product; a row that is not timed says why. `of_bf16_ratio` is a time over the
+dense product's in 16 bits, and `of_fp8_ratio` over dense FP8's. What moves memory has `of_copy_percent`: the rate of its
+bytes over the rate of a copy of as many. On a GPU all are replays of CUDA graphs, in which nothing waits for a check.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _by(pairs: list[tuple[Tensor, TwoFour]], name: str) -> Work:
 
 
 def checked(case: Case, make: Callable[[Case], Work]) -> tuple[Work | None, str]:
-    """Returns a peer's work, if its results are near those of the dense product; else why not."""
+    """Returns a peer's work, if its results are near the dense product's; else why not."""
     try:
         work = make(case)
         found = work()

@@ -141,7 +141,7 @@ class Student:
         self.loss: Tensor | None = None
 
     def forget(self) -> None:
-        """Forgets the times so far, those of steps in which kernels were compiled."""
+        """Forgets the times so far, of steps in which kernels were compiled."""
         self.taken = {phase: [] for phase in PHASES}
 
     def train(self, steps: int) -> None:

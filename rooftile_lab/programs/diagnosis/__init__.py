@@ -1,1 +1,1 @@
-"""Diagnoses of programs that nobody has tuned for `rooftile diagnose`."""
+"""Diagnoses of programs that are not tuned for `rooftile diagnose`."""

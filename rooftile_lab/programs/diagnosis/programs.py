@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rooftile.diagnosis.decode_step import Sizes, decoding
+from rooftile.diagnosis.decode_step import DecodeSizes, decoding
 from rooftile.engine.build import build_engine
 from rooftile.engine.config import EngineConfig
 from rooftile_lab.bench.models import decoder_named
@@ -195,7 +195,7 @@ def engine_decoding(device: torch.device) -> Iterator[Step]:
             num_blocks=(batch + 1) * -(-(context + steps) // 16), enable_prefix_caching=False,
         ),
     )  # fmt: skip
-    with torch.inference_mode(), decoding(engine, Sizes(batch, context, 1)):
+    with torch.inference_mode(), decoding(engine, DecodeSizes(batch, context, 1)):
         yield engine.step
 
 

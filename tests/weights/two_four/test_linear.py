@@ -170,7 +170,7 @@ def test_the_library_is_tried_in_each_kind_of_number(library: Library, monkeypat
 
 def test_kernels_of_ours_have_no_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
-    asked = backends.Call(torch.empty(3, K), None, backends.Sparse(*weight_tensors(coded("int8")[0])), None,
+    asked = backends.SparseProductCall(torch.empty(3, K), None, backends.Sparse(*weight_tensors(coded("int8")[0])), None,
                           backends.Product(N, K, torch.bfloat16, False))  # fmt: skip
     assert "values in int8; has bfloat16, float16, FP8" in list(backends._refusals_of_ours(asked, "triton"))
 
@@ -307,7 +307,7 @@ def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytes
 def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str, without_hopper: str) -> None:
     weight = weight_of(torch.bfloat16)
     product = backends.Product(N, K, torch.bfloat16, False)
-    asked = backends.Call(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
+    asked = backends.SparseProductCall(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert backends.order(asked)[0] == first
     assert next(name for name in backends.order(asked) if name != "hopper") == without_hopper
     assert sorted(backends.order(asked)) == sorted(backends.NAMES)
@@ -324,7 +324,7 @@ def test_a_plan_and_a_launch_have_the_same_few_rows(
     weight = weight_of(torch.bfloat16)
     product = backends.Product(N, K, torch.bfloat16, False)
     for rows in (1, 64, 65, 128, 129, 500):
-        asked = backends.Call(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
+        asked = backends.SparseProductCall(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
         runs = [name for name in backends.order(asked) if name != "hopper" or capability == (9, 0)]
         assert (runs[0] in backends.OURS) == (rows <= few)
     # kernels of ours multiply densely, and the library at a higher rate
@@ -338,7 +338,7 @@ def test_hoppers_kernel_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     weight = compress(w := some(48, 128), two_four(w))
     product = backends.Product(48, 128, torch.float32, False)
-    asked = backends.Call(torch.empty(3, 128), None, backends.Sparse(*weight_tensors(weight)), None, product)
+    asked = backends.SparseProductCall(torch.empty(3, 128), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert list(backends._hopper_refusals(asked, (8, 9))) == ["compute capability 8.9; needs 9.0 (Hopper)"]
     assert not list(backends._hopper_refusals(asked, (9, 0)))
     monkeypatch.setattr(dispatch, "lack_of_gluon", lambda: "Triton 3.5.1; needs 3.6 or newer")

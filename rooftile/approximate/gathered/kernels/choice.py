@@ -107,7 +107,7 @@ def is_best(score, t, length, count):
     # unsigned numbers in the order of the scores, and 0 past the end
     order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
     order = tl.where(t < length, tl.where(score == score, order, 0xFFFFFFFF), 0).to(tl.uint32)
-    # the count-th largest: first its sign and exponent, which are often those of the largest or of the next lower one
+    # the count-th largest: first its sign and exponent, which it often shares with the largest, or has one lower
     edge = tl.max(order, 0) & 0xFF800000
     reached = tl.sum((order >= edge).to(tl.int32), 0)
     tries = 0

@@ -226,8 +226,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the parts of dq, dk and dv in fp32, a part per round or group, from contiguous do (B, T, H, Dv).
 
-    o and lse are the joined ones; for "lists" those of each row of each group, as the forward gives them. The parts of "lists"
-    are (B, H, N, D), those of others (R, B, T, H, D), where keys have the heads of queries.
+    o and lse are the joined ones; for "lists" of each row of each group, as the forward gives them. The parts of "lists"
+    are (B, H, N, D), parts of others (R, B, T, H, D), where keys have the heads of queries.
     """
     (B, T, H, D), S, Dv = q.shape, k.shape[1], v.shape[-1]
     R, N, M = lists.rows.shape[0], lists.rows.shape[3], lists.keys.shape[3]

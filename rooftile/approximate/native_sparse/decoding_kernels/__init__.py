@@ -28,7 +28,7 @@ def decode(
     q: Tensor, gates: Tensor, cache: list[Tensor], table: Tensor, near_table: Tensor, lengths: Tensor, *, scale: float,
     **sizes: Any,
 ) -> Tensor:  # fmt: skip
-    """Returns o (B, H, Dv); the arguments are those of `rooftile.approximate.native_sparse.decoding.decode`."""
+    """Returns o (B, H, Dv); the arguments are as in `rooftile.approximate.native_sparse.decoding.decode`."""
     (B, H, _), Hk, dim_v, size = q.shape, cache[0].shape[2], cache[1].shape[3], cache[2].shape[1]
     o = q.new_empty(B, H, dim_v)
     if not B:

@@ -1,6 +1,6 @@
 """The selected and the near branch of one query per sequence: exact attention to the tokens of chosen blocks, and of the window.
 
-A program has the heads of a group and EACH steps of TOKENS tokens, first those of the chosen blocks, then those of the window. Pages
+A program has the heads of a group and EACH steps of TOKENS tokens, first tokens of the chosen blocks, then of the window. Pages
 are read where they lie, through the block table of the branch, and only those.
 """
 

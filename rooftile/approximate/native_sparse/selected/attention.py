@@ -93,7 +93,7 @@ def attend_in_pages(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The operator, or what it would run where nobody watches; under torch.func the plain operations."""
+    """The operator, or its function where no mode or compiler watches; under torch.func the plain operations."""
     if transformed():
         return plain.forward(q, k, v, *rest[:-1])
     if torch.compiler.is_compiling() or watched(q, k, v, *rest):
@@ -135,7 +135,7 @@ def _runs_kernels(q: Tensor, v: Tensor, Hk: int, block: int, backend: str) -> bo
 
 
 def _on(q: Tensor) -> ModuleType:
-    """The plain operations for a device: those of a CPU read the choices."""
+    """The plain operations for a device: a CPU's read the choices."""
     return by_block if q.device.type == "cpu" else plain
 
 

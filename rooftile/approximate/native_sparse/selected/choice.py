@@ -74,6 +74,6 @@ def _remembered(*sizes: Any) -> TileTable:
 def _tiles(B: int, T: int, n: int, tokens: int, queries: int, device: torch.device) -> TileTable:
     of_queries, of_keys = (torch.arange(B + 1, device=device, dtype=torch.int32) * size for size in (T, n))
     table = table_of(of_queries, of_keys, B * T, queries)
-    # positions are those of tokens, and not of compressed keys
+    # positions count tokens, and not compressed keys
     table.rows[:, 2] += tokens - n
     return table

@@ -66,7 +66,7 @@ def _pieces(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Yields some rows, the places of their keys and whether they see them, both (rows, Hk, n block)."""
     if not k.shape[0] or not chosen.numel():
-        # nobody sees anything
+        # no query sees a key
         return
     row = torch.arange(q.shape[0], device=q.device)
     of = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(min=0)

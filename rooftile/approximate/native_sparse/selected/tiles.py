@@ -27,7 +27,7 @@ class TileTable(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of queries. Positions are those of keys."""
+    """The tiles of queries. Positions are positions of keys."""
 
     queries: int  # queries per tile, a power of two
     # int32 (tiles, 5): first row, number of queries, first position, first row of the keys, number of keys

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.call import Call, operator_name
+from rooftile.diagnosis.compiled import GeneratedKernel
+from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
-from rooftile.diagnosis.experiments.smaller.axes import Axis, piece
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
 from rooftile.errors import Unsupported
 
@@ -18,18 +18,18 @@ from rooftile.errors import Unsupported
 SLACK = 2.0
 
 
-def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
+def cached_share(call: RepeatableCall, axes: Sequence[CallAxis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
     """Returns the share of its time that the whole call would take if its data were in the cache; 1 - g.
 
-    A slice runs again and again; on a CPU on each thread by itself, whose time is compared with that of all threads of the whole.
+    A slice runs again and again; on a CPU on each thread by itself, whose time is compared with all threads' time for the whole.
     The cost of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
 
     Raises Unsupported where no slice fits the cache.
     """
-    if isinstance(call.function, Kernel):
+    if isinstance(call.function, GeneratedKernel):
         return _aliased_share(call, timer, budget_s, cold)
     if operator_name(call.function) == "attention_paged":
-        return _near_share(call, same_pages(call, timer), timer, budget_s, cold)
+        return _cached_share(call, same_pages(call, timer), timer, budget_s, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -53,16 +53,16 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     return (max(taken["slice"] - call_us, 0.0) / part + call_us) / taken["whole"]
 
 
-def _aliased_share(call: Call, timer: Timer, budget_s: float, cold: bool) -> float:
+def _aliased_share(call: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
     """The share of its time that a compiled kernel takes on tensors of its sizes whose pages all lie in the cache."""
     if call.device.type != "cpu":
         raise Unsupported("its sizes are compiled in, so it runs on no slice")
     # each thread has a cache of its own
-    near = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
-    return _near_share(call, near, timer, budget_s, cold)
+    cached = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
+    return _cached_share(call, cached, timer, budget_s, cold)
 
 
-def same_pages(call: Call, timer: Timer) -> Call:
+def same_pages(call: RepeatableCall, timer: Timer) -> RepeatableCall:
     """Returns paged attention whose tables name a few blocks again and again."""
     tensors = list(call.tensors)
     keys, values, table = tensors[1:4]
@@ -71,13 +71,13 @@ def same_pages(call: Call, timer: Timer) -> Call:
     return call.on(tensors)
 
 
-def _near_share(call: Call, near: Call, timer: Timer, budget_s: float, cold: bool) -> float:
-    works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, near, cold=False)}
+def _cached_share(call: RepeatableCall, cached: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
+    works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, cached, cold=False)}
     taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
     return taken["near"] / taken["whole"]
 
 
-def packed(call: Call) -> Call:
+def packed(call: RepeatableCall) -> RepeatableCall:
     """Returns the call on tensors without gaps, whose dimensions have the same order; a table has the rows that are read only.
 
     Rows that lie a power of two apart fall into the same few places of a cache, and would not stay in it. Rows all over a large
@@ -98,7 +98,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.permute(order).contiguous().permute(back)
 
 
-def _shares(call: Call, cut: list[int], timer: Timer) -> list[float]:
+def _shares(call: RepeatableCall, cut: list[int], timer: Timer) -> list[float]:
     """Shares to try, from the one that fits if all bytes shrink with the work."""
     first = min(1.0, timer.cache_bytes / max(call.bytes(cut), 1))
     return [first, first / 4, first / 16, first / 64, 0.0] if first < 1 else [1.0]

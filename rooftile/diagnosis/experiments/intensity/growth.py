@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.experiments.call import Call, held_bytes, operator_name
+from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes, operator_name
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
 from rooftile.diagnosis.experiments.smaller.axes import with_result
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
@@ -31,13 +31,13 @@ STEEPEST = 2.5
 TIMES = (2, 4, 8, 16, 32, 64)
 
 
-def grows(call: Call) -> bool:
+def grows(call: RepeatableCall) -> bool:
     """Returns whether the operator is one whose arithmetic grows by a dimension."""
     return operator_name(call.function) in GROWING
 
 
 def sweep(
-    call: Call, timer: Timer, time_us: float, arithmetic_us: float, flops: float, budget_s: float, memory_bytes: int
+    call: RepeatableCall, timer: Timer, time_us: float, arithmetic_us: float, flops: float, budget_s: float, memory_bytes: int
 ) -> Sweep:
     """Returns times of the call with its cheapest dimension 2, 4, ... times as long, until its arithmetic alone takes T0 more.
 
@@ -53,7 +53,7 @@ def sweep(
     if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or _is_causal(call)):
         raise Unsupported("more queries would see other keys under its mask")
     places = min(_choices(call), key=lambda places: _bytes_moved(call, places))
-    grown: dict[int, Call] = {1: call}
+    grown: dict[int, RepeatableCall] = {1: call}
     for times in TIMES:
         if times > 4 and (times // 2 - 1) * arithmetic_us > time_us:
             break
@@ -80,7 +80,7 @@ def sweep(
     return found
 
 
-def _is_causal(call: Call) -> bool:
+def _is_causal(call: RepeatableCall) -> bool:
     schema = getattr(call.function, "_schema", None)
     if schema is None:
         # any flag may be the one
@@ -89,7 +89,7 @@ def _is_causal(call: Call) -> bool:
     return bool(given.get("is_causal", False))
 
 
-def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
+def _choices(call: RepeatableCall) -> list[tuple[tuple[int, int], ...]]:
     """The dimensions that may grow. A bias that is broadcast along one stays as it is."""
     sizes = [x.shape for x in call.tensors]
     there = [
@@ -101,7 +101,7 @@ def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
     return with_result(call, there)
 
 
-def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
+def _enlarged(call: RepeatableCall, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
     """The tensors with the dimension repeated; dry: without memory."""
     tensors = [x.to("meta") for x in call.tensors] if dry else list(call.tensors)
     for which, dim in places:
@@ -113,7 +113,7 @@ def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry:
     return tensors
 
 
-def _bytes_moved(call: Call, places: Sequence[tuple[int, int]]) -> int:
+def _bytes_moved(call: RepeatableCall, places: Sequence[tuple[int, int]]) -> int:
     """The bytes of the arguments and results with the dimension twice as long."""
     return call.on(_enlarged(call, places, 2, dry=True)).bytes()
 

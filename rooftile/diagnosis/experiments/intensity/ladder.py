@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.call import Call, operator_name
+from rooftile.diagnosis.compiled import GeneratedKernel
+from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.smaller.rules import GATHERS
 from rooftile.errors import Unsupported
@@ -39,9 +39,9 @@ class Ladder:
     Raises Unsupported in one sentence where there are none: no compiler, no floating-point numbers, not one pass, no time.
     """
 
-    def __init__(self, call: Call, end: float = math.inf) -> None:
+    def __init__(self, call: RepeatableCall, end: float = math.inf) -> None:
         self._end = end
-        if isinstance(call.function, Kernel):
+        if isinstance(call.function, GeneratedKernel):
             raise Unsupported("it is a generated kernel, in whose pass nothing can be put")
         self._function = _functional(call)
         self._call = call
@@ -60,11 +60,11 @@ class Ladder:
             *((x.dtype, x.dim(), tuple(size == 1 for size in x.shape), _order(x)) for x in call.tensors),
         )  # fmt: skip
 
-    def rung(self, count: int) -> Call:
+    def rung(self, count: int) -> RepeatableCall:
         """Returns the call with `count` multiply-adds more per element; compiled, and run once."""
         key = (*self._key, count, str(self._call.device))
         if count and (*self._key, 0, key[-1]) not in _COMPILED:
-            # without added arithmetic, a kernel can only be that of the operator itself
+            # without added arithmetic, a kernel can only be the operator's own
             self.rung(0)
         if key not in _COMPILED:
             if not self.has_time_for(count):
@@ -72,7 +72,7 @@ class Ladder:
             start = time.perf_counter()
             _COMPILED[key] = self._compiled(count)
             _TAKEN_S.append(time.perf_counter() - start)
-        return Call(_COMPILED[key], tuple(self._call.tensors), written=self._call.written)
+        return RepeatableCall(_COMPILED[key], tuple(self._call.tensors), written=self._call.written)
 
     def has_time_for(self, count: int) -> bool:
         """Returns whether a rung is compiled already, or is expected to be in time."""
@@ -132,7 +132,7 @@ def getitem(values: Sequence[Any], n: int) -> Any:
     return values[n]
 
 
-def _results(call: Call, functional: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+def _results(call: RepeatableCall, functional: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     call.restore()
     with torch.no_grad():
         found = call.run() if functional is None else functional(*call.args, **call.kwargs)
@@ -140,7 +140,7 @@ def _results(call: Call, functional: Callable[..., Any] | None = None) -> list[t
     return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
 
 
-def _functional(call: Call) -> Callable[..., Any]:
+def _functional(call: RepeatableCall) -> Callable[..., Any]:
     """The operator that returns what this one writes into its first argument."""
     name = operator_name(call.function)
     if not call.written:

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.intensity.sweep import sweep
@@ -45,7 +45,7 @@ class References:
     multiply_adds: float
 
     def read(self, slope: float) -> float:
-        """Returns a slope between the two: 0 is an addition's, 1 that of 256 multiply-adds.
+        """Returns a slope between the two: 0 is the slope of an addition, 1 of 256 multiply-adds.
 
         Example:
             >>> References(0.2, 1.0).read(0.6)
@@ -83,8 +83,8 @@ def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> Referenc
     # between 1/2 and 1, as random numbers of any program are: zeros take less power
     many = (0.5 + 0.5 * torch.rand(size // dtype.itemsize, device=device)).to(dtype)
     few = many if device.type == "cuda" else many[:SMALL].clone()
-    addition = Call(torch.ops.aten.add.Tensor, (many, 0.25))
-    chain = Call(operator(), (few, MULTIPLY_ADDS))
+    addition = RepeatableCall(torch.ops.aten.add.Tensor, (many, 0.25))
+    chain = RepeatableCall(operator(), (few, MULTIPLY_ADDS))
     flat = _slope(addition, timer, ())
     steep = _slope(chain, timer, (MULTIPLY_ADDS // 2, MULTIPLY_ADDS // 4))
     if steep - flat < DISTINCT:
@@ -95,9 +95,9 @@ def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> Referenc
     return References(round(flat, 4), round(steep, 4))
 
 
-def _slope(call: Call, timer: Timer, counts: tuple[int, ...]) -> float:
+def _slope(call: RepeatableCall, timer: Timer, counts: tuple[int, ...]) -> float:
     ladder, end = Ladder(call), time.perf_counter() + NEEDED_S[call.device.type] / 2
-    # the operator itself runs in many kernels outside of a compiler, so its own time is that of its first rung
+    # the operator itself runs in many kernels outside of a compiler, so its own time is the time of its first rung
     own = ladder.rung(0)
     time_us = median(timer.once(own, cold=True) for _ in range(5))
     found = sweep(ladder, call, axes(call), timer, time_us, end, steps=(1 / 2, 1 / 4), counts=counts)

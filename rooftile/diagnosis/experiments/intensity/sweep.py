@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
-from rooftile.diagnosis.experiments.smaller.axes import Axis, piece
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 
 # in the order in which they are compiled: where the budget ends, the slope is there before the knee
 STEPS = (1 / 2, 1 / 4, 1.0, 2.0, 1 / 8, 4.0)
 MOST = 512  # multiply-adds
-# the slope is that of the first part, where memory can still hide what is added
+# the slope of the first part, where memory can still hide the added arithmetic
 SLOPE_UP_TO = 0.75
 LEAST_RISE = 1.05
 PLANNED_ROUNDS = 5
-# seconds for the time of one multiply-add, and for those of the rungs
+# seconds for the time of one multiply-add, and for the times of the rungs
 STEP_S, TIMED_S = 1.0, 2.0
 # the operator and its first rung may differ by so much
 SAME = 2.0
@@ -42,7 +42,7 @@ class Sweep:
 
     @property
     def slope(self) -> float | None:
-        """The least-squares slope of time over added arithmetic, up to three quarters of the time without; None of one time.
+        """The least-squares slope of time over added arithmetic, up to three quarters of the time without; None for one time.
 
         Where the first step is larger than that, as twice as many rows of a product are, it is the slope of this step.
         """
@@ -68,7 +68,7 @@ class Sweep:
 
 
 def sweep(
-    ladder: Ladder, call: Call, axes: list[Axis], timer: Timer, time_us: float, end: float, *,
+    ladder: Ladder, call: RepeatableCall, axes: list[CallAxis], timer: Timer, time_us: float, end: float, *,
     steps: Sequence[float] = STEPS, counts: Sequence[int] = (),
 ) -> Sweep:  # fmt: skip
     """Returns times with more and more multiply-adds.
@@ -86,8 +86,8 @@ def sweep(
     Raises Unsupported where there is no ladder, or no time for one.
     """
     small = piece(call, axes, min(1.0, timer.cache_bytes / max(call.bytes(), 1)))
-    near = Ladder(small.call, end)
-    step_us = _step_us(near, timer, min(STEP_S, end - time.perf_counter())) / small.share
+    in_cache = Ladder(small.call, end)
+    step_us = _step_us(in_cache, timer, min(STEP_S, end - time.perf_counter())) / small.share
     own = ladder.rung(0)
     _check_same(median(timer.once(own, cold=True) for _ in range(3)), time_us)
     threads = timer.threads(ladder.rung(timer.tried[1]))
@@ -95,7 +95,7 @@ def sweep(
     counts = counts or tuple(dict.fromkeys(2 ** round(math.log2(n)) for n in wanted if 0.7 <= n <= MOST * 1.4))
     if not counts:
         raise Unsupported("no number of multiply-adds from 1 to 512 per element takes a share of its time")
-    rungs: dict[int, Call] = {0: own}
+    rungs: dict[int, RepeatableCall] = {0: own}
     for count in counts:
         timing_s = PLANNED_ROUNDS * sum(time_us + n * step_us / threads for n in (*rungs, count)) / 1e6
         # one rung is needed, and the ladder itself says that there is no time to compile it
@@ -113,7 +113,7 @@ def sweep(
 
 
 def _check_same(first_us: float, time_us: float) -> None:
-    """Inductor's kernel must be about as fast as the operator's own, else its slope is that of another program."""
+    """Inductor's kernel must be about as fast as the operator's own, else its slope is the slope of another program."""
     if not time_us / SAME <= first_us <= time_us * SAME:
         raise Unsupported(f"the kernel that Inductor makes of it takes {first_us / time_us:.2g} times as long as its own")
 

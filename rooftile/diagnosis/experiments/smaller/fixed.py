@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.call import Call
-from rooftile.diagnosis.experiments.smaller.axes import Axis, Piece, piece
+from rooftile.diagnosis.compiled import GeneratedKernel
+from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.smaller.axes import CallAxis, SmallerCall, piece
 from rooftile.errors import Unsupported
 
 SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)
@@ -14,20 +14,20 @@ SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)
 SMALL_ENOUGH = 0.55
 
 
-def smaller(call: Call, axes: Sequence[Axis]) -> list[Piece]:
+def smaller(call: RepeatableCall, axes: Sequence[CallAxis]) -> list[SmallerCall]:
     """Returns the call at smaller sizes, down to the smallest.
 
     Raises Unsupported where it cannot be cut to half.
     """
-    if isinstance(call.function, Kernel):
+    if isinstance(call.function, GeneratedKernel):
         raise Unsupported("its sizes are compiled in")
     if not axes:
         raise Unsupported("none of its dimensions can be cut")
     found = {made.share: made for made in (piece(call, axes, share) for share in SHARES)}
-    pieces = [made for share, made in found.items() if share < 1]
-    if not pieces or min(made.share for made in pieces) > SMALL_ENOUGH:
+    smaller_calls = [made for share, made in found.items() if share < 1]
+    if not smaller_calls or min(made.share for made in smaller_calls) > SMALL_ENOUGH:
         raise Unsupported("it cannot be cut to half of its size")
-    return pieces
+    return smaller_calls
 
 
 def fixed_us(shares: Sequence[float], times_us: Sequence[float]) -> float:

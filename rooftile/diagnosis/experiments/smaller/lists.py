@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis.experiments.call import Call, operator_name
+from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 
 PREFIXES = ("_foreach_", "_fused_ada", "_fused_sgd")
 
 
-def is_listed(call: Call) -> bool:
+def is_listed(call: RepeatableCall) -> bool:
     """Returns whether the operator takes lists whose tensors at one place belong together."""
     return operator_name(call.function).startswith(PREFIXES) and bool(call.args) and isinstance(call.args[0], list)
 
 
-def of_lists(call: Call, share: float) -> tuple[Call, float]:
+def of_lists(call: RepeatableCall, share: float) -> tuple[RepeatableCall, float]:
     """Returns the call on about a share of its elements, and the share: some of the tensors, or a part of the smallest.
 
     Example:
@@ -48,5 +48,5 @@ def of_lists(call: Call, share: float) -> tuple[Call, float]:
         return [x[:rows] if rows is not None and isinstance(x, torch.Tensor) and x.shape == whole else x for x in there]
 
     args = tuple(some(value) for value in call.args)
-    smaller = Call(call.function, args, {name: some(value) for name, value in call.kwargs.items()})
+    smaller = RepeatableCall(call.function, args, {name: some(value) for name, value in call.kwargs.items()})
     return smaller, sum(x.numel() for x in args[0]) / sum(sizes)

@@ -29,7 +29,7 @@ def _addmm(t: Sequence[torch.Tensor]) -> list[Places]:
 
 def _convolution(t: Sequence[torch.Tensor]) -> list[Places]:
     outputs: Places = ((1, 0), (2, 0)) if len(t) > 2 else ((1, 0),)
-    # with groups, the inputs of the weight are fewer than those of the image
+    # with groups, the weight has fewer input channels than the image
     return [((0, 0),), outputs] if t[0].shape[1] == t[1].shape[1] else [((0, 0),)]
 
 
@@ -123,10 +123,10 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "scatter_add_": _pairs(1, 2),
     "nll_loss_forward": lambda t: [((0, 0), (1, 0))],
 }
-# the dimension of a product's result that each of its axes is; the inner one is in none
+# the dimension of a product's result for each of its axes; None for the inner axis, which the result lacks
 RESULTS: dict[str, tuple[int | None, ...]] = {"mm": (0, 1, None), "addmm": (0, 1, None), "bmm": (0, 1, 2, None)}
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
-# GPU operators that compare the sizes of their tensors, besides those that PyTorch tags as pointwise and as reductions
+# GPU operators that compare the sizes of their tensors, besides operators that PyTorch tags as pointwise and as reductions
 CHECK_SIZES = frozenset(
     {
         "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",

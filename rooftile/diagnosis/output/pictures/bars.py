@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rooftile.diagnosis.output.rows import Op, Step
+from rooftile.diagnosis.output.rows import Op, StepSummary
 from rooftile.diagnosis.remedies.remedy import Remedy, together
 from rooftile.drawing.labels import LETTER
 from rooftile.drawing.page import Chart, Table, safe
@@ -25,7 +25,7 @@ LONGEST = 46  # letters of a name
 MOST = 1.5
 
 
-def time_line(step: Step, ops: Sequence[Op]) -> Chart | None:
+def time_line(step: StepSummary, ops: Sequence[Op]) -> Chart | None:
     """Draws one step as two bars: busy and idle by cause, and its time by verdict."""
     parts_us = _parts(step, ops)
     total = sum(parts_us.values())
@@ -49,7 +49,7 @@ def time_line(step: Step, ops: Sequence[Op]) -> Chart | None:
     return Chart(title, safe(svg(title, "time by cause", drawn, WIDTH, y - 8)), "", table)
 
 
-def waterfall(step: Step, remedies: Sequence[Remedy]) -> Chart | None:
+def waterfall(step: StepSummary, remedies: Sequence[Remedy]) -> Chart | None:
     """Draws the step, what each remedy takes off it, predicted and measured, and what is left."""
     if not remedies or not step.time_us:
         return None
@@ -83,7 +83,7 @@ def waterfall(step: Step, remedies: Sequence[Remedy]) -> Chart | None:
     return Chart(title, safe(svg(title, "savings", parts, WIDTH, y + ROW)), note)
 
 
-def _parts(step: Step, ops: Sequence[Op]) -> dict[str, float]:
+def _parts(step: StepSummary, ops: Sequence[Op]) -> dict[str, float]:
     busy = step.busy_us if step.busy_us is not None else sum(op.time_us for op in ops)
     found = {"busy": busy} | {cause: us for cause, us in step.idle_us.items() if us}
     rest = step.time_us - sum(found.values())

@@ -11,8 +11,8 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from rooftile.diagnosis.output.pictures.roofs import Roof, Spot, roofs, spot, under
-from rooftile.diagnosis.output.rows import Op, Step
+from rooftile.diagnosis.output.pictures.roofs import DrawnRoof, Spot, roofs, spot, under
+from rooftile.diagnosis.output.rows import Op, StepSummary
 from rooftile.diagnosis.remedies.remedy import DTYPE, Remedy
 from rooftile.drawing.labels import Box, Crowd, around
 from rooftile.drawing.page import Chart, Table, safe
@@ -26,7 +26,8 @@ DRAWN = 0.98
 
 
 def roofline(
-    ceilings: Mapping[str, Any], step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], names: Sequence[str], on_gpu: bool,
+    ceilings: Mapping[str, Any], step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy], names: Sequence[str],
+    on_gpu: bool,
     raised: bool = True,
 ) -> Chart | None:  # fmt: skip
     """Draws the roofline; None where no operator has FLOPs and bytes.
@@ -87,7 +88,7 @@ def _leading(counted: Sequence[tuple[int, Op, Spot]]) -> list[tuple[int, Op, Spo
     return chosen
 
 
-def _note(lines: Sequence[Roof], moves: Sequence[object], without: int, small: int, left_out: int) -> str:
+def _note(lines: Sequence[DrawnRoof], moves: Sequence[object], without: int, small: int, left_out: int) -> str:
     words = [
         "Each point is a row of the table, with its number; its area is its time. A slanted roof is memory, a level "
         "one arithmetic."
@@ -95,7 +96,7 @@ def _note(lines: Sequence[Roof], moves: Sequence[object], without: int, small: i
     if moves:
         words.append(
             "Arrows: the operators of a remedy together, before and after it was tried; upwards is faster. FLOPs and bytes are "
-            "those of before."
+            "the program's before."
         )
     for roof in lines:
         if roof.measured:
@@ -109,7 +110,7 @@ def _note(lines: Sequence[Roof], moves: Sequence[object], without: int, small: i
     return " ".join(words)
 
 
-def _axes(spots: Sequence[Spot], lines: Sequence[Roof]) -> tuple[Axis, Axis]:
+def _axes(spots: Sequence[Spot], lines: Sequence[DrawnRoof]) -> tuple[Axis, Axis]:
     memory = [roof.rate for roof in lines if roof.is_memory]
     peaks = [roof.rate for roof in lines if not roof.is_memory]
     ridges = [peak / rate for rate in memory for peak in peaks]
@@ -136,7 +137,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts)
 
 
-def _ends(roof: Roof, x_axis: Axis, y_axis: Axis) -> tuple[tuple[float, float], tuple[float, float]]:
+def _ends(roof: DrawnRoof, x_axis: Axis, y_axis: Axis) -> tuple[tuple[float, float], tuple[float, float]]:
     """The ends of a roof within the picture, in the drawing: a memory's line ends at the top."""
     low, high = x_axis.low, x_axis.high
     if roof.is_memory:
@@ -145,7 +146,7 @@ def _ends(roof: Roof, x_axis: Axis, y_axis: Axis) -> tuple[tuple[float, float], 
     return (x_axis.place(low), y_axis.place(roof.at(low))), (x_axis.place(high), y_axis.place(roof.at(high)))
 
 
-def _roof(roof: Roof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
+def _roof(roof: DrawnRoof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
     (x1, y1), (x2, y2) = _ends(roof, x_axis, y_axis)
     crowd.line((x1, y1), (x2, y2))
     kind = "roof slanted" if roof.is_memory else "roof"
@@ -153,7 +154,7 @@ def _roof(roof: Roof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
     return f'<path class="{kind}" d="M {x1:.1f} {y1:.1f} L {x2:.1f} {y2:.1f}"><title>{words}</title></path>'
 
 
-def _roof_words(roof: Roof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
+def _roof_words(roof: DrawnRoof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
     """Writes a roof's name beside its line, where there is room."""
     (x1, y1), (x2, y2) = _ends(roof, x_axis, y_axis)
     shares = [n / 24 for n in range(25)]
@@ -184,7 +185,9 @@ def _circle(op: Op, name: str, x: float, y: float, radius: float) -> str:
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{words}</title></circle>'
 
 
-def _moves(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], lines: Sequence[Roof]) -> list[tuple[Spot, Spot, str]]:
+def _moves(
+    step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy], lines: Sequence[DrawnRoof]
+) -> list[tuple[Spot, Spot, str]]:
     """Before and after of each remedy that was applied: its operators together, or the step."""
     found = []
     for remedy in remedies:

@@ -14,7 +14,7 @@ SAME = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roof:
+class DrawnRoof:
     """A ceiling: bytes per second of a memory, or FLOPs per second."""
 
     name: str
@@ -45,13 +45,13 @@ def spot(op: Op) -> Spot | None:
     return Spot(op.flops / op.bytes, op.flops / op.time_us * 1e6)
 
 
-def roofs(ceilings: Mapping[str, Any], ops: Sequence[Op], on_gpu: bool) -> list[Roof]:
+def roofs(ceilings: Mapping[str, Any], ops: Sequence[Op], on_gpu: bool) -> list[DrawnRoof]:
     """Returns the machine's roofs, none below an operator that was measured.
 
     An operator that was faster than the highest measured rate shows that the machine was busy when that was measured.
     """
     found = [
-        Roof(name=name, rate=ceilings[key] * 1e9, is_memory=True)
+        DrawnRoof(name=name, rate=ceilings[key] * 1e9, is_memory=True)
         for key, name in (("copy_gbs", "HBM" if on_gpu else "DRAM"), ("cache_gbs", "L2" if on_gpu else "cache"))
         if _is_rate(ceilings.get(key))
     ]
@@ -67,11 +67,11 @@ def roofs(ceilings: Mapping[str, Any], ops: Sequence[Op], on_gpu: bool) -> list[
         for name, rate in peaks.items()
         if rate == max(peaks.values()) or any(rate / SAME <= ceiling <= rate * SAME for ceiling in met)
     }
-    found += _merged([Roof(name=name, rate=rate, is_memory=False) for name, rate in peaks.items()])
+    found += _merged([DrawnRoof(name=name, rate=rate, is_memory=False) for name, rate in peaks.items()])
     return [_raised(roof, found, ops) for roof in found]
 
 
-def under(after: Spot, lines: Sequence[Roof]) -> Spot:
+def under(after: Spot, lines: Sequence[DrawnRoof]) -> Spot:
     """A rate that no memory allows at the old intensity has moved fewer bytes; one above all peaks, fewer FLOPs."""
     rate = min(after.y, max((roof.rate for roof in lines if not roof.is_memory), default=after.y))
     fastest = max((roof.rate for roof in lines if roof.is_memory), default=0.0)
@@ -82,12 +82,12 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _merged(found: Sequence[Roof]) -> list[Roof]:
+def _merged(found: Sequence[DrawnRoof]) -> list[DrawnRoof]:
     """Joins roofs that would be drawn on each other."""
-    joined: list[Roof] = []
+    joined: list[DrawnRoof] = []
     for roof in sorted(found, key=lambda roof: -roof.rate):
         if joined and joined[-1].rate <= SAME * roof.rate:
-            # "fp32" has room for its label, "fp32, fp32 without products" often has none
+            # "fp32" has room for its label, "fp32, fp32 without products" often has no room
             names = [*joined[-1].name.split(", "), roof.name]
             kept = [name for name in names if not any(name.startswith(f"{other} ") for other in names)]
             joined[-1] = replace(joined[-1], name=", ".join(kept))
@@ -96,7 +96,7 @@ def _merged(found: Sequence[Roof]) -> list[Roof]:
     return joined
 
 
-def _raised(roof: Roof, all_roofs: Sequence[Roof], ops: Sequence[Op]) -> Roof:
+def _raised(roof: DrawnRoof, all_roofs: Sequence[DrawnRoof], ops: Sequence[Op]) -> DrawnRoof:
     """Raises a roof to the fastest operator that it limits: by the operator's own roof, and the highest of all."""
     spots = [(op, where) for op in ops if (where := spot(op)) is not None]
     highest = max(other.rate for other in all_roofs if other.is_memory == roof.is_memory)

@@ -54,7 +54,7 @@ def sweep_chart(op: Op, name: str) -> Chart | None:
 
 
 def sweep_points(op: Op) -> list[Point]:
-    """Returns added arithmetic and time of one call, in µs, without those that are unknown; the first has nothing added."""
+    """Returns added arithmetic and time of one call, in µs, without unknown times; the first has nothing added."""
     sweep = op.experiments.get("intensity", {})
     pairs = zip(sweep.get("added_us") or (), sweep.get("time_us") or (), strict=False)
     known = sorted((x, y) for x, y in pairs if x is not None and y is not None and y > 0)

@@ -1,7 +1,7 @@
 """Autocast's bf16 in an fp32 step: which calls become narrower, and the copies that it adds.
 
 Products run in bf16; each operand that is still in fp32 is cast before, a weight once a step, and its gradient is cast back. Some
-operators run in fp32 all the same, and cast back what comes in bf16. All others run in what they are given.
+operators run in fp32 all the same, and cast bf16 inputs back. All others run in the dtypes of their inputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from rooftile.diagnosis.counts.traffic import names
-from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.records import OperatorRow, StepCall
 from rooftile.diagnosis.remedies.alone import has_products
 
 # autocast's lists of operators in fp32, as far as they reach a step as operators of their own
@@ -45,7 +45,7 @@ class Narrowed:
 
 
 def narrowed(
-    calls: Sequence[Call], operations: Sequence[Operation], kept: Set[int], device: str
+    calls: Sequence[StepCall], operations: Sequence[OperatorRow], kept: Set[int], device: str
 ) -> Narrowed:  # fmt: skip
     """Follows the dtypes of a step under autocast.
 
@@ -62,7 +62,7 @@ def narrowed(
         found.casts[row] += 1
         found.cast_bytes[row] += size + size // 2
 
-    def runs_narrow(call: Call, operation: Operation, in_forward: bool) -> None:
+    def runs_narrow(call: StepCall, operation: OperatorRow, in_forward: bool) -> None:
         found.calls[call.row] += 1
         for tensor, size in call.writes.items():
             # the gradient of what the forward has cast is cast back
@@ -100,8 +100,8 @@ def narrowed(
     return found
 
 
-def _deciding(call: Call, operation: Operation, name: str) -> set[int]:
-    """The tensors whose dtypes decide that of the result."""
+def _deciding(call: StepCall, operation: OperatorRow, name: str) -> set[int]:
+    """The tensors whose dtypes decide the dtype of the result."""
     of_one_dtype = all(kind[2] == "torch.float32" for kind in operation.key[4:] if isinstance(kind, tuple))
     if of_one_dtype and "norm" not in name:
         return {tensor for tensor, size in call.reads.items() if size > NUMBER}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import chosen_shares, narrower_share
 from rooftile.diagnosis.remedies.attentions import FUSED
 
@@ -16,12 +16,12 @@ CHOSEN = ("_efficient_attention", "_flash_attention", "cudnn_batch_norm", "nativ
 
 
 def shares_in_bf16(
-    operations: Sequence[Operation], kinds: Mapping[tuple[object, ...], Sequence[int]],
+    operations: Sequence[OperatorRow], kinds: Mapping[tuple[object, ...], Sequence[int]],
     samples: Mapping[tuple[object, ...], Sample], device: torch.device, end: float,
 ) -> tuple[dict[int, float], frozenset[int]]:  # fmt: skip
     """Runs operators in bf16 until the time ends.
 
-    Returns by row the share of its time that is left in bf16, of those that could be run so; and the rows that were too late.
+    Returns by row the share of its time that is left in bf16, for rows that could be run so; and the rows that were too late.
 
     Args:
         operations: the rows of the table.
@@ -54,7 +54,7 @@ def shares_in_bf16(
     return found, frozenset(too_late - found.keys())
 
 
-def with_backward(operations: Sequence[Operation]) -> list[tuple[int, list[int]]]:
+def with_backward(operations: Sequence[OperatorRow]) -> list[tuple[int, list[int]]]:
     """Returns the rows of fp32 operators whose kernel PyTorch chooses by the dtype, each with the rows of its backward."""
     found = []
     for row, operation in enumerate(operations):

@@ -8,16 +8,16 @@ from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.alone import has_products, only_a_run_tells
 from rooftile.diagnosis.remedies.bf16.autocast import Narrowed, narrowed
 from rooftile.diagnosis.remedies.fusion.chains import held_up
-from rooftile.diagnosis.remedies.queue import Change
+from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep, by_queue
+from rooftile.diagnosis.remedies.queue import LaunchChange
 from rooftile.diagnosis.remedies.remedy import Remedy
-from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
 from rooftile.hardware.ceilings import Ceilings
 
 # a narrower dtype whose products are this many times slower than in fp32 saves nothing
 SLOW = 4
 
 
-def narrower(seen: Seen) -> Remedy | None:
+def narrower(seen: ObservedStep) -> Remedy | None:
     """Prices autocast to bf16; None where it saves nothing, or where too little of the step was tried in it to say."""
     if not bf16_may_gain(seen.ceilings) or not _computes_in_fp32(seen):
         return None
@@ -27,10 +27,10 @@ def narrower(seen: Seen) -> Remedy | None:
     tried = [(n, f) for n, f in enumerate(seen.findings) if under.calls[n] and n not in untried]
     # no rate of arithmetic is needed: what has products was run
     shares = prices.narrower_shares(tried, rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
-    changes: dict[int, Change] = {}
+    changes: dict[int, LaunchChange] = {}
     for n in {*shares, *under.casts}:
         casts = under.casts[n]
-        changes[n] = Change(
+        changes[n] = LaunchChange(
             device=1 - (1 - shares.get(n, 1.0)) * under.share(n, seen.findings[n].operation.calls),
             device_us=under.cast_bytes[n] / (seen.ceilings.copy_gbs * 1e3) + casts * (seen.ceilings.node_us or 0.0),
             host_us=casts * seen.cast_us,
@@ -48,7 +48,7 @@ def narrower(seen: Seen) -> Remedy | None:
     return prices.in_dtype("bf16", sorted(shares), saved, words)
 
 
-def why_no_price(seen: Seen) -> list[str]:
+def why_no_price(seen: ObservedStep) -> list[str]:
     """Returns notes for a step that computes in fp32 and has no price of bf16: why there is none.
 
     Nothing is said where all of it was tried, and it saves nothing.
@@ -63,7 +63,7 @@ def why_no_price(seen: Seen) -> list[str]:
     return [f"bf16 has no price: {reason}" for reason in _reasons(seen, _untried(seen, under))]
 
 
-def _computes_in_fp32(seen: Seen) -> bool:
+def _computes_in_fp32(seen: ObservedStep) -> bool:
     """Whether most of the products run in fp32; what a program in a narrower dtype keeps in fp32 it keeps there on purpose."""
     in_products = {False: 0.0, True: 0.0}
     for f in seen.findings:
@@ -72,14 +72,14 @@ def _computes_in_fp32(seen: Seen) -> bool:
     return in_products[True] > 0 and in_products[True] >= in_products[False]
 
 
-def _untried(seen: Seen, under: Narrowed) -> set[int]:
+def _untried(seen: ObservedStep, under: Narrowed) -> set[int]:
     """The rows that autocast narrows, whose price only a run tells, and that were not run."""
     return {
         n for n, f in enumerate(seen.findings) if under.calls[n] and only_a_run_tells(f.operation.op) and n not in seen.narrower
     }
 
 
-def _reasons(seen: Seen, untried: Set[int]) -> list[str]:
+def _reasons(seen: ObservedStep, untried: Set[int]) -> list[str]:
     """Why a noticeable part of the step was not tried in bf16."""
     found = []
     for rows, words in (

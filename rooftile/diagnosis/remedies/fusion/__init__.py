@@ -1,1 +1,1 @@
-"""Operators that one kernel could compute, and what a compiler of forward and backward saves besides."""
+"""Operators that one kernel could compute, and further savings of a compiler of forward and backward."""

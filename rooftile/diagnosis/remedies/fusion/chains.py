@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.records import StepCall
 from rooftile.diagnosis.remedies.remedy import COMPILE, FUSE, Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 
@@ -26,19 +26,19 @@ SMALL = 1 << 12
 class Chain:
     """Calls that can be fused."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[StepCall, ...]
     bytes_now: int
     bytes_fused: int
     inputs: Mapping[int, int]  # bytes that the fused kernel reads, by tensor
     outputs: Mapping[int, int]  # ... and that it writes
-    again: tuple[Call, ...] = ()  # calls of the forward that a backward's kernel makes once more
+    again: tuple[StepCall, ...] = ()  # calls of the forward that a backward's kernel makes once more
 
 
-def find_chains(calls: Sequence[Call], kept: Collection[int] = (), fewest: int = 2) -> list[Chain]:
+def find_chains(calls: Sequence[StepCall], kept: Collection[int] = (), fewest: int = 2) -> list[Chain]:
     """Returns the chains of two and more calls.
 
     kept: tensors that are read after the step: its results, and tensors that a backward has saved.
-    fewest: calls of a chain; with 1 also those that are fused with no other.
+    fewest: calls of a chain; with 1 also calls that are fused with no other.
     """
     readers = _readers(calls)
     open_ones: list[_Open] = []
@@ -75,7 +75,7 @@ class _Open:
         self._changed: set[int] = set()  # tensors that others have written since a member read or wrote them
         self._largest = 0
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: StepCall) -> bool:
         """Whether a pointwise call shares a tensor with a member, and needs nothing that a member has to wait for."""
         if call.backward != self._backward:
             return False
@@ -106,7 +106,7 @@ class _Open:
         self._largest = max(self._largest, other._largest)
         return True
 
-    def add(self, index: int, call: Call) -> None:
+    def add(self, index: int, call: StepCall) -> None:
         self.members.append(index)
         self._backward = call.backward
         if call.ends:
@@ -115,21 +115,21 @@ class _Open:
         self._read |= call.reads
         self._largest = max(self._largest, *call.reads.values(), 0) if call.reads else self._largest
 
-    def pass_by(self, call: Call) -> None:
+    def pass_by(self, call: StepCall) -> None:
         """Another call runs, which is no member."""
         if call.reads.keys() & (self._written | self._after):
             self._after |= call.writes.keys()
         self._changed |= call.writes.keys() & (self._written | self._read.keys())
 
 
-def optimiser_chain(calls: Sequence[Call], kept: Collection[int] = ()) -> Chain | None:
+def optimiser_chain(calls: Sequence[StepCall], kept: Collection[int] = ()) -> Chain | None:
     """Returns the calls of an optimiser as one chain: a fused step reads and writes each tensor once; None if it has no two."""
     if len(calls) < 2:
         return None
     return _chain(range(len(calls)), calls, {}, kept)
 
 
-def chains_of_tensors(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain]:
+def chains_of_tensors(calls: Sequence[StepCall], kept: Collection[int] = ()) -> list[Chain]:
     """Returns the calls of an optimiser that a compiler fuses: a chain for all that share a tensor which one of them writes."""
     written = {tensor for call in calls for tensor in call.writes}
     groups: list[tuple[set[int], list[int]]] = []
@@ -225,7 +225,7 @@ def held_up(host_us: float | None) -> str:
     return "" if host_us is None else f"; then the host holds the step up, with {host_us / 1e3:,.3g} ms"
 
 
-def _readers(calls: Sequence[Call]) -> dict[int, list[int]]:
+def _readers(calls: Sequence[StepCall]) -> dict[int, list[int]]:
     """The positions of the calls that read each tensor."""
     found: dict[int, list[int]] = {}
     for index, call in enumerate(calls):
@@ -235,11 +235,11 @@ def _readers(calls: Sequence[Call]) -> dict[int, list[int]]:
 
 
 def _chain(
-    members: Sequence[int], calls: Sequence[Call], readers: Mapping[int, Sequence[int]], kept: Collection[int]
+    members: Sequence[int], calls: Sequence[StepCall], readers: Mapping[int, Sequence[int]], kept: Collection[int]
 ) -> Chain:  # fmt: skip
     """The chain of some calls.
 
-    readers: the calls that read each tensor; a tensor that has none is a result.
+    readers: the calls that read each tensor; a tensor without a reader is a result.
     """
     own, its = set(members), [calls[index] for index in members]
     inputs: dict[int, int] = {}
@@ -250,7 +250,7 @@ def _chain(
                 inputs[tensor] = max(size, inputs.get(tensor, 0))
         for tensor, size in call.writes.items():
             written[tensor] = max(size, written.get(tensor, 0))
-    # a tensor that nobody reads is a result; one that is an input too was written in place, and outlives the chain
+    # a tensor that no call reads is a result; a result that is an input too was written in place, and outlives the chain
     outputs = {
         t: size
         for t, size in written.items()
@@ -295,7 +295,7 @@ def _saving_us(chain: Chain, findings: Sequence[Finding]) -> float:
         traffic_us *= chain.bytes_fused / chain.bytes_now
     arithmetic_us = sum(f.compute_us for f in as_now) + sum(model.compute_us or 0.0 for model in anew)
     arithmetic_us += sum(findings[call.row].compute_us for call in chain.again)
-    # nobody knows whether a fused kernel does away with a time that the model does not explain
+    # it is unknown whether a fused kernel does away with a time that the model does not explain
     fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in as_now)
     return max(0.0, sum(f.call_us for f in members) - fused_us)
 

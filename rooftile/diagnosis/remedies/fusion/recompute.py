@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.records import StepCall
 from rooftile.diagnosis.remedies.fusion.chains import Chain
 
 
-def recompute(chains: Sequence[Chain], calls: Sequence[Call], kept: Collection[int]) -> list[Chain]:
+def recompute(chains: Sequence[Chain], calls: Sequence[StepCall], kept: Collection[int]) -> list[Chain]:
     """Returns the chains of a step with fewer bytes: a backward's chain makes again what it would read of a forward's.
 
     Args:
-        chains: all of them, also those of one call.
+        chains: all of them, also chains of one call.
         calls: of the step, in order.
         kept: tensors that outlive the step.
     """
@@ -55,10 +55,10 @@ def recompute(chains: Sequence[Chain], calls: Sequence[Call], kept: Collection[i
     return found
 
 
-def _sources(tensor: int, chain: Chain) -> tuple[dict[int, int], tuple[Call, ...]]:
+def _sources(tensor: int, chain: Chain) -> tuple[dict[int, int], tuple[StepCall, ...]]:
     """Finds the tensors from outside and random numbers that make a tensor of a chain, with their bytes; and the calls."""
     sources: dict[int, int] = {}
-    again: list[Call] = []
+    again: list[StepCall] = []
     wanted = {tensor}
     for call in reversed(chain.calls):
         made = wanted & call.writes.keys()
@@ -75,7 +75,7 @@ def _sources(tensor: int, chain: Chain) -> tuple[dict[int, int], tuple[Call, ...
     return sources, tuple(reversed(again))
 
 
-def _reading(chain: Chain, tensor: int, more: dict[int, int], again: tuple[Call, ...]) -> Chain:
+def _reading(chain: Chain, tensor: int, more: dict[int, int], again: tuple[StepCall, ...]) -> Chain:
     """A chain that reads other tensors in place of one, and makes that one again."""
     inputs = {t: b for t, b in chain.inputs.items() if t != tensor} | more
     change = sum(more.values()) - chain.inputs[tensor]

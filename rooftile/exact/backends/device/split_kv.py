@@ -6,8 +6,8 @@ first to last:
 
     m = max m_c    l = sum 2^(m_c - m) l_c    O = sum 2^(m_c - m) O_c
 
-A program (head, split), the p-th of all, leaves at most two partials: at 2 p that of a sequence that began before its part, at 2 p + 1
-that of one that goes on after it; each ROWS lines of DV outputs, a maximum and a sum, fp32, in units of log2.
+A program (head, split), the p-th of all, leaves at most two partials: at 2 p for a sequence that began before its part, at 2 p + 1
+for one that goes on after it; each ROWS lines of DV outputs, a maximum and a sum, fp32, in units of log2.
 
 Osama et al., Stream-K, arXiv:2301.03598.
 """

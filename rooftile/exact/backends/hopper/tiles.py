@@ -114,7 +114,7 @@ THREE = TWO._replace(NUM_CONSUMERS=3, Q_IN_REGISTERS=0, LAZY=True, COMPUTE_REGIS
 # long as its softmax: nothing is won by turns, and much by leaving out 128 multiplications a thread
 WIDE = TWO._replace(KEYS=64, Q_STAGES=1, PING_PONG=False, Q_IN_REGISTERS=0, LAZY=True)
 
-# a block of the bias takes the shared memory of a second tile of queries; one of fp32 takes that of half the keys
+# a block of the bias takes the shared memory of a second tile of queries; one of fp32 takes the memory of half the keys
 BIASED = TWO._replace(Q_STAGES=1, Q_IN_REGISTERS=0, LAZY=True, BIAS_STAGES=1, BIAS_ROWS=WARPGROUP)
 BIASED_NARROW = NARROW._replace(LAZY=True, BIAS_STAGES=2, BIAS_ROWS=WARPGROUP)
 

@@ -36,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     from rooftile.exact.backends.tiled import flash_fwd
     from rooftile.exact.backends.tiled.heads import blocks
 
-    # (B, H, T) or (H, total): moves the axis of rows behind that of heads
+    # (B, H, T) or (H, total): moves the axis of rows behind the axis of heads
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))

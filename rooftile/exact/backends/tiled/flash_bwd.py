@@ -43,7 +43,7 @@ class Incoming(NamedTuple):
     lse: Tensor
 
 
-class Rows(NamedTuple):
+class RowStrips(NamedTuple):
     """Strips of per-row data for the backward, finite except for the lse of +inf of rows without weights."""
 
     do: Tensor  # (heads, G, T, Dv)
@@ -84,7 +84,7 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
         _show_lost(heads, rows, grads)
 
 
-def _weights(heads: Heads, p: Tensor, dp: Tensor, D: Tensor, tile: Tile, rows: Rows) -> tuple[Tensor, Tensor]:
+def _weights(heads: Heads, p: Tensor, dp: Tensor, D: Tensor, tile: Tile, rows: RowStrips) -> tuple[Tensor, Tensor]:
     """Returns a tile's weights after dropout, and the gradient of its scores. Overwrites p and dp."""
     if rows.lost is not None:
         p.nan_to_num_(nan=0.0)
@@ -100,7 +100,7 @@ def _weights(heads: Heads, p: Tensor, dp: Tensor, D: Tensor, tile: Tile, rows: R
     return dropped, dx
 
 
-def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
+def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> RowStrips:
     wide = heads.q.dtype
     lse = strip(incoming.lse[..., None], wide)
     do = lse.new_zeros(incoming.o.shape) if incoming.do is None else strip(incoming.do, wide)
@@ -121,11 +121,11 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
         x = heads.sinks[..., None, None] - lse
         grads.dsinks.sub_((torch.exp(x if rest is None else x - rest) * D).sum((2, 3)))
     if finite:
-        return Rows(do, D, lse, rest, None)
+        return RowStrips(do, D, lse, rest, None)
     lost_p = ~torch.isfinite(lse) & ~empty
     do, lost_do = set_aside(do)
     D, lost_D = set_aside(D)
-    return Rows(do, D, lse.masked_fill(lost_p, math.inf), rest, (lost_p, lost_do, lost_p | lost_D))
+    return RowStrips(do, D, lse.masked_fill(lost_p, math.inf), rest, (lost_p, lost_do, lost_p | lost_D))
 
 
 def _rest_of_lse(heads: Heads, lse: Tensor) -> Tensor | None:
@@ -147,7 +147,7 @@ def _rest_of_lse(heads: Heads, lse: Tensor) -> Tensor | None:
     return rest.masked_fill_(~far, 0.0)
 
 
-def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
+def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: RowStrips) -> Tensor:
     """Returns dx with NaN where it is lost: a bias has an element, and so a gradient, per pair."""
     if rows.lost is None:
         return dx
@@ -157,7 +157,7 @@ def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
     return heads.unstacked(dx, tile).masked_fill(lost, math.nan).view(dx.shape)
 
 
-def _show_lost(heads: Heads, rows: Rows, grads: Grads) -> None:
+def _show_lost(heads: Heads, rows: RowStrips, grads: Grads) -> None:
     """Writes NaN to the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
     lost_p, lost_do, lost_x = rows.lost
     grads.dq.masked_fill_(lost_x & heads.see_a_key(), math.nan)

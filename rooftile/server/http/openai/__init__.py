@@ -2,8 +2,8 @@
 
 forms      the fields of each route
 fields     reads a form; which fields are refused, and the nearest name of an unknown one
-asks       turns a form into prompts and sampling parameters
+generation turns a form into prompts and sampling parameters
 prompts    the logprobs of prompts, as completions and vLLM write them
-gathered   the answers to all prompts of a form, as they grow
+complete_answers   puts the pieces of answers together
 objects    the answers in OpenAI's form
 """

@@ -1,7 +1,7 @@
 """Reads the messages of a chat.
 
-Clients send messages back with fields of their own, or of other servers. What does not change what the model reads is left out;
-what would change it, and is not there, is refused.
+Clients send messages back with fields of their own, or of other servers. Fields that do not change the text
+that the model reads are left out; fields that would change it, and are not supported, are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rooftile.server.refusals import Refusal
 _TEXT = "messages are text"
 _TOOLS = "there are no tools"
 _CONTINUE = "an answer is not continued; set add_generation_prompt to false, or send a prompt to /v1/completions"
-# fields that change what a model reads, and that are not there: why. Empty ones are what clients send back with an answer
+# fields that change the text that a model reads, and why they are not supported. Clients send empty ones back with an answer
 CHANGING = {
     "audio": _TEXT, "documents": _TEXT, "files": _TEXT, "function_call": _TOOLS, "image": _TEXT, "images": _TEXT,
     "partial": _CONTINUE, "prefix": _CONTINUE, "refusal": _TEXT, "tool_call_id": _TOOLS, "tool_calls": _TOOLS, "tools": _TOOLS,
@@ -65,7 +65,7 @@ def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _known(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of a message that are read; refuses those that would change its meaning."""
+    """Returns the fields of a message that are read; refuses fields that would change its meaning."""
     own = Message.model_fields
     for name, value in message.items():
         if name in CHANGING and not any(value == one and type(value) is type(one) for one in _EMPTY):

@@ -44,7 +44,7 @@ REFUSED = {
     "prompt_embeds": "prompts are text or token ids",
     "safety_identifier": "write user", "background": "answers are sent to who asks for them",
 }  # fmt: skip
-# values of these that ask for what happens anyway
+# values of these fields that change nothing
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "suffix": ("",),
@@ -83,7 +83,7 @@ def read_part(kind: type[Form], given: Any, name: str) -> Form | None:
 
 
 def _is_harmless(name: str, value: Any) -> bool:
-    """Tells whether a value asks for what happens anyway."""
+    """Tells whether a value changes nothing."""
     return value is None or any(value == one and type(value) is type(one) for one in HARMLESS.get(name, ()))
 
 

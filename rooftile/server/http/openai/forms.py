@@ -1,4 +1,4 @@
-"""The fields that each route takes, in OpenAI's words, with those of vLLM for what OpenAI has not.
+"""The fields that each route takes, in OpenAI's words, with vLLM's words for fields that OpenAI lacks.
 
 A field that is null counts as not given. Numbers are checked by `SamplingParams`, so that a client and a program that uses the
 library read the same sentence.

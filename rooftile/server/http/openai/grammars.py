@@ -17,10 +17,10 @@ def grammar_of(response_format: Any, outputs: StructuredOutputs | None) -> dict[
     Raises:
         Refusal: there are two grammars, an unknown one, or one that is too large.
     """
-    asked = _of_format(response_format) if response_format is not None else None
+    grammar = _of_format(response_format) if response_format is not None else None
     if outputs is None:
-        return asked
-    if asked is not None:
+        return grammar
+    if grammar is not None:
         raise _bad("structured_outputs", "response_format and structured_outputs are both given; give one of them")
     found = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice}
     given = {name: value for name, value in found.items() if value is not None}

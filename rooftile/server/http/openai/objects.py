@@ -18,7 +18,7 @@ class Objects:
         id: the request's id.
         model: the model's name.
         created: seconds since 1970.
-        chat: whether they are those of a chat.
+        chat: whether they belong to a chat.
     """
 
     def __init__(self, id: str, model: str, created: int, *, chat: bool) -> None:

@@ -17,7 +17,7 @@ class ScoredPrompt(NamedTuple):
     """The logprobs of a prompt's tokens, in the forms that are asked for."""
 
     echoed: dict[str, list[Any]] | None
-    """As completions write those of an answer, with null for the first token, which follows nothing."""
+    """The form of completions: as an answer's logprobs, with null for the first token, which follows nothing."""
     listed: list[dict[str, Any] | None] | None
     """As vLLM writes prompt_logprobs: for each token an object by token ids."""
 

@@ -38,7 +38,7 @@ class Awq:
     ignored: tuple[str, ...]
 
     def check(self, modules: Collection[str]) -> None:
-        """Every name in the list of what stays may be one that is not there."""
+        """Every name in the list of modules that stay may be absent from the model."""
 
     def formats(self) -> Collection[str]:
         """Returns its one format."""
@@ -71,7 +71,7 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> Awq:
-    """Returns what reads an AWQ folder.
+    """Returns the reader of an AWQ folder.
 
     Raises:
         InvalidInput: its configuration asks for what is not read.

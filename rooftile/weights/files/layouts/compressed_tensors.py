@@ -89,7 +89,7 @@ class CompressedTensors:
                 )
 
     def formats(self) -> Collection[str]:
-        """Returns those of its groups."""
+        """Returns the formats of its groups."""
         return {scheme.format for scheme in self.schemes}
 
     def _stays(self, module: str) -> bool:
@@ -214,7 +214,7 @@ def _blocks(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], 
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
-    """Returns what reads a folder of compressed-tensors.
+    """Returns the reader of a folder of compressed-tensors.
 
     Raises:
         InvalidInput: its configuration asks for what is not read.

@@ -33,7 +33,7 @@ class Fp8:
     ignored: tuple[str, ...]
 
     def check(self, modules: Collection[str]) -> None:
-        """Every name in the list of what stays may be one that is not there."""
+        """Every name in the list of modules that stay may be absent from the model."""
 
     def formats(self) -> Collection[str]:
         """Returns FP8 with scales for rows or for tiles."""
@@ -89,7 +89,7 @@ def input_scale_of(module: str, tensors: Mapping[str, Tensor], static: bool) -> 
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> Fp8:
-    """Returns what reads a folder of Transformers' FP8.
+    """Returns the reader of a folder of Transformers' FP8.
 
     Raises:
         InvalidInput: its configuration asks for what is not read.
@@ -108,7 +108,7 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Fp8:
 
 
 def reader_of_modelopt(section: Mapping[str, Any], folder: str) -> Fp8:
-    """Returns what reads a folder of ModelOpt in FP8: one scale per weight, and one for its activations.
+    """Returns the reader of a folder of ModelOpt in FP8: one scale per weight, and one for its activations.
 
     Raises:
         InvalidInput: its configuration asks for what is not read.

@@ -56,14 +56,14 @@ class Gptq:
     mislabelled: list[str] = field(default_factory=list, compare=False)  # modules of version 2 in a folder of version 1
 
     def check(self, modules: Collection[str]) -> None:
-        """All projections are quantised, but for those that stay."""
+        """All projections are quantised, but for the ones that stay."""
 
     def formats(self) -> Collection[str]:
         """Returns the format for its bits."""
         return ("int4",) if self.bits == 4 else ("w8",)
 
     def covers(self, module: str) -> bool:
-        """The head stays, and what the configuration leaves out."""
+        """The head stays, and so do modules that the configuration leaves out."""
         return module != "lm_head" and not any(re.match(pattern, f"model.{module}") for pattern in self.stays)
 
     def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -119,7 +119,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
-    """Returns what reads a GPTQ folder.
+    """Returns the reader of a GPTQ folder.
 
     Raises:
         InvalidInput: its configuration asks for what is not read.

@@ -107,7 +107,7 @@ def _zero_points(module: str, tensors: Mapping[str, Tensor], scales: Tensor) -> 
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> TorchAO:
-    """Returns what reads a folder of torchao.
+    """Returns the reader of a folder of torchao.
 
     Raises:
         InvalidInput: its files have no such header, or weights in what is not read.

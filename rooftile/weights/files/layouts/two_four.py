@@ -56,7 +56,7 @@ def _check_order(module: str, places: Tensor, K: int) -> None:
 
 
 def reader_of(section: Mapping[str, Any], folder: str) -> TwoFourReader:
-    """Returns what reads a folder.
+    """Returns the reader of a folder.
 
     Raises:
         InvalidInput: its configuration is another one.

@@ -1,11 +1,13 @@
 """Products with 2:4 weights.
 
 definition  the product in plain operations
-product     x times a `TwoFour`, with gradients for x and the bias
+operators   x times a `TwoFour`, with gradients for x and the bias
 masked      x times a masked weight that is trained, with gradients for all three
-backends    what runs a product, with refusals
+dispatch    what runs a product, with refusals
 cusparselt  NVIDIA's library, for many rows
 kernels     Triton, for few rows
+hopper      Gluon's kernel for few rows
+transposed  turns results of cuSPARSELt
 """
 
 from rooftile.weights.two_four.product.masked import multiply_masked

@@ -1,4 +1,4 @@
-"""The product with a 2:4 weight in plain PyTorch: that of the dense weight, with zeros between what is kept."""
+"""The product with a 2:4 weight in plain PyTorch: with the dense weight, zeros between the kept values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
 
 
 def scales_of(weight: Sparse) -> Tensor:
-    """The scales (N, 1) of a weight in codes; ones where it has none."""
+    """The scales (N, 1) of a weight in codes; ones where it has no scales."""
     if weight.scales is not None:
         return weight.scales
     return torch.ones(weight.values.shape[0], 1, device=weight.values.device)

@@ -29,7 +29,7 @@ FP8 = torch.float8_e4m3fn
 Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, Product], Tensor]
 
 
-class Call(NamedTuple):
+class SparseProductCall(NamedTuple):
     """All that a refusal depends on."""
 
     x: Tensor
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     product: Product
 
 
-def run(asked: Call, name: str) -> Tensor:
+def run(asked: SparseProductCall, name: str) -> Tensor:
     """Multiplies by the named backend, or by the first that takes the call.
 
     Raises:
@@ -54,7 +54,7 @@ def run(asked: Call, name: str) -> Tensor:
     return _multiply_of(name)(*asked)
 
 
-def order(asked: Call) -> tuple[str, ...]:
+def order(asked: SparseProductCall) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     # its sums alone do not depend on the number of rows
     if asked.x.shape[0] <= FEW or asked.product.deterministic:
@@ -69,7 +69,7 @@ def last_of_ours(device: torch.device) -> int:
     return FEW_ON_HOPPER if capability(device) == (9, 0) else FEW
 
 
-def refusals(name: str, asked: Call) -> Iterator[str]:
+def refusals(name: str, asked: SparseProductCall) -> Iterator[str]:
     """Yields why a backend does not take a call: what came; what it has."""
     if name == "definition":
         return
@@ -87,7 +87,7 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         yield from _library_refusals(asked)
 
 
-def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
+def _refusals_of_ours(asked: SparseProductCall, name: str) -> Iterator[str]:
     x, values = asked.x, asked.weight.values
     if lack := lack_of_triton():
         yield lack
@@ -105,7 +105,7 @@ def _refusals_of_ours(asked: Call, name: str) -> Iterator[str]:
         yield f"rows of {asked.product.K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
 
 
-def _hopper_refusals(asked: Call, chip: tuple[int, int]) -> Iterator[str]:
+def _hopper_refusals(asked: SparseProductCall, chip: tuple[int, int]) -> Iterator[str]:
     if lack := lack_of_hopper(chip):
         yield lack
         return
@@ -114,7 +114,7 @@ def _hopper_refusals(asked: Call, chip: tuple[int, int]) -> Iterator[str]:
     yield from hopper.refusals(asked.x, asked.weight, asked.product)
 
 
-def _library_refusals(asked: Call) -> Iterator[str]:
+def _library_refusals(asked: SparseProductCall) -> Iterator[str]:
     yield from _refusals_of_dtypes(asked, (torch.bfloat16, torch.float16))
     yield from cusparselt.refusals_of_shape(asked.weight.values.dtype, asked.product.N, asked.product.K)
     if asked.weight.values.dtype not in CODES and asked.product.out_dtype != asked.x.dtype:
@@ -124,7 +124,7 @@ def _library_refusals(asked: Call) -> Iterator[str]:
         yield reason
 
 
-def _refusals_of_dtypes(asked: Call, known: tuple[torch.dtype, ...]) -> Iterator[str]:
+def _refusals_of_dtypes(asked: SparseProductCall, known: tuple[torch.dtype, ...]) -> Iterator[str]:
     x, values = asked.x.dtype, asked.weight.values.dtype
     if values in CODES:
         return
@@ -162,11 +162,11 @@ def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | No
     return y.to(product.out_dtype)
 
 
-DISPATCHER: Dispatcher[Call] = Dispatcher(
+DISPATCHER: Dispatcher[SparseProductCall] = Dispatcher(
     "multiply this 2:4 weight", order=order, refusals=lambda name, asked: tuple(refusals(name, asked))
 )
 
 
-def explain(asked: Call) -> Explanation:
+def explain(asked: SparseProductCall) -> Explanation:
     """Says which backend takes a call, and why the faster ones do not."""
     return DISPATCHER.explain_choice(asked)

@@ -1,8 +1,9 @@
 """Few rows times a 2:4 weight, on any GPU: values and places are read, spread in registers, and multiplied densely.
 
-Few rows read 9/16 of a dense weight's bytes (5/8 in FP8). Sparse matrix units would take values as they are, but Triton has none
-of them. So values are spread, and on an H200 that took longer than the bytes that are saved (h200-sparsity.jsonl): spread weights
-go from one thread's registers to another's. Hopper has a kernel that needs none of this (`rooftile.weights.hopper.two_four`).
+Few rows read 9/16 of a dense weight's bytes (5/8 in FP8). Sparse matrix units would take values as they are, and Triton
+cannot use them. So values are spread, and on an H200 that took longer than the bytes that are saved (h200-sparsity.jsonl):
+spread weights go from one thread's registers to another's. Hopper has a kernel that needs none of this
+(`rooftile.weights.hopper.two_four`).
 
 A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds
 the parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The
@@ -32,7 +33,7 @@ PROGRAMS, MOST_SPLITS = 396, 16
 
 
 class Tile(NamedTuple):
-    """All that a kernel is compiled for."""
+    """The compile-time arguments of a kernel."""
 
     N: int
     K: int

@@ -51,7 +51,7 @@ def run(
     if x.is_meta or not x.shape[0] or not N:
         return x.new_empty((x.shape[0], N), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return backends.run(backends.Call(x, x_scales, Sparse(values, places, scales), bias, product), backend)
+        return backends.run(backends.SparseProductCall(x, x_scales, Sparse(values, places, scales), bias, product), backend)
 
 
 def _fake(x: Tensor, x_scales: Tensor | None, values: Tensor, *others: Any) -> Tensor:

@@ -322,7 +322,7 @@ def _join_kv(kept_ptr, cu_k_ptr, starts_ptr, dk_ptr, dv_ptr, sequences, places, 
 
 
 def launch_of_kv(shape: Shape) -> Launch:
-    """A launch of dk and dv: that of `launch_of`, with eight warps for heads up to 64, whose step spills in four."""
+    """A launch of dk and dv: as `launch_of`, with eight warps for heads up to 64, whose step spills in four."""
     launch = launch_of(shape, STAGES_KV)
     return launch._replace(warps=8) if max(shape.BLOCK_D, shape.BLOCK_DV) <= 64 else launch
 

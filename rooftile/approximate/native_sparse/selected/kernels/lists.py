@@ -47,7 +47,7 @@ class Union(NamedTuple):
 def sequence_of(place, offsets_ptr, sequences, SIZE: tl.constexpr):
     """The sequence of each place: the last one that begins at or before it.
 
-    With SIZE, places are those of pieces of SIZE rows, of which sequence b has some from `offsets[b] // SIZE + b` on.
+    With SIZE, places count pieces of SIZE rows, of which sequence b has some from `offsets[b] // SIZE + b` on.
     """
     found = place * 0
     step = 1

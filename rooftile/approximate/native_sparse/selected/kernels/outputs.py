@@ -117,7 +117,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o (total, H, Dv) and lse (total, H) of packed tensors whose last axis is contiguous.
 
-    pages: the pages (N,) int32 of the one sequence; k and v are then those of a cache, (P, size, Hk, D) and (P, size, Hk, Dv).
+    pages: the pages (N,) int32 of the one sequence; k and v are then a cache's, (P, size, Hk, D) and (P, size, Hk, Dv).
     """
     (total, H, _), Hk, count = q.shape, k.shape[-2], tiles.table.shape[0]
     o = q.new_empty(total, H, v.shape[-1])

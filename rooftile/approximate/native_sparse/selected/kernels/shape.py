@@ -18,7 +18,7 @@ class Shape(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
-    QUERIES: int  # queries to a tile, or to a step over those of a block
+    QUERIES: int  # queries to a tile, or to a step over the queries of a block
     ROWS: int  # queries times heads, padded to a power of two
     BLOCK: int  # tokens of a chosen block
     KEYS: int  # keys per step: a power of two that divides BLOCK
@@ -89,7 +89,7 @@ def launch_of(shape: Shape, stages: int) -> Launch:
 
 
 def constants_of(shape: Shape, launch: Launch) -> dict[str, Any]:
-    """Returns what a kernel is compiled for."""
+    """Returns the compile-time arguments of a kernel."""
     return _constants(shape, launch)
 
 

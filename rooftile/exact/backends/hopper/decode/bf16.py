@@ -81,7 +81,7 @@ def close_softmax(m, l, sinks, in_group, SINKS: gl.constexpr):
 
 @gluon.jit
 def zero_hidden_values(values, j_0, S, first_key):
-    """Zeros in shared memory for values that nobody sees: a weight of zero does not hide a NaN in a slot nobody has written."""
+    """Zeros in shared memory for hidden values: a weight of zero does not hide a NaN in a slot that was never written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // values.shape[1], values.shape[1] // 8], [4, 1], [1, 0])
     j = j_0 + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
     sees = (j < S) & (j >= first_key)
@@ -113,7 +113,7 @@ def _compute(
             q_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(g < config.GROUP, 1), other=0.0
         )  # fmt: skip
         q = gl.convert_layout(q, gl.DotOperandLayout(0, config.s_layout, 2))
-        # rows of nobody have weights of 0, which cost the tensor cores less power than any others
+        # rows without a query have weights of 0, which cost the tensor cores less power than any others
         m = gl.where(gl.arange(0, WG_ROWS, row_layout) < config.GROUP, float("-inf"), 1e30)
         l = gl.zeros([WG_ROWS], gl.float32, row_layout)
         acc = gl.zeros([WG_ROWS, config.DV], gl.float32, config.o_layout)

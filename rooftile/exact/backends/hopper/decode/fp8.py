@@ -50,7 +50,7 @@ class Scales:
 
 @gluon.constexpr_function
 def _layout_of_keys(KEYS, D):
-    """A quarter of a key per thread; the rows are those of a wgmma's left operand. No two of eight threads share a bank."""
+    """A quarter of a key per thread; the rows are the rows of a wgmma's left operand. No two of eight threads share a bank."""
     registers = [[0, 1 << i] for i in range((D // 4).bit_length() - 1)] + [[8, 0]]
     registers += [[64 << i, 0] for i in range((KEYS // 64).bit_length() - 1)]
     lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
@@ -81,7 +81,7 @@ def _powers_of_two(sizes):
 
 @gluon.jit
 def _scales_of(scales: Ring, fill, which: gl.constexpr):
-    """Those of a block's keys (0) or values (1)."""
+    """The scales of a block's keys (0) or values (1)."""
     return scales.buffers.index(fill % scales.stages * 2 + which)
 
 
@@ -147,7 +147,7 @@ def _compute(
         fence_async_shared()
         barrier()
         column = gl.arange(0, HEADS, of_heads)
-        # columns of nobody have weights of 0
+        # columns without a query have weights of 0
         m = gl.where(column < config.GROUP, float("-inf"), 1e30)
         l = gl.zeros([KEYS, HEADS], gl.float32, product)
         acc = warpgroup_mma_init(gl.zeros([D, HEADS], gl.float32, product))

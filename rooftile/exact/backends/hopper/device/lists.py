@@ -13,7 +13,7 @@ from rooftile.runtime.hopper.pipeline import Ring
 
 @aggregate
 class Lists:
-    """Lists of blocks of T queries and S keys, those of queries or those of keys: (batch, head, block, most)."""
+    """Lists of blocks of T queries and S keys, by queries or by keys: (batch, head, block, most)."""
 
     counts: gl.tensor  # pointers
     indices: gl.tensor
@@ -165,7 +165,7 @@ def load_listed(
     PER: gl.constexpr = lists.S // config.KEYS
     entries, count = lists.of_queries(work)
     blocks = (work.S + (lists.S - 1)) // lists.S
-    # a block that nobody sees lies past the last key
+    # a block that no query sees lies past the last key
     nothing = (work.S + (config.KEYS - 1)) // config.KEYS
     i = work.t + work.S - work.T
     clear_first = mask.first_key(i + (config.NUM_CONSUMERS * config.ROWS - 1))

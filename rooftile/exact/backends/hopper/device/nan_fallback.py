@@ -8,14 +8,14 @@ from rooftile.exact.backends.hopper.device.lists import Lists, list_number
 from rooftile.exact.backends.hopper.device.softmax import Scoring, add_bias
 from rooftile.runtime.hopper.gluon import barrier, gl, gluon
 
-# the page table's first word, after those of three tensors; a bias's, which no pages have, is the same
+# the page table's first word, after the words of three tensors; a bias's, which no pages have, is the same
 TABLE_WORD = gl.constexpr(12)
 LIST_WORD = gl.constexpr(16)
 
 
 @gluon.jit
 def spill_tensor(spilled, i: gl.constexpr, pointer, desc, page=1, head=1):
-    """Spills a tensor's pointer and strides to shared memory; those of pages follow from `tma.of_pages`."""
+    """Spills a tensor's pointer and strides to shared memory; the strides of pages follow from `tma.of_pages`."""
     spill_word(spilled, 4 * i, pointer.to(gl.int64, bitcast=True))
     spill_word(spilled, 4 * i + 1, desc.strides[0] * page)
     spill_word(spilled, 4 * i + 2, desc.strides[1] * head)
@@ -91,7 +91,7 @@ def recompute_without_hidden_nan(
     v_head, _, v_stride = load_row_pointer(spilled, 2, work.b, key, first_head // config.GROUP, dtype)
     if config.BIAS is not None:
         bias_head, _, bias_stride = load_row_pointer(spilled, 3, work.b, 0, work.h, config.BIAS)
-    # the keys that are walked: numbers within the blocks of an interval, or within those of a list
+    # the keys that are walked: numbers within the blocks of an interval, or of a list
     first_number = work.first_block * config.KEYS
     stop_number = gl.minimum((work.last_block + 1) * config.KEYS, work.S)
     if config.LIST_S > 0:

@@ -36,7 +36,7 @@ class WorkTile:
     q_start: gl.tensor  # packed: where the sequence begins among the queries and the keys; of keys in pages the sequence's number
     k_start: gl.tensor
     padded_start: gl.tensor  # packed: where it begins when each sequence's queries are padded to a multiple of 128
-    first_block: gl.tensor  # the blocks it walks: for queries those of keys, from last down to first, both included
+    first_block: gl.tensor  # the blocks it walks: for queries blocks of keys, from last down to first, both included
     last_block: gl.tensor
 
     @gluon.constexpr_function

@@ -118,7 +118,7 @@ def _values(
         dv = warpgroup_mma_wait(0, deps=(dv,))
         grads.release(fill)
         flag_nan(nan_flag_ptr, dv, config)
-        # nobody else reads the keys
+        # no other warpgroup reads the keys
         dv = _padded(dv.to(dtype), config)
         store_rows(keys.buffer(tile), dv, dv_desc, dv_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM_V, config)
         wait_for_store()
@@ -169,7 +169,7 @@ def _keys(
         if not config.FP16:
             dk = dk * scoring.scale
         flag_nan(nan_flag_ptr, dk, config)
-        # nobody else reads the values
+        # no other warpgroup reads the values
         store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM, config)
         wait_for_store()
         values.release(tile)

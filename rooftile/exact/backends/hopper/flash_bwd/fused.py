@@ -288,7 +288,7 @@ def _compute(
             dk = dk * scoring.scale
         flag_nan(nan_flag_ptr, dk, config)
         flag_nan(nan_flag_ptr, dv, config)
-        # nobody else reads these values
+        # no other warpgroup reads these values
         store_rows(room, dv.to(dtype), dv_desc, dv_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM_V, config)
         wait_for_store()
         store_rows(room, dk.to(dtype), dk_desc, dk_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM, config)
@@ -339,7 +339,7 @@ def _program(
             ),
             TILE.BIAS_STAGES, NUM_CONSUMERS,
         )
-    # two stages of dS from both warpgroups. Without a role for dq nobody releases a stage: a warpgroup that has both parts of the
+    # two stages of dS from both warpgroups. Without a role for dq no stage is released: a warpgroup that has both parts of the
     # next stage knows that this one has been read
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, BLOCK], dtype)
     ds_blocks = ring(gl.allocate_shared_memory(dtype, [2 * NUM_CONSUMERS, WG_ROWS, BLOCK], part_layout), 2, 1, NUM_CONSUMERS)
@@ -440,7 +440,7 @@ def flash_bwd_listed(
     GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
-    """The same over lists of blocks, those of keys."""
+    """The same over lists of blocks, by keys."""
     lists = Lists(
         counts_ptr, entries_ptr, bits_ptr, batch_stride, head_stride, per, most, part, bits_batch_stride, bits_head_stride,
         TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,

@@ -90,7 +90,7 @@ def _plan(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, options: Options, spec: Spec,
     repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor],
 ) -> Backward:  # fmt: skip
-    """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
+    """The backward of tensors like these; without do, for a do of zeros that need not be multiplied. It holds no tensor.
 
     Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one.
     A far row (see `device.row_stats`) gives a NaN too, to its dq at least. The launch of `repair` computes everything again if

@@ -158,7 +158,7 @@ def _load(
                 )  # fmt: skip
                 n = drawn + programs
             elif config.PAGE_SIZE > 0:
-                # all in one loop: what a loop's boxes and those of a block after it have in common, ptxas 12.8 would compute in
+                # all in one loop: common parts of a loop's boxes and of a block's boxes after it, ptxas 12.8 would compute in
                 # the loop alone (see `pipeline.hide_from_ptxas`)
                 for i in range(work.last_block - work.first_block + 1):
                     if i == work.last_block - work.first_block:
@@ -185,7 +185,7 @@ def _issue_mmas(
 ):  # fmt: skip
     """Issues the scores of block `fill` and the product of the block before it with its values; waits for neither.
 
-    Without a next block (`has_next` false) the scores are computed from a buffer's old keys, and nobody reads them.
+    Without a next block (`has_next` false) the scores are computed from a buffer's old keys, and are not read.
     """
     keys.wait_full(fill, has_next)
     if config.PING_PONG:
@@ -204,7 +204,7 @@ def _finish_scores(
     s, biases, words, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
     HAS_BLOCK=True,
 ):  # fmt: skip
-    """The products of queries and keys with bias, capped and masked. A listed block's words are those of `_read_words`."""
+    """The products of queries and keys with bias, capped and masked. A listed block's words come from `_read_words`."""
     if config.BIAS is not None:
         biases.wait_full(fill, HAS_BLOCK)
         if biases.buffers.shape[3] == 1:

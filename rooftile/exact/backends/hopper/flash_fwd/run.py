@@ -240,7 +240,7 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
-    """The forward's compile-time arguments, put together once; `size` is that of pages."""
+    """The forward's compile-time arguments, put together once; `size` is the tokens of a page."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
     return {"FLAGS": Flags(**flags_of(spec)), "TILE": tile} | own | {"PAGE_SIZE": size}
 

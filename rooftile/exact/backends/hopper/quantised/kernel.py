@@ -1,6 +1,6 @@
 """The forward on quantised tensors: scores in FP8 or INT8, weights and values in FP8, o and lse.
 
-The roles are those of `flash_fwd`: a warp that draws tiles and has them copied in, two warpgroups of 64 queries each. What is
+The roles are as in `flash_fwd`: a warp that draws tiles and has them copied in, two warpgroups of 64 queries each. What is
 different in 8 bits:
 
     scales    a tile is 128 queries and a block 128 keys, so each meets one scale: s_q s_k rides in the exponent's factor, and s_v

@@ -297,7 +297,7 @@ def _values(
         barrier()
         scale = gl.div_rn(size, LARGEST_FP8)
         if PACKED:
-            # a slot past its sequence's end is nobody's part
+            # a slot past its sequence's end belongs to no part
             if left > 0:
                 tma_store(out_desc, [b, h, 0, first], staged)
             gl.store(scales_ptr + line, scale, mask=left > 0)

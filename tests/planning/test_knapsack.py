@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile.planning.choice import STEPS, choose
+from rooftile.planning.knapsack import STEPS, choose
 
 
 def tried(times: list[list[float]], losses: list[list[float]], max_loss: float) -> tuple[float, float] | None:

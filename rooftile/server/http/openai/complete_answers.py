@@ -1,14 +1,14 @@
-"""`Gathered`: the answers to all prompts of one request, put together from what the engine sends."""
+"""Puts answers together from the pieces that the engine sends, and chooses the best of several."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rooftile.server.engine.messages import Piece, Scored
+from rooftile.server.engine.messages import AnswerPiece, Scored
 
 
 @dataclass(slots=True)
-class Answer:
+class CompleteAnswer:
     """One answer."""
 
     texts: list[str] = field(default_factory=list)
@@ -19,8 +19,8 @@ class Answer:
     stop: int | str | None = None
     logprob: float = 0.0
 
-    def add(self, piece: Piece) -> None:
-        """Takes what is new."""
+    def add(self, piece: AnswerPiece) -> None:
+        """Adds a piece."""
         self.texts.append(piece.text)
         self.tokens = piece.tokens
         self.logprobs += piece.logprobs or ()
@@ -60,6 +60,6 @@ class Usage:
         return {} if self.max_tokens is None else {"X-Max-Tokens": str(self.max_tokens)}
 
 
-def best(answers: list[Answer], n: int) -> list[Answer]:
+def best(answers: list[CompleteAnswer], n: int) -> list[CompleteAnswer]:
     """Returns the n answers with the highest logprob per token, the best first."""
     return sorted(answers, key=lambda answer: -answer.logprob / max(1, answer.tokens))[:n]

@@ -16,16 +16,16 @@ from rooftile.engine import SamplingParams
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.server import limits
-from rooftile.server.engine.calls import Call
-from rooftile.server.engine.messages import Add, News, Piece
-from rooftile.server.http.texts import AnswerTexts, Texts
+from rooftile.server.engine.calls import RemoteCall
+from rooftile.server.engine.messages import Add, AnswerPiece, News
+from rooftile.server.http.texts import AnswerDecoder, Texts
 from tests.engine.folders import KINDS
 from tests.engine.test_detokenizer import chunks, stream
 from tests.engine.test_detokenizer_lazy import NEVER, made
 from tests.server.test_loop import GREEDY, play
 
 
-def pieces_of(link: Any) -> list[Piece]:
+def pieces_of(link: Any) -> list[AnswerPiece]:
     return [piece for step in link.sent for news in step.news for piece in news.pieces]
 
 
@@ -75,7 +75,7 @@ def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, s
         text.follow()
 
     async def test() -> None:
-        call, answer_texts, steps = Call(1), AnswerTexts(Texts(tokenizer), params, [prompt]), max(map(len, answers))
+        call, decoder, steps = RemoteCall(1), AnswerDecoder(Texts(tokenizer), params, [prompt]), max(map(len, answers))
         tokens = [0, 0]
         for step in range(steps):
             last, pieces = step + 1 == steps, []
@@ -83,12 +83,12 @@ def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, s
                 ids = parts[step] if step < len(parts) else []
                 tokens[index] += len(ids)
                 due[index].add(ids)
-                pieces.append(Piece(index, "", tokens[index], finish="length" if last else None, ids=list(ids)))
+                pieces.append(AnswerPiece(index, "", tokens[index], finish="length" if last else None, ids=list(ids)))
             call.take(News(1, pieces, finished=last))
             # news that is not read in time is joined
             if last or draw.random() < 0.5:
                 news = await anext(call)
-                await answer_texts.fill(0, news)
+                await decoder.fill(0, news)
                 for piece in news.pieces:
                     text = due[piece.index]
                     if last:
@@ -104,10 +104,10 @@ def texts_of(tokenizer: Tokenizer, parts: Sequence[list[int]]) -> list[str]:
 
     async def go() -> list[str]:
         texts, found = Texts(tokenizer), []
-        answer_texts = AnswerTexts(texts, {}, [[]])
+        decoder = AnswerDecoder(texts, {}, [[]])
         for part in parts:
-            news = News(1, [Piece(0, "", 0, ids=part)])
-            await answer_texts.fill(0, news)
+            news = News(1, [AnswerPiece(0, "", 0, ids=part)])
+            await decoder.fill(0, news)
             found.append(news.pieces[0].text)
         texts.close()
         return found
@@ -137,9 +137,9 @@ def test_a_long_text_is_made_in_a_thread(monkeypatch) -> None:
 
 def test_a_request_with_tokens_only_needs_no_tokenizer() -> None:
     async def go() -> None:
-        news = News(1, [Piece(0, "", 3)])
-        await AnswerTexts(Texts(None), {}, [[]]).fill(0, news)
-        assert news.pieces == [Piece(0, "", 3)]
+        news = News(1, [AnswerPiece(0, "", 3)])
+        await AnswerDecoder(Texts(None), {}, [[]]).fill(0, news)
+        assert news.pieces == [AnswerPiece(0, "", 3)]
 
     asyncio.run(go())
 

@@ -1,4 +1,4 @@
-"""`Envelope`: around every request its id, its line in the log, and an answer to errors that nobody foresaw."""
+"""`RequestMiddleware`: around every request its id, its line in the log, and an answer to unforeseen errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rooftile.server import limits
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.guard import Headers, Origins, check_host
-from rooftile.server.observe.log import Account, log, tell
+from rooftile.server.observe.log import AccessRecord, log, log_request
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 
@@ -25,7 +25,7 @@ _HEADERS = (
 )  # fmt: skip
 
 
-class Envelope:
+class RequestMiddleware:
     """The outermost application.
 
     Args:
@@ -45,28 +45,28 @@ class Envelope:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        account = Account(given if _WORD.fullmatch(given) else secrets.token_hex(12), scope["method"], scope["path"][:128])
-        scope.setdefault("state", {})["account"] = account
+        access = AccessRecord(given if _WORD.fullmatch(given) else secrets.token_hex(12), scope["method"], scope["path"][:128])
+        scope.setdefault("state", {})["access"] = access
         began = time.monotonic()
-        talk = _Talk(account, receive, send, closes=b"expect" in headers, more=self._origins.headers(headers))
+        exchange = _Exchange(access, receive, send, closes=b"expect" in headers, more=self._origins.headers(headers))
         try:
             self._check(scope, given)
             preflight = self._origins.preflight(scope["method"], headers)
             if preflight is not None:
-                await talk.answer(204, preflight)
+                await exchange.answer(204, preflight)
                 return
-            await self._app(scope, talk.receive, talk.send)
+            await self._app(scope, exchange.receive, exchange.send)
         except ClientGone:
-            account.end = account.end or "gone"
+            access.end = access.end or "gone"
         except Refusal as refusal:
-            await self._refuse(refusal, account, talk.send)
+            await self._refuse(refusal, access, exchange.send)
         except Exception:
-            log.exception("request %s: a mistake of the server", account.id)
-            if not talk.complete:
-                await self._refuse(mistake(account.id), account, talk.send)
+            log.exception("request %s: a mistake of the server", access.id)
+            if not exchange.complete:
+                await self._refuse(mistake(access.id), access, exchange.send)
         finally:
-            account.seconds = time.monotonic() - began
-            self._finish(account)
+            access.seconds = time.monotonic() - began
+            self._finish(access)
 
     def _check(self, scope: Scope, id: str) -> None:
         """Refuses a request by headers that no route looks at."""
@@ -78,41 +78,41 @@ class Envelope:
             raise Refusal("invalid_request", f"the request has {len(hosts)} Host headers; must have one")
         check_host(hosts[0].decode("latin-1") if hosts else "", self._service.settings)
 
-    async def _refuse(self, refusal: Refusal, account: Account, send: Send) -> None:
-        if account.status:
+    async def _refuse(self, refusal: Refusal, access: AccessRecord, send: Send) -> None:
+        if access.status:
             # the answer has begun, so its end is cut off
             raise ConnectionError(refusal.message)
-        account.end = refusal.code
+        access.end = refusal.code
         body = json.dumps(refusal.body).encode()
         headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _finish(self, account: Account) -> None:
-        if account.status >= 400:
-            self._service.metrics.note_refusal(account.end or "other")
-        if account.prompt_tokens:
-            self._service.metrics.note_request(account)
+    def _finish(self, access: AccessRecord) -> None:
+        if access.status >= 400:
+            self._service.metrics.note_refusal(access.end or "other")
+        if access.prompt_tokens:
+            self._service.metrics.note_request(access)
         # an orchestra of probes asks every second
-        if account.path not in ("/health", "/metrics") or account.status >= 400:
-            tell(account)
+        if access.path not in ("/health", "/metrics") or access.status >= 400:
+            log_request(access)
 
 
-class _Talk:
+class _Exchange:
     """The messages of one request between the application and its client, and what is noted of them.
 
     Args:
-        account: what the log will say about the request.
+        access: what the log will say about the request.
         receive, send: the client's end.
         closes: whether the client asks before it sends its body. Unless it is told to, it sends none, and its next request would
             be read as the body.
         more: headers of the answer.
     """
 
-    def __init__(self, account: Account, receive: Receive, send: Send, *, closes: bool, more: Headers) -> None:
+    def __init__(self, access: AccessRecord, receive: Receive, send: Send, *, closes: bool, more: Headers) -> None:
         self.complete = False
-        self._account = account
+        self._access = access
         self._receive = receive
         self._send = send
         self._closes = closes
@@ -132,12 +132,12 @@ class _Talk:
         """Sends a message to the client."""
         self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         if message["type"] == "http.response.start":
-            self._account.status = message["status"]
-            headers = [*message.get("headers", ()), (b"x-request-id", self._account.id.encode()), *_HEADERS, *self._more]
+            self._access.status = message["status"]
+            headers = [*message.get("headers", ()), (b"x-request-id", self._access.id.encode()), *_HEADERS, *self._more]
             message["headers"] = [*headers, *([(b"connection", b"close")] if self._closes else ())]
         await self._send(message)
 
 
 def mistake(id: str) -> Refusal:
-    """Returns the answer to an error that nobody foresaw: it shows no path, no address and no stack."""
+    """Returns the answer to an unforeseen error: it shows no path, no address and no stack."""
     return Refusal("server_error", f"the server has made a mistake; its log has it under {id}")

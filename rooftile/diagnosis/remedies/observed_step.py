@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rooftile.diagnosis.records import Call
-from rooftile.diagnosis.remedies.attentions import Attention
-from rooftile.diagnosis.remedies.queue import Change, Queue, joined
+from rooftile.diagnosis.records import StepCall
+from rooftile.diagnosis.remedies.attentions import StepAttention
+from rooftile.diagnosis.remedies.queue import LaunchChange, Queue, joined
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.hardware.ceilings import Ceilings
@@ -21,19 +21,19 @@ HELD_UP = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ObservedStep:
     """All that is known of a step when its remedies are priced."""
 
     device: torch.device
     ceilings: Ceilings
     step: StepEvidence
     findings: Sequence[Finding]  # by the rows of `calls`
-    calls: Sequence[Call]
+    calls: Sequence[StepCall]
     kept: frozenset[int]  # tensors that outlive the step
     busy_us: float
     launches: int
     kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
-    attentions: Sequence[tuple[Attention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
+    attentions: Sequence[tuple[StepAttention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
     narrower: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in bf16, measured
     too_late: frozenset[int] = frozenset()  # rows for whose run in bf16 the budget had no time
     aligned_us: Mapping[int, float] = field(default_factory=dict)  # by row: what padding to whole 16 bytes saves, measured
@@ -44,7 +44,7 @@ class Seen:
     node_us: float = 1.5  # a kernel in a graph
 
 
-def by_queue(seen: Seen, queue: Queue, changes: Mapping[int, Change]) -> tuple[float, float | None]:
+def by_queue(seen: ObservedStep, queue: Queue, changes: Mapping[int, LaunchChange]) -> tuple[float, float | None]:
     """The saving of changes of rows, and the host's time if the changed step cannot be shorter than it."""
     by_key = joined(changes, [f.operation for f in seen.findings])
     saved = queue.saved_us(by_key, seen.step.time_us)

@@ -1,4 +1,4 @@
-"""Turns a form into an `Ask`: what is sent to the engine, checked as far as this process can."""
+"""Turns a form into a `GenerationRequest`, which is sent to the engine, checked as far as this process can."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FLOATS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """A checked form: prompts, and how to answer them."""
 
     chat: bool
@@ -87,7 +87,7 @@ class Ask:
         return found
 
 
-def completion_ask(form: CompletionForm, ready: Ready) -> Ask:
+def completion_request(form: CompletionForm, ready: Ready) -> GenerationRequest:
     """Reads the form of /v1/completions.
 
     Raises:
@@ -105,16 +105,16 @@ def completion_ask(form: CompletionForm, ready: Ready) -> Ask:
             raise _bad("min_tokens", f"min_tokens is {form.min_tokens} and max_tokens 0; it must not be more")
         # the engine samples one token behind each prompt that it has read; it is left out
         form.max_tokens = 1
-    ask = _ask(form, ready, chat=False, logprobs=form.logprobs, sampled=best_of)
-    ask.prompt_only = prompt_only
-    ask.prompts = list_prompts(form.prompt, ready)
-    ask.echo = bool(form.echo)
-    _add_prompt_logprobs(ask, form)
-    _check_answers(ask)
-    return ask
+    generation = _request_of(form, ready, chat=False, logprobs=form.logprobs, sampled=best_of)
+    generation.prompt_only = prompt_only
+    generation.prompts = list_prompts(form.prompt, ready)
+    generation.echo = bool(form.echo)
+    _add_prompt_logprobs(generation, form)
+    _check_answers(generation)
+    return generation
 
 
-def chat_ask(form: ChatForm, ready: Ready) -> Ask:
+def chat_request(form: ChatForm, ready: Ready) -> GenerationRequest:
     """Reads the form of /v1/chat/completions.
 
     Raises:
@@ -126,27 +126,27 @@ def chat_ask(form: ChatForm, ready: Ready) -> Ask:
         form.max_tokens = form.max_completion_tokens
     if form.top_logprobs is not None and not form.logprobs:
         raise _bad("top_logprobs", f"top_logprobs is {form.top_logprobs} without logprobs; set logprobs to true")
-    ask = _ask(form, ready, chat=True, logprobs=(form.top_logprobs or 0) if form.logprobs else None, sampled=None)
+    generation = _request_of(form, ready, chat=True, logprobs=(form.top_logprobs or 0) if form.logprobs else None, sampled=None)
     if form.max_tokens is None:
         # a chat answers until it is done, and a completion 16 tokens, as in OpenAI's API
-        ask.params["max_tokens"] = None
-    ask.messages = read_messages(form.messages)
-    ask.add_generation_prompt = form.add_generation_prompt is not False
-    _add_prompt_logprobs(ask, form)
-    return ask
+        generation.params["max_tokens"] = None
+    generation.messages = read_messages(form.messages)
+    generation.add_generation_prompt = form.add_generation_prompt is not False
+    _add_prompt_logprobs(generation, form)
+    return generation
 
 
-def _add_prompt_logprobs(ask: Ask, form: Sampling) -> None:
+def _add_prompt_logprobs(generation: GenerationRequest, form: Sampling) -> None:
     """Asks the engine for the logprobs of the prompts where an echo or prompt_logprobs wants them."""
-    ask.prompt_logprobs = form.prompt_logprobs
-    if ask.stream and ask.prompt_logprobs is not None:
+    generation.prompt_logprobs = form.prompt_logprobs
+    if generation.stream and generation.prompt_logprobs is not None:
         raise _bad("prompt_logprobs", "prompt_logprobs is given with stream; they come with whole answers: leave stream out")
-    most = ask.forms.most
+    most = generation.forms.most
     if most is not None:
-        ask.params["prompt_logprobs"] = most
+        generation.params["prompt_logprobs"] = most
 
 
-def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, sampled: int | None) -> Ask:
+def _request_of(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, sampled: int | None) -> GenerationRequest:
     given = {name: value for name in _SAME if (value := getattr(form, name)) is not None}
     params = (ready.defaults if form.beam_width is None else {}) | given
     names = _names_of(form, chat=chat, sampled=sampled)
@@ -162,14 +162,14 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     if grammar is not None:
         params["structured"] = grammar
     check_params(params, type(form).model_fields, ready.vocabulary, names)
-    # a whole number may be larger than those that cross to the engine
+    # a whole number may be larger than a message to the engine holds
     params |= {name: float(params[name]) for name in _FLOATS & params.keys()}
     if form.metadata is not None and not isinstance(form.metadata, dict):
         raise _bad("metadata", "metadata must be an object")
     options = read_part(StreamOptions, form.stream_options, "stream_options")
     if options is not None and not form.stream:
         raise _bad("stream_options", "stream_options are given without stream; set stream to true")
-    return Ask(
+    return GenerationRequest(
         chat=chat, params=params, salt=form.cache_salt or "", n=form.n or 1,
         sampled=form.beam_width or sampled or form.n or 1, logprobs=logprobs, stream=bool(form.stream),
         names=names,
@@ -255,10 +255,14 @@ def _biases(given: Any) -> dict[int, Any]:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _check_answers(ask: Ask) -> None:
-    answers = len(ask.prompts) * ask.sampled
+def _check_answers(generation: GenerationRequest) -> None:
+    answers = len(generation.prompts) * generation.sampled
     if answers > limits.ANSWERS:
-        raise _bad("n", f"{len(ask.prompts)} prompts with {ask.sampled} answers each; a request may have {limits.ANSWERS} in all")
+        raise _bad(
+            "n",
+            f"{len(generation.prompts)} prompts with {generation.sampled} answers each; a request may have {limits.ANSWERS} "
+            "in all",
+        )
 
 
 def _bad(param: str, message: str) -> Refusal:

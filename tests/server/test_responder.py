@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rooftile.server.admission import Admission
-from rooftile.server.engine.calls import Call, EngineRefused
-from rooftile.server.engine.messages import News, Piece, State, Step
+from rooftile.server.engine.calls import EngineRefused, RemoteCall
+from rooftile.server.engine.messages import AnswerPiece, EngineState, News, StepNews
 from rooftile.server.engine.remote import RemoteEngine
-from rooftile.server.http.answering import Answering
-from rooftile.server.http.openai.asks import Ask
+from rooftile.server.http.openai.generation import GenerationRequest
 from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.responder import Responder
 from rooftile.server.http.sse import events_of
-from rooftile.server.observe.log import Account
+from rooftile.server.observe.log import AccessRecord
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal
 
@@ -28,32 +28,32 @@ class FakeEngine:
     """Keeps the calls that were sent, and notes who leaves."""
 
     def __init__(self) -> None:
-        self.sent: list[Call] = []
-        self.left: list[Call] = []
+        self.sent: list[RemoteCall] = []
+        self.left: list[RemoteCall] = []
 
-    def send(self, prompt: list[int], params: dict[str, Any], **how: Any) -> Call:
-        self.sent.append(Call(len(self.sent)))
+    def send(self, prompt: list[int], params: dict[str, Any], **how: Any) -> RemoteCall:
+        self.sent.append(RemoteCall(len(self.sent)))
         return self.sent[-1]
 
-    def leave(self, call: Call) -> bool:
+    def leave(self, call: RemoteCall) -> bool:
         if call in self.left:
             return False
         self.left.append(call)
         return True
 
 
-def made(engine: FakeEngine, prompts: int = 2, deadline_s: float = 60.0) -> Answering:
+def made(engine: FakeEngine, prompts: int = 2, deadline_s: float = 60.0) -> Responder:
     ready = SimpleNamespace(max_len=100)
     service: Any = SimpleNamespace(
         check=lambda: (engine, None, ready), live=set(), admission=Admission(9, 99), metrics=Metrics("test", "tiny")
     )
-    ask = Ask(chat=False, prompts=[[5]] * prompts, params={}, salt="", n=1, sampled=1, stream=True)
-    return Answering(service, ask, Account(id="abc"), asyncio.get_running_loop().time() + deadline_s)
+    generation = GenerationRequest(chat=False, prompts=[[5]] * prompts, params={}, salt="", n=1, sampled=1, stream=True)
+    return Responder(service, generation, AccessRecord(id="abc"), asyncio.get_running_loop().time() + deadline_s)
 
 
-async def waiting_for_the_second(answering: Answering, engine: FakeEngine) -> asyncio.Task[None]:
+async def waiting_for_the_second(responder: Responder, engine: FakeEngine) -> asyncio.Task[None]:
     """Returns the task of a request whose first prompt the engine has taken, and whose second it has not."""
-    task = asyncio.create_task(answering.begin())
+    task = asyncio.create_task(responder.begin())
     while len(engine.sent) < 2:
         await asyncio.sleep(0)
     engine.sent[0].taken.set_result(None)
@@ -64,13 +64,13 @@ async def waiting_for_the_second(answering: Answering, engine: FakeEngine) -> as
 def test_a_client_that_leaves_while_its_second_prompt_waits_takes_the_first_with_it() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine)
-        task = await waiting_for_the_second(answering, engine)
+        responder = made(engine)
+        task = await waiting_for_the_second(responder, engine)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        answering.close()
+        responder.close()
         assert engine.left == engine.sent
-        assert answering._service.admission.waiting == 0
+        assert responder._service.admission.waiting == 0
 
     asyncio.run(test())
 
@@ -78,9 +78,9 @@ def test_a_client_that_leaves_while_its_second_prompt_waits_takes_the_first_with
 def test_the_end_of_the_server_is_told_to_who_waits_to_be_taken() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine)
-        task = await waiting_for_the_second(answering, engine)
-        answering.stop(Refusal("shutting_down", "the server is shutting down"))
+        responder = made(engine)
+        task = await waiting_for_the_second(responder, engine)
+        responder.stop(Refusal("shutting_down", "the server is shutting down"))
         with pytest.raises(Refusal, match="shutting down"):
             await task
         assert engine.left == engine.sent
@@ -91,25 +91,25 @@ def test_the_end_of_the_server_is_told_to_who_waits_to_be_taken() -> None:
 def test_what_is_late_is_aborted_also_where_its_client_reads_nothing() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine, prompts=1, deadline_s=0.2)
-        task = asyncio.create_task(answering.begin())
+        responder = made(engine, prompts=1, deadline_s=0.2)
+        task = asyncio.create_task(responder.begin())
         while not engine.sent:
             await asyncio.sleep(0)
         (call,) = engine.sent
         call.taken.set_result(None)
         await task
-        news = answering.news()
-        call.take(News(0, [Piece(0, "a", 1)]))
+        news = responder.news()
+        call.take(News(0, [AnswerPiece(0, "a", 1)]))
         assert (await anext(news))[1].pieces[0].text == "a"
         # from here on the client takes nothing, so nobody asks for more
-        call.take(News(0, [Piece(0, "b", 2)]))
+        call.take(News(0, [AnswerPiece(0, "b", 2)]))
         while not engine.left:
             await asyncio.sleep(0.01)
         # it has what came before, and then the reason
         assert (await anext(news))[1].pieces[0].text == "b"
         with pytest.raises(Refusal, match="ask for fewer tokens"):
             await anext(news)
-        answering.close()
+        responder.close()
 
     asyncio.run(asyncio.wait_for(test(), 40))
 
@@ -117,38 +117,40 @@ def test_what_is_late_is_aborted_also_where_its_client_reads_nothing() -> None:
 def test_an_answer_that_is_complete_is_given_although_the_time_is_over() -> None:
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine, prompts=1)
-        answering._engine = engine  # type: ignore[assignment]
-        answering._calls = [Call(0)]
-        answering._calls[0].take(News(0, [Piece(0, "all", 1, finish="stop")], finished=True))
-        answering.stop(LATE)
-        assert [news.pieces[0].text async for _, news in answering.news()] == ["all"]
+        responder = made(engine, prompts=1)
+        responder._engine = engine  # type: ignore[assignment]
+        responder._calls = [RemoteCall(0)]
+        responder._calls[0].take(News(0, [AnswerPiece(0, "all", 1, finish="stop")], finished=True))
+        responder.stop(LATE)
+        assert [news.pieces[0].text async for _, news in responder.news()] == ["all"]
 
     asyncio.run(asyncio.wait_for(test(), 40))
 
 
 def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted() -> None:
     async def test() -> None:
-        answering = made(FakeEngine(), prompts=1)
-        answering.ask.n, answering.ask.chat = 2, True
-        answering.tokens = [[5]]
-        (call,) = answering._calls = [Call(0)]
-        account = answering._account
-        events = events_of(answering, Objects("abc", "tiny", 0, chat=True), account)
+        responder = made(FakeEngine(), prompts=1)
+        responder.generation.n, responder.generation.chat = 2, True
+        responder.tokens = [[5]]
+        (call,) = responder._calls = [RemoteCall(0)]
+        access = responder._access
+        events = events_of(responder, Objects("abc", "tiny", 0, chat=True), access)
         assert b'"role":"assistant"' in await anext(events)
         assert b'"index":1' in await anext(events)
-        call.take(News(0, [Piece(0, "a", 1), Piece(1, "b", 1)], cached=16))
-        call.take(News(0, [Piece(0, "c", 3), Piece(1, "", 2)], cached=16))
+        call.take(News(0, [AnswerPiece(0, "a", 1), AnswerPiece(1, "b", 1)], cached=16))
+        call.take(News(0, [AnswerPiece(0, "c", 3), AnswerPiece(1, "", 2)], cached=16))
         two = await anext(events)
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in two.splitlines() if line]
         assert deltas == [{"content": "ac"}, {"content": "b"}]
-        assert (account.completion_tokens, account.cached_tokens) == (5, 16)
-        call.take(News(0, [Piece(0, "", 3), Piece(1, "", 4)], cached=16))
-        call.take(News(0, [Piece(0, "", 3, finish="stop"), Piece(1, "d", 5, finish="stop")], finished=True, cached=16))
+        assert (access.completion_tokens, access.cached_tokens) == (5, 16)
+        call.take(News(0, [AnswerPiece(0, "", 3), AnswerPiece(1, "", 4)], cached=16))
+        call.take(
+            News(0, [AnswerPiece(0, "", 3, finish="stop"), AnswerPiece(1, "d", 5, finish="stop")], finished=True, cached=16)
+        )
         rest = [event async for event in events]
         assert [event.count(b"data: ") for event in rest] == [2, 1]
         assert rest[-1] == b"data: [DONE]\n\n"
-        assert account.completion_tokens == sum(answering.usage.completion.values()) == 8
+        assert access.completion_tokens == sum(responder.usage.completion.values()) == 8
 
     asyncio.run(asyncio.wait_for(test(), 40))
 
@@ -157,8 +159,8 @@ def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted(
 def test_a_refusal_of_the_engine_says_whose_mistake_it_is(ours, code) -> None:
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine, prompts=1)
-        task = asyncio.create_task(answering.begin())
+        responder = made(engine, prompts=1)
+        task = asyncio.create_task(responder.begin())
         while not engine.sent:
             await asyncio.sleep(0)
         engine.sent[0].fail(EngineRefused("the detail", ours=ours))
@@ -174,7 +176,7 @@ def test_a_token_does_not_wait_for_the_metrics() -> None:
     async def test() -> None:
         order: list[str] = []
         engine: Any = object.__new__(RemoteEngine)
-        engine._calls, engine._on_start, engine._noted = {1: Call(1)}, {}, lambda state: order.append("metrics")
+        engine._calls, engine._on_start, engine._noted = {1: RemoteCall(1)}, {}, lambda state: order.append("metrics")
 
         async def read() -> None:
             news = await anext(engine._calls[1])
@@ -182,7 +184,7 @@ def test_a_token_does_not_wait_for_the_metrics() -> None:
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
-        engine._take(Step(State(), news=[News(1, [Piece(0, "a", 1)])]))
+        engine._take(StepNews(EngineState(), news=[News(1, [AnswerPiece(0, "a", 1)])]))
         await reading
         await asyncio.sleep(0)
         assert order == ["a", "metrics"]
@@ -197,14 +199,14 @@ def test_the_text_of_an_echo_is_made_within_the_time_and_before_the_engine_is_as
 
     async def test() -> None:
         engine = FakeEngine()
-        answering = made(engine, deadline_s=0.05)
-        answering.ask.echo = True
-        service: Any = answering._service
+        responder = made(engine, deadline_s=0.05)
+        responder.generation.echo = True
+        service: Any = responder._service
         found, _, ready = service.check()
         service.check = lambda: (found, SlowTexts(), ready)
         with pytest.raises(Refusal) as late:
-            await answering.begin()
-        answering.close()
+            await responder.begin()
+        responder.close()
         assert (late.value.code, engine.sent) == ("deadline_exceeded", [])
 
     asyncio.run(asyncio.wait_for(test(), 30))

@@ -1,4 +1,4 @@
-"""`Answering`: one request from its tokens to its last answer."""
+"""`Responder`: one request from its tokens to its last answer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from starlette.types import Receive
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.admission import Ticket
-from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
+from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import News
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.body import ClientGone
-from rooftile.server.http.envelope import mistake
-from rooftile.server.http.openai.asks import Ask, refusal_of
+from rooftile.server.http.middleware import mistake
+from rooftile.server.http.openai.complete_answers import Usage
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
-from rooftile.server.http.openai.gathered import Usage
+from rooftile.server.http.openai.generation import GenerationRequest, refusal_of
 from rooftile.server.http.openai.prompts import ScoredPrompt
-from rooftile.server.http.texts import AnswerTexts
-from rooftile.server.observe.log import Account, log
+from rooftile.server.http.texts import AnswerDecoder
+from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 
@@ -30,30 +30,30 @@ T = TypeVar("T")
 _FIELDS = CompletionForm.model_fields | ChatForm.model_fields
 
 
-class Answering:
+class Responder:
     """A request that is tokenised, admitted and sent to the engine; `close` takes everything back.
 
     Args:
         service: the server.
-        ask: the request.
-        account: what the log will say about it.
+        generation: the request.
+        access: what the log will say about it.
         deadline: by this time of the event loop it must be over.
     """
 
-    def __init__(self, service: Service, ask: Ask, account: Account, deadline: float) -> None:
-        self.ask = ask
+    def __init__(self, service: Service, generation: GenerationRequest, access: AccessRecord, deadline: float) -> None:
+        self.generation = generation
         self.usage = Usage()
         self.tokens: list[list[int]] = []
         """The tokens of each prompt that are read."""
         self.scored: dict[int, ScoredPrompt] = {}
         """The logprobs of prompts, by their places, where they are asked for."""
         self._service = service
-        self._account = account
+        self._access = access
         self._deadline = deadline
-        self._calls: list[Call] = []
+        self._calls: list[RemoteCall] = []
         self._tickets: list[Ticket] = []
         self._engine: RemoteEngine | None = None
-        self._answer_texts: AnswerTexts | None = None
+        self._decoder: AnswerDecoder | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
         self._ended: set[tuple[int, int]] = set()
@@ -70,50 +70,50 @@ class Answering:
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
-                self.tokens = await self.ask.tokens(texts)
-                self._answer_texts = AnswerTexts(texts, self.ask.params, self.tokens)
+                self.tokens = await self.generation.tokens(texts)
+                self._decoder = AnswerDecoder(texts, self.generation.params, self.tokens)
                 # the server may have begun to drain meanwhile
                 self._service.check()
                 await self._send(engine)
         except TimeoutError:
             raise late(self._began) from None
         except InvalidInput as error:
-            refusal = refusal_of(error, _FIELDS, self.ask.names)
-            refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
+            refusal = refusal_of(error, _FIELDS, self.generation.names)
+            refusal.param = refusal.param or ("messages" if self.generation.chat else "prompt")
             raise refusal from None
         except EngineRefused as error:
             if error.ours:
-                log.error("request %s: %s", self._account.id, error)
-                raise mistake(self._account.id) from None
+                log.error("request %s: %s", self._access.id, error)
+                raise mistake(self._access.id) from None
             if str(error).startswith("the grammar"):
-                raise Refusal("invalid_grammar", str(error), param=self.ask.names.get("structured")) from None
-            raise refusal_of(error, _FIELDS, self.ask.names) from None
+                raise Refusal("invalid_grammar", str(error), param=self.generation.names.get("structured")) from None
+            raise refusal_of(error, _FIELDS, self.generation.names) from None
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None
 
     async def _send(self, engine: RemoteEngine) -> None:
-        ask, sizes = self.ask, [len(each) for each in self.tokens]
+        generation, sizes = self.generation, [len(each) for each in self.tokens]
         longest = self._service.check()[2].max_len
-        asked = ask.params.get("max_tokens")
-        if asked is not None and asked > longest - max(sizes):
+        most_tokens = generation.params.get("max_tokens")
+        if most_tokens is not None and most_tokens > longest - max(sizes):
             self.usage.max_tokens = max(longest - max(sizes), 0)
         if max(sizes) >= longest:
             why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
-            raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
-        scores = 0 if ask.forms.most is None else sum(sizes) * (1 + ask.forms.most) * ask.n
+            raise Refusal("invalid_value", why, param="messages" if generation.chat else "prompt")
+        scores = 0 if generation.forms.most is None else sum(sizes) * (1 + generation.forms.most) * generation.n
         if scores > limits.PROMPT_SCORES:
-            field = "logprobs" if ask.prompt_logprobs is None else "prompt_logprobs"
+            field = "logprobs" if generation.prompt_logprobs is None else "prompt_logprobs"
             most = f"{limits.PROMPT_SCORES:,}"
             why = f"{field} asks for {scores:,} numbers about the prompts; a request may have {most}: send fewer prompts"
             raise Refusal("invalid_value", why, param=field)
-        self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
+        self._tickets = self._service.admission.admit(self._access.key, [(generation.sampled, size) for size in sizes])
         # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
-        salt = f"{self._account.key}\0{ask.salt}"
+        salt = f"{self._access.key}\0{generation.salt}"
         for tokens, ticket in zip(self.tokens, self._tickets, strict=True):
             # noted one by one and before anything is waited for: whatever happens, `close` takes back what was sent
-            self._calls.append(engine.send(tokens, ask.params, salt=salt, streams=ask.stream, started=ticket.start))
+            self._calls.append(engine.send(tokens, generation.params, salt=salt, streams=generation.stream, started=ticket.start))
         await asyncio.gather(*(call.taken for call in self._calls))
-        self.usage.prompt = self._account.prompt_tokens = sum(sizes)
+        self.usage.prompt = self._access.prompt_tokens = sum(sizes)
 
     async def news(self) -> AsyncGenerator[tuple[int, News], None]:
         """Yields the place of a prompt and what is new in its answers, until all are complete.
@@ -128,11 +128,11 @@ class Answering:
             while left:
                 place, news = await merged.next()
                 left -= news.finished
-                if self._answer_texts is not None:
-                    await self._answer_texts.fill(place, news)
+                if self._decoder is not None:
+                    await self._decoder.fill(place, news)
                     if news.prompt is not None:
-                        self.scored[place] = await self._answer_texts.score_prompt(place, news.prompt, self.ask.forms)
-                if self.ask.prompt_only:
+                        self.scored[place] = await self._decoder.score_prompt(place, news.prompt, self.generation.forms)
+                if self.generation.prompt_only:
                     _leave_out(news)
                 self._note(place, news)
                 yield place, news
@@ -148,10 +148,10 @@ class Answering:
 
     def listed(self, place: int) -> dict[str, Any]:
         """Returns the field with the logprobs of a prompt, if they were asked for."""
-        return {} if self.ask.prompt_logprobs is None else {"prompt_logprobs": self.scored[place].listed}
+        return {} if self.generation.prompt_logprobs is None else {"prompt_logprobs": self.scored[place].listed}
 
     def stop(self, refusal: Refusal) -> None:
-        """Ends what still runs; the client is told why, after what it has."""
+        """Ends the answers that still run; the client is told why, after the text that it has."""
         for place, call in enumerate(self._calls):
             if not call.over:
                 call.fail(refusal)
@@ -165,25 +165,25 @@ class Answering:
         for ticket in self._tickets:
             ticket.end()
 
-    def _leave(self, place: int, call: Call) -> None:
+    def _leave(self, place: int, call: RemoteCall) -> None:
         assert self._engine is not None
         if self._engine.leave(call):
-            for index in range(self.ask.params.get("n", 1)):
+            for index in range(self.generation.params.get("n", 1)):
                 if (place, index) not in self._ended:
                     self._service.metrics.note_end("abort")
 
     def _note(self, place: int, news: News) -> None:
         """Keeps the account; raises the request's own failure."""
-        account, metrics, now = self._account, self._service.metrics, time.monotonic()
+        access, metrics, now = self._access, self._service.metrics, time.monotonic()
         if news.error is not None:
             metrics.note_end("error")
             if news.error.startswith("the answer's grammar"):
-                raise Refusal("invalid_grammar", news.error, param=self.ask.names.get("structured"))
-            log.error("request %s: %s", account.id, news.error)
-            raise mistake(account.id)
+                raise Refusal("invalid_grammar", news.error, param=self.generation.names.get("structured"))
+            log.error("request %s: %s", access.id, news.error)
+            raise mistake(access.id)
         if news.cached != self._cached.get(place):
             self._cached[place] = news.cached
-            self.usage.cached = account.cached_tokens = sum(self._cached.values())
+            self.usage.cached = access.cached_tokens = sum(self._cached.values())
         for piece in news.pieces:
             index = place, piece.index
             more = piece.tokens - self.usage.completion.get(index, 0)
@@ -192,14 +192,14 @@ class Answering:
                 if index in self._last:
                     metrics.gaps.observe(now - self._last[index])
                 self._last[index] = now
-                if account.first_token_s is None:
-                    account.first_token_s = now - self._began
+                if access.first_token_s is None:
+                    access.first_token_s = now - self._began
             self.usage.completion[index] = piece.tokens
-            account.completion_tokens += more
+            access.completion_tokens += more
             if piece.finish is not None:
                 self._ended.add(index)
                 metrics.note_end(piece.finish)
-                account.end = piece.finish
+                access.end = piece.finish
 
 
 def _leave_out(news: News) -> None:
@@ -212,7 +212,7 @@ def _leave_out(news: News) -> None:
 class _Merged:
     """The news of several calls in the order in which they come. What is not read in time waits in its call, joined."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[RemoteCall]) -> None:
         self._calls = calls
         self._queue: asyncio.Queue[tuple[int, News | Exception]] = asyncio.Queue(1)
         several = enumerate(calls) if len(calls) > 1 else ()
@@ -232,7 +232,7 @@ class _Merged:
         for pump in self._pumps:
             pump.cancel()
 
-    async def _pump(self, place: int, call: Call) -> None:
+    async def _pump(self, place: int, call: RemoteCall) -> None:
         try:
             async for news in call:
                 await self._queue.put((place, news))
