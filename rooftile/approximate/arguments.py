@@ -102,7 +102,9 @@ def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         came = f"a {type(state).__name__} of {len(state)}" if isinstance(state, (tuple, list)) else shown(state)
-        raise InvalidInput(f"state is {came}; must be the tensors ({', '.join(shapes)}) that the function with _with_state returns")
+        raise InvalidInput(
+            f"state is {came}; must be the tensors ({', '.join(shapes)}) that the function with _with_state returns"
+        )
     for (name, shape), x in zip(shapes.items(), state, strict=True):
         fits = isinstance(x, Tensor) and x.dtype == dtype and x.ndim == len(shape)
         if not fits or any(a != b for a, b in zip(x.shape, shape, strict=True)):

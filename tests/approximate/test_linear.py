@@ -172,9 +172,7 @@ def test_packed_sequences_are_computed_each_by_itself(mask: rt.Mask, path: str) 
         x.requires_grad_()
     o, (S, z) = ap.linear_with_state(*leaves, mask, cu=cu, state=tuple(given), backend=path)
     due = [
-        ap.linear_with_state(
-            *(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, state=tuple(x[b : b + 1] for x in given)
-        )
+        ap.linear_with_state(*(x[None, cu[b] : cu[b + 1]] for x in leaves), mask, state=tuple(x[b : b + 1] for x in given))
         for b in range(5)
     ]
     torch.testing.assert_close(o, torch.cat([x[0] for x, _ in due]))

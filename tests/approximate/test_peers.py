@@ -65,7 +65,9 @@ def test_the_selection_of_flash_linear_attention() -> None:
     naive = pytest.importorskip("fla.ops.nsa.naive", reason="pip install fla-core")
     x, k = torch.randn(1, T, 16, D, requires_grad=True), torch.randn(1, T, 1, D)
     chosen = ap.choose_blocks(x, ap.compress(k, length=8, stride=4), length=8, stride=4, block_size=16, count=5)
-    same(ap.selected_attention(x, k, k, chosen, block_size=16), naive.naive_nsa_selection(x, k, k, chosen.long(), block_size=16), x)
+    same(
+        ap.selected_attention(x, k, k, chosen, block_size=16), naive.naive_nsa_selection(x, k, k, chosen.long(), block_size=16), x
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

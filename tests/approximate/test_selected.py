@@ -109,7 +109,9 @@ def test_scores_that_share_an_offset(size: float, dtype: torch.dtype) -> None:
         results[name] = outputs | gradients(outputs, leaves, dtype)
     for backend in ways(q.to(dtype), v, 2, 16):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)}
-        outputs = dict(zip(("o", "lse"), attend(*leaves.values(), chosen, block_size=16, scale=0.3, backend=backend), strict=True))
+        outputs = dict(
+            zip(("o", "lse"), attend(*leaves.values(), chosen, block_size=16, scale=0.3, backend=backend), strict=True)
+        )
         found = outputs | gradients(outputs, leaves, dtype)
         for x, due in results["exact"].items():
             wrong, *usual = ((results[y] if isinstance(y, str) else y)[x].double() - due for y in (found, "plain", "half"))

@@ -49,7 +49,16 @@ def test_other_tiles_and_parts(one: Variant, device: torch.device) -> None:
 def test_decoding_from_pages(H: int, Hk: int, D: int, Dv: int, size: int, device: torch.device) -> None:
     """Sequences of all lengths, in bf16: the kernels beside the gathering definition, also in a CUDA graph."""
     B, N, window, draw = 5, 400 * 16 // size, 512, partial(torch.randn, device=device, dtype=torch.bfloat16)
-    sizes = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2, "window": window, "scale": D**-0.5}
+    sizes = {
+        "length": 32,
+        "stride": 16,
+        "block_size": 64,
+        "count": 16,
+        "first": 1,
+        "local": 2,
+        "window": window,
+        "scale": D**-0.5,
+    }
     pairs_of = [(draw(B * N, rows, Hk, D), draw(B * N, rows, Hk, Dv)) for rows in (size // 16, size, size)]
     table = torch.randperm(B * N, device=device).int().view(B, N)
     lengths = torch.tensor([N * size, 1, 700, 0, 3333], device=device).int()
