@@ -6,49 +6,51 @@ Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 # the longest row that a program gates and quantises at once
 LONGEST = 1 << 15
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
-@answers_foreign_words
-def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | None = None) -> Any:
+@answers_with(quantised_words("gated"))
+def gated(x: Tensor, activation: str) -> Tensor:
     """Activation of the first half of each row times its second half: x (..., 2 * ffn) to (..., ffn), rounded twice.
 
     Args:
         x: float, any strides.
         activation: gelu, gelu_new, gelu_pytorch_tanh, relu or silu.
-        out: "fp8" or "int8": the rounded result is quantised in the same kernel, to `QuantisedRows` with the bits of
-            `quantise_rows`; without gradient.
-        scale: the one scale of all rows in FP8, a tensor of one number; None finds one per row.
 
     Example:
         >>> gated(torch.randn(5, 12), "silu").shape
         torch.Size([5, 6])
+    """
+    check_halves(x, activation)
+    (y,) = _GATED(as_rows(x), activation)
+    return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def check_halves(x: Tensor, activation: str) -> None:
+    """Checks the arguments of `gated`.
+
+    Raises:
+        InvalidInput: x has no two halves, or there is no such activation.
     """
     check_floats(x=x)
     if x.shape[-1] % 2:
         raise InvalidInput(f"x is {tuple(x.shape)}; its last axis must be even: a gate, and as much that it gates")
     if activation not in ACTIVATIONS:
         raise InvalidInput(f"activation is {activation!r}; must be one of {', '.join(ACTIVATIONS)}")
-    if out is not None:
-        gate, up = x.chunk(2, dim=-1)
-        return _pair_quantised(gate, up, activation, checked(out), scale)
-    (y,) = _GATED(as_rows(x), activation)
-    return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def _gated(x: Tensor, activation: str) -> tuple[Tensor]:
@@ -81,50 +83,54 @@ _GATED = Operation(
 )  # fmt: skip
 
 
-@answers_foreign_words
-def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
+@answers_with(quantised_words("swiglu"))
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up: each rounded to the tensors' dtype, as in a model that computes one after the other.
 
     Args:
         gate, up: (..., F), alike; rows may be strided, as halves of one projection are.
-        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
 
     Example:
         >>> swiglu(*torch.randn(5, 128).chunk(2, dim=-1)).shape
         torch.Size([5, 64])
     """
-    return _gate_up_or_quantised(gate, up, "silu", out)
+    return gate_up(gate, up, "silu")
 
 
-@answers_foreign_words
-def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None) -> Any:
-    """gelu(gate) * up, with GELU's approximation by tanh, or exact; `out` as in `swiglu`.
+@answers_with(quantised_words("geglu"))
+def geglu(gate: Tensor, up: Tensor, tanh: bool = True) -> Tensor:
+    """gelu(gate) * up, with GELU's approximation by tanh, or exact.
 
     Example:
         >>> geglu(torch.zeros(3, 8), torch.ones(3, 8)).unique()
         tensor([0.])
     """
-    return _gate_up_or_quantised(gate, up, "gelu_pytorch_tanh" if tanh else "gelu", out)
+    return gate_up(gate, up, "gelu_pytorch_tanh" if tanh else "gelu")
 
 
-def _gate_up_or_quantised(gate: Tensor, up: Tensor, activation: str, out: str | None) -> Any:
-    if out is None:
-        return gate_up(gate, up, activation)
+def gate_up_quantised(gate: Tensor, up: Tensor, activation: str, format: str) -> QuantisedRows:
+    """Computes `gate_up` in a format, "fp8" or "int8"."""
     _check(gate, up)
     if needs_steps(gate, up):
-        return quantised(gate_up(gate, up, activation), out)
-    return _pair_quantised(gate, up, activation, checked(out), None)
+        return quantised(gate_up(gate, up, activation), format)
+    return pair_quantised(gate, up, activation, format, None)
 
 
-def _pair_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> QuantisedRows:
+def pair_quantised(gate: Tensor, up: Tensor, activation: str, format: str, scale: Tensor | None) -> QuantisedRows:
+    """Computes the gated product of checked tensors in a format, with one scale for all rows if it is given.
+
+    Raises:
+        InvalidInput: there is no such format, or a gradient or a transform is wanted.
+    """
+    checked(format)
     if needs_steps(gate, up):
         raise InvalidInput(
-            f"out is {out!r} and a gradient or a transform is wanted, which rounding has none of; leave out away, and quantise "
+            f"format is {format!r} and a gradient or a transform is wanted, which rounding has none of; call gated, and quantise "
             "the result"
         )
     rows = (as_rows(x) for x in (gate, up))
-    codes, scales = call(_GATE_QUANTISED, _run_quantised, *rows, activation, out, scale)
-    return QuantisedRows(codes.view(gate.shape), scales.view(*gate.shape[:-1], 1), out, gate.dtype)
+    codes, scales = call(_GATE_QUANTISED, _run_quantised, *rows, activation, format, scale)
+    return QuantisedRows(codes.view(gate.shape), scales.view(*gate.shape[:-1], 1), format, gate.dtype)
 
 
 def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,102 +14,111 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
-from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.rows import QuantisedRows, as_rows
 from rooftile.runtime.operators import call, define, needs_steps
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 # the longest row of the kernels
 LONGEST = 1 << 16
 
 
-@answers_foreign_words
-def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None) -> Any:
-    """RMS norm over the last axis: x / sqrt(mean x² + eps) * w, in fp32, in the dtype of x.
+@answers_with(quantised_words("rms_norm"))
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, plus_one: bool = False) -> Tensor:
+    """RMS norm over the last axis: x / sqrt(mean x² + eps) * weight, in fp32, in the dtype of x.
 
     Args:
         x: (..., size), any strides.
-        w: (size,).
+        weight: (size,).
         eps: added to the mean square.
-        plus_one: whether w is a distance from one, as in Gemma; then it rounds once, at the end.
-        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
+        plus_one: whether weight is a distance from one, as in Gemma; then it rounds once, at the end.
 
     Example:
         >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64)).shape
         torch.Size([2, 5, 64])
     """
-    _check(x, w, None)
-    return _normalised(x, w, None, eps, plus_one, out)
+    return _normalised(x, weight, None, eps, plus_one)
 
 
-@answers_foreign_words
-def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None) -> Any:
-    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * w + b; `out` as in `rms_norm`.
+@answers_with(quantised_words("layer_norm"))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * weight + bias.
 
     Example:
         >>> layer_norm(torch.randn(5, 64), torch.ones(64), torch.zeros(64)).mean(-1).abs().max() < 1e-5
         tensor(True)
     """
-    _check(x, w, b)
-    return _normalised(x, w, b, eps, False, out)
+    return _normalised(x, weight, bias, eps, False)
 
 
-@answers_foreign_words
+@answers_with(quantised_words("add_rms_norm"))
 def add_rms_norm(
-    x: Tensor, stream: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None
-) -> tuple[Any, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adds x to a residual stream; returns the RMS norm of the sum, and the sum, rounded once. Both are new tensors.
 
-    `out` quantises the norm, as in `rms_norm`.
-
     Example:
-        >>> y, stream = add_rms_norm(*torch.randn(2, 5, 64), torch.ones(64))
+        >>> y, residual = add_rms_norm(*torch.randn(2, 5, 64), torch.ones(64))
     """
-    _check(x, w, None)
-    return _added(x, stream, w, None, eps, plus_one, out)
+    return _added(x, residual, weight, None, eps, plus_one)
 
 
-@answers_foreign_words
-def add_layer_norm(
-    x: Tensor, stream: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None
-) -> tuple[Any, Tensor]:
+@answers_with(quantised_words("add_layer_norm"))
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Adds x to a residual stream; returns the layer norm of the sum, and the sum, rounded once. Both are new tensors.
 
-    `out` quantises the norm, as in `rms_norm`.
-
     Example:
-        >>> y, stream = add_layer_norm(*torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64))
+        >>> y, residual = add_layer_norm(*torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64))
     """
+    return _added(x, residual, weight, bias, eps, False)
+
+
+def _normalised(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> Tensor:
     _check(x, w, b)
-    return _added(x, stream, w, b, eps, False, out)
+    (y,) = _NORM(as_rows(x), w, b, float(eps), plus_one)
+    return y.view(x.shape)
 
 
-def _normalised(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None) -> Any:
+def normalised_quantised(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, format: str) -> QuantisedRows:
+    """Computes `rms_norm`, or `layer_norm` with b, in a format, "fp8" or "int8"."""
+    _check(x, w, b)
     eps, rows = float(eps), as_rows(x)
-    if out is None or needs_steps(x, w, b) or not _kernels_run_on(rows):
-        (y,) = _NORM(rows, w, b, eps, plus_one)
-        return quantised(y.view(x.shape), out)
-    found = normalise(rows, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one), out)
-    return _shaped(found.codes, found.scales, x, out)
+    if needs_steps(x, w, b) or not _kernels_run_on(rows):
+        return quantised(_normalised(x, w, b, eps, plus_one), format)
+    norm = Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)
+    found: QuantisedRows = normalise(rows, norm, checked(format))
+    return _shaped(found.codes, found.scales, x, format)
 
 
 def _shaped(codes: Tensor, scales: Tensor, x: Tensor, out: str) -> QuantisedRows:
     return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], 1), out, x.dtype)
 
 
-def _added(
-    x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None
-) -> tuple[Any, Tensor]:  # fmt: skip
-    check_floats(x=x, stream=stream)
-    if x.shape != stream.shape or x.dtype != stream.dtype:
-        raise InvalidInput(f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike")
-    eps, rows = float(eps), [as_rows(each) for each in (x, stream)]
-    if out is None or needs_steps(x, stream, w, b):
-        y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
-        return quantised(y.view(x.shape), out), total.view(x.shape)
-    found = call(_SUM_NORM_QUANTISED, _sum_quantised, *rows, w, b, eps, plus_one, checked(out))
+def _added(x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    _check_added(x, stream, w, b)
+    y, total = _SUM_NORM(as_rows(x), as_rows(stream), w, b, float(eps), plus_one)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def added_quantised(
+    x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, format: str
+) -> tuple[QuantisedRows, Tensor]:
+    """Computes `add_rms_norm`, or `add_layer_norm` with b, the norm in a format, "fp8" or "int8"."""
+    if needs_steps(x, stream, w, b):
+        y, total = _added(x, stream, w, b, eps, plus_one)
+        return quantised(y, format), total
+    _check_added(x, stream, w, b)
+    rows = (as_rows(each) for each in (x, stream))
+    found = call(_SUM_NORM_QUANTISED, _sum_quantised, *rows, w, b, float(eps), plus_one, checked(format))
     codes, scales, total = found
-    return _shaped(codes, scales, x, out), total.view(x.shape)
+    return _shaped(codes, scales, x, format), total.view(x.shape)
+
+
+def _check_added(x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None) -> None:
+    _check(x, w, b)
+    check_floats(x=x, residual=stream)
+    if x.shape != stream.shape or x.dtype != stream.dtype:
+        raise InvalidInput(f"x is {x.dtype} {tuple(x.shape)} and residual {stream.dtype} {tuple(stream.shape)}; must be alike")
 
 
 def _sum_quantised(
@@ -134,8 +143,8 @@ def _fake_sum(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
-    check_floats(x=x, w=w, **({} if b is None else {"b": b}))
-    for name, each in (("w", w), ("b", b)):
+    check_floats(x=x, weight=w, **({} if b is None else {"bias": b}))
+    for name, each in (("weight", w), ("bias", b)):
         if each is not None and tuple(each.shape) != (x.shape[-1],):
             raise InvalidInput(f"{name} is {tuple(each.shape)} and x {tuple(x.shape)}; must be ({x.shape[-1]},)")
 

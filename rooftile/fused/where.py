@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.numerics.rows import quantise_rows
+from rooftile.numerics.rows import QuantisedRows, quantise_rows
 from rooftile.runtime.devices import runs_kernels
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,26 +34,31 @@ def check_floats(**tensors: object) -> None:
             raise InvalidInput(f"{place} is on {first} and {name} on {x.device}; must be on one device")
 
 
-def checked(out: str) -> str:
+def quantised_words(name: str) -> dict[str, str]:
+    """Returns the answer to `out=`, which a function of this name had."""
+    return {"out": f"call {name}_quantised(..., format=), which returns the codes"}
+
+
+def checked(format: str) -> str:
     """Returns the name of a format of results.
 
     Raises:
         InvalidInput: there is none.
     """
-    if out not in ("fp8", "int8"):
-        raise InvalidInput(f"out is {out!r}; must be fp8, int8 or None")
-    return out
+    if format not in ("fp8", "int8"):
+        raise InvalidInput(f"format is {format!r}; must be 'fp8' or 'int8'")
+    return format
 
 
-def quantised(y: Tensor, out: str | None) -> Any:
-    """Returns a result in the format that is asked for, "fp8" or "int8": `rooftile.numerics.QuantisedRows`, without gradient.
+def quantised(y: Tensor, format: str) -> QuantisedRows:
+    """Returns a result in a format, "fp8" or "int8".
 
     Raises:
         InvalidInput: there is no such format, or a gradient is wanted.
     """
-    if out is None:
-        return y
-    checked(out)
+    checked(format)
     if y.requires_grad:
-        raise InvalidInput(f"out is {out!r} and a gradient is wanted, which rounding has none of; call it under torch.no_grad()")
-    return quantise_rows(y, out)
+        raise InvalidInput(
+            f"format is {format!r} and a gradient is wanted, which rounding has none of; call it under torch.no_grad()"
+        )
+    return quantise_rows(y, format)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from rooftile import weights as matmul
 from rooftile.approximate import compress
-from rooftile.fused import ACTIVATIONS, gated
+from rooftile.fused import ACTIVATIONS, gated, gated_quantised
 from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
@@ -111,8 +111,8 @@ class Projection(nn.Module):
             elif out == "fp8" and scale is not None and takes_rows(x, part, self.bias):
                 return matmul.multiply_gated_rows(x, part, self.bias, activation, scale)
         up = self(x, multiply)
-        found: Tensor | QuantisedRows = gated(up, activation, *reader.rows(up))
-        return found
+        out, scale = reader.rows(up)
+        return gated(up, activation) if out is None else gated_quantised(up, activation, out, scale)
 
 
 def numbers_of(part: Part, dtype: torch.dtype) -> Tensor:

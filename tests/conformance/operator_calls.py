@@ -52,12 +52,12 @@ def _add_norm_quantised(device: torch.device) -> Work:
 
 
 def _sum_norm_quantised(device: torch.device) -> Work:
-    fused.add_rms_norm(*torch.randn(2, 5, 8, device=device), torch.randn(8, device=device), out="fp8")
+    fused.add_rms_norm_quantised(*torch.randn(2, 5, 8, device=device), torch.randn(8, device=device))
     return Work(0, 2 * 5 * 32 + 32, 5 * 32 + 60)
 
 
 def _gate_quantised(device: torch.device) -> Work:
-    fused.swiglu(*torch.randn(2, 5, 8, device=device), out="int8")
+    fused.swiglu_quantised(*torch.randn(2, 5, 8, device=device), format="int8")
     return Work(0, 2 * 5 * 32, 60)
 
 

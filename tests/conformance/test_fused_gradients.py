@@ -179,23 +179,28 @@ def test_identities(device: torch.device) -> None:
     assert fused.gated(torch.randn(2, 3, 8, device=device), "silu").shape == (2, 3, 4)
 
 
-@pytest.mark.parametrize("out", ["fp8", "int8"])
-def test_results_are_quantised_as_they_are_rounded(out: str, device: torch.device) -> None:
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_results_are_quantised_as_they_are_rounded(format: str, device: torch.device) -> None:
     x, up = torch.randn(2, 3, 5, 64, device=device).bfloat16()
     w, b = torch.rand(2, 64, device=device).bfloat16()
-    for call in (
-        lambda **words: fused.rms_norm(x, w, **words), lambda **words: fused.layer_norm(x, w, b, **words),
-        lambda **words: fused.add_rms_norm(x, up, w, **words)[0], lambda **words: fused.add_layer_norm(x, up, w, b, **words)[0],
-        lambda **words: fused.swiglu(x, up, **words), lambda **words: fused.geglu(x, up, **words),
-    ):  # fmt: skip
-        found, due = call(out=out), quantise_rows(call(), out)
+    for name, given in {
+        "rms_norm": (x, w), "layer_norm": (x, w, b), "add_rms_norm": (x, up, w), "add_layer_norm": (x, up, w, b),
+        "swiglu": (x, up), "geglu": (x, up), "gated": (torch.cat([x, up], -1), "silu"),
+    }.items():  # fmt: skip
+        whole, found = getattr(fused, name)(*given), getattr(fused, f"{name}_quantised")(*given, format=format)
+        if name.startswith("add"):
+            assert torch.equal(found[1], whole[1])
+            whole, found = whole[0], found[0]
+        due = quantise_rows(whole, format)
         assert torch.equal(found.codes.float(), due.codes.float())
         assert torch.equal(found.scales, due.scales)
-        assert rt.linear(found, rt.quantise_weight(torch.randn(7, 64, device=device), out)).shape == (3, 5, 7)
-    with pytest.raises(rt.InvalidInput, match=f"out is '{out}' and a gradient is wanted"):
-        fused.rms_norm(x.requires_grad_(), w, out=out)
-    with pytest.raises(rt.InvalidInput, match="out is 'int4'; must be fp8, int8 or None"):
-        fused.rms_norm(x.detach(), w, out="int4")
+        assert rt.linear(found, rt.quantise_weight(torch.randn(7, 64, device=device), format)).shape == (3, 5, 7)
+    with pytest.raises(rt.InvalidInput, match=f"format is '{format}' and a gradient is wanted"):
+        fused.rms_norm_quantised(x.requires_grad_(), w, format=format)
+    with pytest.raises(rt.InvalidInput, match="format is 'int4'; must be 'fp8' or 'int8'"):
+        fused.rms_norm_quantised(x.detach(), w, format="int4")
+    with pytest.raises(rt.InvalidInput, match=r"rms_norm has no argument out: call rms_norm_quantised\(\.\.\., format=\)"):
+        fused.rms_norm(x.detach(), w, out=format)
 
 
 SETTINGS = {
@@ -395,7 +400,7 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(7)), r"w is \(7,\) and x \(3, 8\); must be \(8,\)"),
+        (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(7)), r"weight is \(7,\) and x \(3, 8\); must be \(8,\)"),
         (lambda: fused.layer_norm(torch.ones(3, 8).long(), *torch.ones(2, 8)), r"x is torch.int64 \(3, 8\); must be a tensor"),
         (lambda: fused.add_rms_norm(torch.randn(3, 8), torch.randn(2, 8), torch.ones(8)), "must be alike"),
         (lambda: fused.swiglu(torch.randn(3, 8), torch.randn(3, 7)), r"gate is .* \(3, 8\) and up .* \(3, 7\); must be alike"),
@@ -416,9 +421,12 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
             lambda: fused.linear_cross_entropy(torch.randn(2, 3, 8), torch.randn(3, 8), torch.zeros(6).long(), shift=True),
             "one target for",
         ),
-        (lambda: fused.rms_norm(torch.randn(3, 8), (8,)), "w is tuple; must be a tensor"),
-        (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(8, device="meta")), "x is on cpu and w on meta; must be on one"),
-        (lambda: fused.rms_norm(torch.randn(3, 8), weight=torch.ones(8)), "rms_norm has no argument weight: it has x, w, eps"),
+        (lambda: fused.rms_norm(torch.randn(3, 8), (8,)), "weight is tuple; must be a tensor"),
+        (
+            lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(8, device="meta")),
+            "x is on cpu and weight on meta; must be on one",
+        ),
+        (lambda: fused.rms_norm(torch.randn(3, 8), wt=torch.ones(8)), "rms_norm has no argument wt: it has x, weight, eps"),
         (lambda: fused.softmax(torch.randn(3, 8), dim=-1), "softmax has no argument dim: it has x, scale"),
         (lambda: fused.gated(torch.randn(3, 7), "silu"), r"x is \(3, 7\); its last axis must be even"),
         (lambda: fused.gated(torch.randn(3, 8), "swish"), "activation is 'swish'; must be one of gelu, .*, silu"),

@@ -53,7 +53,7 @@ def test_quantised_as_they_are_rounded(total: int, size: int, kind: str, dtype: 
     assert torch.equal(stream, due_stream)
     pairs = [(added, due_added), (normalise(x, norm, out, scale), normalise(x, norm))]
     if size % 2 == 0:
-        pairs += [(fused.gated(x, name, out, scale), fused.gated(x, name)) for name in ACTIVATIONS]
+        pairs += [(fused.gated_quantised(x, name, out, scale), fused.gated(x, name)) for name in ACTIVATIONS]
     for found, y in pairs:
         due = quantise_rows(y, out, scale=scale)
         assert torch.equal(found.codes.float(), due.codes.float())

@@ -5,6 +5,8 @@ Yuan et al., Native Sparse Attention, arXiv:2502.11089.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 

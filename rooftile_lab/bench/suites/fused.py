@@ -130,7 +130,11 @@ OPERATIONS = {
     ),
 }  # fmt: skip
 # operations whose results leave in FP8
-TO_FP8 = tuple(f"{name}-to-fp8" for name in ("rms-norm", "add-rms-norm", "swiglu"))
+QUANTISED: dict[str, Callable[..., Any]] = {
+    "rms-norm": partial(fused.rms_norm_quantised, eps=EPS), "add-rms-norm": partial(fused.add_rms_norm_quantised, eps=EPS),
+    "swiglu": fused.swiglu_quantised,
+}  # fmt: skip
+TO_FP8 = tuple(f"{name}-to-fp8" for name in QUANTISED)
 GPU = tuple(f"{name}-{sizes}" for name in (*OPERATIONS, *TO_FP8) for sizes in (*LARGE, DECODE))
 CPU = tuple(f"{name}-64x256" for name in (*OPERATIONS, *TO_FP8))
 QUICK = tuple(name for name in GPU if name.endswith(("16384x4096", DECODE)))
@@ -190,6 +194,7 @@ def _quantised(session: Session, name: str, rows: int, size: int) -> Iterator[Ro
     what = name.rpartition("-")[0]
     operation = OPERATIONS[what.removesuffix("-to-fp8")]
     leaves = [_random(shape, session).detach() for shape in operation.shapes(rows, size)]
+    quantised = QUANTISED[what.removesuffix("-to-fp8")]
 
     def apart() -> Any:
         y, *others = many(operation.formula(*leaves))
@@ -198,7 +203,7 @@ def _quantised(session: Session, name: str, rows: int, size: int) -> Iterator[Ro
         return (y / scales).to(torch.float8_e4m3fn), scales, *others
 
     def together() -> Any:
-        return operation.ours(*leaves, out="fp8")
+        return quantised(*leaves)
 
     ours = together()
     # a sum with its norm also returns the sum
