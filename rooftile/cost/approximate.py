@@ -164,8 +164,8 @@ def native_sparse_pairs(
 
 
 def native_sparse_branch(
-    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, branch: str, length: int = 32, stride: int = 16, block_size: int = 64,
-    count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, branch: str, length: int = 32, stride: int = 16,
+    block_size: int = 64, count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
 ) -> Cost:  # fmt: skip
     """The cost of one branch of Native Sparse Attention, or of its choice of blocks (`branch="choice"`).
 

@@ -46,7 +46,7 @@ def jobs(
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     decoder = Decoder(_small(config), dtype=dtype, device=device)
     # one block to read and write, and one to copy it to
-    pages = Pages(2, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
+    pages = Pages(2, 1, config.kv_heads, config.head_dim, block_size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config))) if "attention" in config.mixers else ()
     sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
     if deterministic:

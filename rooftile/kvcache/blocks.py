@@ -72,11 +72,11 @@ class _Contents(NamedTuple):
 
 @answers_words
 class BlockPool:
-    """A pool of `total` blocks of `size` tokens each.
+    """A pool of `total` blocks of `block_size` tokens each.
 
     Args:
         total: the number of blocks.
-        size: tokens per block, a power of two.
+        block_size: tokens per block, a power of two.
         watermark: the share of the blocks that `admits` keeps free for running sequences.
         prefixes: whether full blocks can be found again by their contents.
 
@@ -84,7 +84,7 @@ class BlockPool:
         InvalidInput: a number makes no sense.
 
     Example:
-        >>> pool = BlockPool(total=8, size=4)
+        >>> pool = BlockPool(total=8, block_size=4)
         >>> table = pool.begin([1, 2, 3, 4, 5])
         >>> pool.append(table, 5)
         []
@@ -101,15 +101,15 @@ class BlockPool:
     shares = True
     """Whether forked tables go on sharing the blocks that they have in common."""
 
-    def __init__(self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
+    def __init__(self, total: int, block_size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
         if total < 1:
             raise InvalidInput(f"a pool of {total} blocks; it needs at least one")
-        if size < 1 or size & (size - 1):
-            raise InvalidInput(f"blocks of {size} tokens; their size must be a power of two")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise InvalidInput(f"blocks of {block_size} tokens; their size must be a power of two")
         if not 0 <= watermark < 1:
             raise InvalidInput(f"watermark {watermark}; it must be at least 0 and less than 1")
         self.total = total
-        self.size = size
+        self.size = block_size
         self.watermark = int(total * watermark)
         """How many blocks `admits` keeps free."""
         self._prefixes = prefixes

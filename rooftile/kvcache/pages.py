@@ -124,7 +124,7 @@ class Pages:
     Args:
         blocks: the number of blocks.
         layers, heads, dim: the model's layers, key/value heads and head dim.
-        size: tokens per block.
+        block_size: tokens per block.
         dtype, device: the dtype and device of the tensors. With torch.float8_e4m3fn each token's key and value has an fp32 scale
             per head: its largest number divided by 448.
 
@@ -140,17 +140,17 @@ class Pages:
     """
 
     def __init__(
-        self, blocks: int, layers: int, heads: int, dim: int, *, size: int = 16, dtype: torch.dtype = torch.bfloat16,
+        self, blocks: int, layers: int, heads: int, dim: int, *, block_size: int = 16, dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        self.storage = torch.empty(blocks, layers, 2, block_size, heads, dim, dtype=dtype, device=device)
         if runs_kernels(self.storage):
             # zeroed, since a NaN in a slot that was never written would send kernels down their slow path
             self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
         self.scales: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
-            self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
+            self.scales = torch.empty(blocks, layers, 2, block_size, heads, dtype=torch.float32, device=device)
         self.planes: dict[str, Tensor] = {}
         self.near: Pages | None = None
         """Keys and values that only windows read, in rows of which a block has one for a time (see `WindowPool`)."""

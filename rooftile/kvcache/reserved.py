@@ -13,12 +13,12 @@ from rooftile.runtime.words import answers_words
 
 @answers_words
 class ReservedPool(BlockPool):
-    """A pool of `total` blocks of `size` tokens each, in which every sequence takes the blocks of `reserve` tokens at once.
+    """A pool of `total` blocks of `block_size` tokens each, in which a sequence takes the blocks of `reserve` tokens at once.
 
     A fork reads its parent's blocks until it writes; then all of them are copied.
 
     Example:
-        >>> pool = ReservedPool(total=8, size=4, reserve=16)
+        >>> pool = ReservedPool(total=8, block_size=4, reserve=16)
         >>> table = pool.begin([1, 2, 3])
         >>> pool.append(table, 3), pool.used_blocks, round(pool.waste(), 2)
         ([], 4, 0.81)
@@ -26,12 +26,13 @@ class ReservedPool(BlockPool):
 
     shares = False
 
-    def __init__(self, total: int, size: int = 16, *, reserve: int, watermark: float = 0.01) -> None:
-        super().__init__(total, size, watermark=watermark, prefixes=False)
+    def __init__(self, total: int, block_size: int = 16, *, reserve: int, watermark: float = 0.01) -> None:
+        super().__init__(total, block_size, watermark=watermark, prefixes=False)
         self.each = self.blocks_of(reserve)
         if self.each > total:
             raise InvalidInput(
-                f"a sequence of {reserve:,} tokens takes {self.each:,} blocks of {size}; the pool has {total:,}: make it larger"
+                f"a sequence of {reserve:,} tokens takes {self.each:,} blocks of {block_size}; the pool has {total:,}: "
+                "make it larger"
             )
 
     def needed_by(self, prompt: int, more: int, answers: int) -> int:

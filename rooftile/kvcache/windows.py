@@ -22,10 +22,10 @@ from rooftile.runtime.words import answers_words
 
 @answers_words
 class WindowPool(BlockPool):
-    """A pool of `total` blocks of `size` tokens each, with `rows` rows for what only the last `window` tokens read.
+    """A pool of `total` blocks of `block_size` tokens each, with `rows` rows for what only the last `window` tokens read.
 
     Args:
-        total, size, watermark, prefixes: as in `BlockPool`.
+        total, block_size, watermark, prefixes: as in `BlockPool`.
         rows: the number of rows; `rows_for` says how many never run out.
         window: the keys that a query sees, its own among them.
 
@@ -33,7 +33,7 @@ class WindowPool(BlockPool):
         InvalidInput: a number makes no sense.
 
     Example:
-        >>> pool = WindowPool(total=8, size=4, rows=4, window=4)
+        >>> pool = WindowPool(total=8, block_size=4, rows=4, window=4)
         >>> table = pool.begin(range(20))
         >>> pool.append(table, 20), pool.cover(table, 0, 12), pool.new_rows()
         ([], None, {0: 0, 1: 1, 2: 2})
@@ -45,19 +45,19 @@ class WindowPool(BlockPool):
     """
 
     def __init__(
-        self, total: int, size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True
+        self, total: int, block_size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True
     ) -> None:
         if not 1 <= rows <= total:
             raise InvalidInput(f"{rows} rows for a pool of {total} blocks; there must be 1 to {total}")
         if window < 1:
             raise InvalidInput(f"a window of {window} keys; it must have at least one")
         self.rows, self.window = rows, window
-        super().__init__(total, size, watermark=watermark, prefixes=prefixes)
+        super().__init__(total, block_size, watermark=watermark, prefixes=prefixes)
 
     @staticmethod
-    def rows_for(window: int, size: int, *, answers: int, tokens: int) -> int:
+    def rows_for(window: int, block_size: int, *, answers: int, tokens: int) -> int:
         """Returns how many rows are enough for `answers` answers that read at most `tokens` tokens in a step together."""
-        return answers * ((window - 1) // size + 2) + -(-tokens // size)
+        return answers * ((window - 1) // block_size + 2) + -(-tokens // block_size)
 
     def reset(self) -> None:
         super().reset()

@@ -97,7 +97,7 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
         smaller = max((size for size in GROUPS if K % size == 0), default=None)
         other = f"int4:{smaller}" if format.name == "int4" and smaller else "another format"
         raise InvalidInput(
-            f"w has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
+            f"weight has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
             f"pad w and x with zeros, or take {other}"
         )
     return index(asked)

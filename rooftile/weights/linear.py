@@ -29,9 +29,9 @@ def linear(
     weight: QuantisedWeight | TwoFour | Tensor,  # (N, K)
     bias: Tensor | None = None,  # (N,)
     *,
-    out_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
     backend: str | None = None,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # (..., N)
     """Multiplies x with a weight: x W^T + bias, summed in fp32 (fp64 for float64), rounded once.
 
@@ -48,10 +48,10 @@ def linear(
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
         weight: from `quantise_weight`, from `rooftile.sparsity.compress`, or a tensor, which is multiplied by PyTorch.
         bias: any float dtype.
-        out_dtype: the dtype of the result; None takes the dtype of x.
-        deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
         backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "hopper", "triton", "library"
             (cuSPARSELt), "dense" or "definition". None takes the fastest that runs.
+        deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
+        out_dtype: the dtype of the result; None takes the dtype of x.
 
     Raises:
         InvalidInput: shapes, dtypes or devices do not go together.

@@ -42,12 +42,12 @@ class _Rows(NamedTuple):
 
 @answers_foreign_words
 def quantise_weight(
-    w: Tensor, format: str, *, group: int | None = None, rule: Rule = "floor", zero_points: bool = False
+    weight: Tensor, format: str, *, group: int | None = None, rule: Rule = "floor", zero_points: bool = False
 ) -> QuantisedWeight:
     """Quantises a weight, for `linear`.
 
     Args:
-        w: (N, K), bf16, fp16, fp32 or fp64, any strides; computed in fp32.
+        weight: (N, K), bf16, fp16, fp32 or fp64, any strides; computed in fp32.
         format: the codes of weights, what shares a scale, and what activations are quantised to:
 
             - fp8: e4m3, a row; activations in e4m3 with a scale per token.
@@ -65,14 +65,14 @@ def quantise_weight(
         zero_points: int4: whether each group has a zero point, which fits groups that lie on one side of zero.
 
     Raises:
-        InvalidInput: the format does not exist or has no such option, w is not finite or not (N, K), or K is not a multiple of
-            the group.
+        InvalidInput: the format does not exist or has no such option, weight is not finite or not (N, K), or K is not a
+            multiple of the group.
 
     Example:
         >>> weight = quantise_weight(torch.randn(256, 512), "int4")
         >>> y = linear(torch.randn(3, 512), weight)
     """
-    return _weight(w, format, group, zero_points, rule, None, None, False)[0]
+    return _weight(weight, format, group, zero_points, rule, None, None, False)[0]
 
 
 def quantise_trained(
@@ -136,14 +136,14 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool, rule: str) -> None:
     if not isinstance(w, Tensor) or w.dtype not in _FLOATS or w.ndim != 2 or not w.numel():
         what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
         raise InvalidInput(
-            f"w is {what}; must be a tensor (N, K) of bfloat16, float16, float32 or float64 with at least one number"
+            f"weight is {what}; must be a tensor (N, K) of bfloat16, float16, float32 or float64 with at least one number"
         )
     if zero_points and kind.name != "int4":
         raise InvalidInput(f"zero_points is True and format {kind.name!r}; only int4 has zero points")
     check_rule(rule, kind.has_exponents, f"format {kind.name!r}")
     if kind.name == "int8" and w.shape[1] > LONGEST_INT8:
         raise InvalidInput(
-            f"w has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
+            f"weight has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
         )
 
 
@@ -168,8 +168,8 @@ def _check_finite(parts: Sequence[Tensor]) -> None:
         if lost.any():
             row, column = (int(x) for x in lost.nonzero()[0])
             raise InvalidInput(
-                f"w is {w[row, column].item()} at row {start + row}, column {column}; weights must be finite to be quantised: "
-                "repair the checkpoint, or leave this weight in 16 bits"
+                f"weight is {w[row, column].item()} at row {start + row}, column {column}; weights must be finite to be "
+                "quantised: repair the checkpoint, or leave this weight in 16 bits"
             )
         start += len(w)
 

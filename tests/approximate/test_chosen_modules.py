@@ -50,7 +50,7 @@ def test_every_parameter_has_a_gradient_and_eager_agrees(name: str) -> None:
 def test_the_sparse_transformer_is_its_function() -> None:
     layer, x = made("fixed"), torch.randn(2, 40, 24)
     q, k, v = heads(layer.q(x), 4), heads(layer.k(x), 2), heads(layer.v(x), 2)
-    o = ap.sparse_transformer(q, k, v, pattern="fixed", stride=6, summary=2, heads="split")
+    o = ap.sparse_transformer(q, k, v, pattern="fixed", stride=6, summary=2, sets="split")
     torch.testing.assert_close(layer(x), layer.out(o.flatten(-2)))
     assert "pattern='fixed', stride=6, summary=2, sets='split'" in repr(layer)
 
@@ -113,7 +113,7 @@ def test_layers_compile(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "due"),
     [
-        (lambda: SparseTransformer(24, 1, sets="split"), "heads is 'split' and q has 1 head"),
+        (lambda: SparseTransformer(24, 1, sets="split"), "sets is 'split' and q has 1 head"),
         (lambda: SparseTransformer(24, 2, pattern="fixed", stride=4, summary=5), "summary is 5; stride is 4"),
         (lambda: SparseTransformer(24, 2, mask=rt.CAUSAL), "has no argument mask"),
         (lambda: Reformer(24, 2, buckets=3), "buckets is 3; must be even"),

@@ -220,8 +220,8 @@ def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
 
 def test_the_weight_of_the_loss_is_a_number() -> None:
     q, k, _ = inputs(3, 3, 2, 2, 8, 8)
-    with pytest.raises(rt.InvalidInput, match="weight is 'small'; must be a finite number"):
-        ap.commitment_loss(q, k, torch.randn(2, 3, 8), weight="small")
+    with pytest.raises(rt.InvalidInput, match="commitment is 'small'; must be a finite number"):
+        ap.commitment_loss(q, k, torch.randn(2, 3, 8), commitment="small")
 
 
 def test_strict_needs_as_many_queries_as_keys_or_members() -> None:

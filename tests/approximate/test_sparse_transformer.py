@@ -54,7 +54,7 @@ def answer(tensors: list[Tensor], dtype: torch.dtype, **options) -> dict[str, Te
 def test_the_fast_path_equals_the_definition(size: str, pattern: str, heads: str, dtype: torch.dtype) -> None:
     *shape, stride, other = SIZES[size]
     tensors = inputs(*shape, dtype)
-    options = words(pattern, stride, other) | {"heads": heads}
+    options = words(pattern, stride, other) | {"sets": heads}
     found = answer(tensors, dtype, **options)
     exact, plain = (answer(tensors, x, backend="eager", **options) for x in (torch.float64, dtype))
     assert_within(found, exact, plain, dtype)
@@ -70,7 +70,7 @@ def test_summaries_in_whole_tiles_equal_the_definition(
 ) -> None:  # fmt: skip
     """A backend that is named takes the tiles on a CPU too."""
     tensors = inputs(T, S, 4, 2, 16, 16, dtype)
-    options = {"pattern": "fixed", "stride": stride, "summary": summary, "heads": heads}
+    options = {"pattern": "fixed", "stride": stride, "summary": summary, "sets": heads}
     found = answer(tensors, dtype, backend="tiled", **options)
     exact, plain = (answer(tensors, x, backend="eager", **options) for x in (torch.float64, dtype))
     assert_within(found, exact, plain, dtype, terms=S)
@@ -84,7 +84,7 @@ def test_each_pair_is_that_of_the_text(pattern: str, heads: str) -> None:
     q, k = torch.randn(1, T, H, 8), torch.randn(1, T, H, 8)
     v = torch.eye(T)[None, :, None].expand(1, T, H, T)
     options = words(pattern, stride, window if pattern == "strided" else summary)
-    found = ap.sparse_transformer(q, k, v, heads=heads, **options)[0] > 0
+    found = ap.sparse_transformer(q, k, v, sets=heads, **options)[0] > 0
     seen = sees(T, T, H, pattern, stride, window, summary, heads)
     for h in range(H):
         part = heads if heads != "split" else "first" if h < 2 else "second"
@@ -117,8 +117,8 @@ def test_a_stride_beyond_the_text_is_causal_attention(pattern: str, stride: int)
 def test_a_stride_of_one_is_causal_attention_in_the_second_set() -> None:
     q, k, v = inputs(40, 40, 4, 2, 16, 16)
     due = rt.attention(q, k, v, rt.CAUSAL)
-    torch.testing.assert_close(ap.sparse_transformer(q, k, v, stride=1, heads="second"), due)
-    torch.testing.assert_close(ap.sparse_transformer(q, k, v, pattern="fixed", stride=9, summary=9, heads="second"), due)
+    torch.testing.assert_close(ap.sparse_transformer(q, k, v, stride=1, sets="second"), due)
+    torch.testing.assert_close(ap.sparse_transformer(q, k, v, pattern="fixed", stride=9, summary=9, sets="second"), due)
 
 
 def test_equal_scores_give_the_mean_of_the_set() -> None:
@@ -138,7 +138,7 @@ def test_equal_scores_give_the_mean_of_the_set() -> None:
 def test_step_by_step_gives_the_rows_of_the_whole(pattern: str, heads: str) -> None:
     T = 30
     q, k, v = inputs(T, T, 4, 2, 8, 8)
-    options = words(pattern, 7, 3) | {"heads": heads}
+    options = words(pattern, 7, 3) | {"sets": heads}
     whole = ap.sparse_transformer(q, k, v, **options)
     steps = [ap.sparse_transformer(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], **options) for t in range(T)]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
@@ -182,7 +182,7 @@ def test_under_autocast_and_inference_mode_and_vmap() -> None:
     ("options", "due"),
     [
         ({"pattern": "dilated"}, "pattern is 'dilated'; must be 'strided' or 'fixed'"),
-        ({"heads": "all"}, "heads is 'all'; must be 'union', 'split', 'first' or 'second'"),
+        ({"sets": "all"}, "sets is 'all'; must be 'union', 'split', 'first' or 'second'"),
         ({"stride": 0}, "stride is 0; must be an int of at least 1"),
         ({"stride": 2.5}, "stride is 2.5; must be an int of at least 1"),
         ({"window": -1}, "window is -1; must be an int of at least 1"),
@@ -202,5 +202,5 @@ def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
 
 
 def test_one_head_cannot_be_split() -> None:
-    with pytest.raises(rt.InvalidInput, match="heads is 'split' and q has 1 head"):
-        ap.sparse_transformer(*inputs(8, 8, 1, 1, 8, 8), heads="split")
+    with pytest.raises(rt.InvalidInput, match="sets is 'split' and q has 1 head"):
+        ap.sparse_transformer(*inputs(8, 8, 1, 1, 8, 8), sets="split")

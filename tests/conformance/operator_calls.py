@@ -239,7 +239,7 @@ def _rotate(device: torch.device) -> Work:
 
 
 def _pages(device: torch.device, dtype: torch.dtype = torch.float32) -> Pages:
-    pages = Pages(4, layers=1, heads=2, dim=8, size=4, dtype=dtype, device=device)
+    pages = Pages(4, layers=1, heads=2, dim=8, block_size=4, dtype=dtype, device=device)
     pages.storage.view(torch.uint8).zero_()
     if pages.scales is not None:
         pages.scales.fill_(0.5)

@@ -376,9 +376,9 @@ def test_explain_knows_them() -> None:
 
 def test_sizes_are_whole_numbers_of_any_kind() -> None:
     counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    assert Blocks(counts, indices, np.int64(64)).size == Blocks(counts, indices, [64, np.int32(64)]).size == (64, 64)
+    assert Blocks(counts, indices, np.int64(64)).block_size == Blocks(counts, indices, [64, np.int32(64)]).block_size == (64, 64)
     for size in (64.0, "64", None, (64,), (64, 96), True):
-        with pytest.raises(rt.InvalidInput, match=r"blocks: size is .*; must be \(queries, keys\) of a block, multiples of 64"):
+        with pytest.raises(rt.InvalidInput, match=r"blocks: block_size is .*; must be \(queries, keys\) of a block, multiples"):
             Blocks(counts, indices, size)
     with pytest.raises(rt.InvalidInput, match="blocks: counts is None; must be an int32 tensor of 3 axes"):
         Blocks(None, indices)

@@ -108,7 +108,7 @@ def test_weights_without_a_size_and_words_that_are_none(tmp_path: Path, folder: 
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(rt.InvalidInput, match=r"layers.1.self_attn.k_proj.weight cannot be 2:4: w is NaN at row 3, column 5"):
+    with pytest.raises(rt.InvalidInput, match=r"self_attn.k_proj.weight cannot be 2:4: weight is NaN at row 3, column 5"):
         rt.LLM(tmp_path, weights="2:4", **ROOM)
     for word in ("2:8", "2:4:row", "two_four", "24"):
         with pytest.raises(rt.InvalidInput, match=f"'{word}'; must be one of auto, fp8, .*nvfp4, 2:4|'{word}'; "):

@@ -62,9 +62,9 @@ def test_long_random_lists_equal_the_portable_kernels(mask: Mask, D: int) -> Non
 
 def with_bits(blocks: Blocks, part: int) -> Blocks:
     """The same lists, with random bits for the first blocks of each."""
-    rows, keys = blocks.size
+    rows, keys = blocks.block_size
     whole = torch.rand(*blocks.counts.shape, part, rows, keys, device="cuda") < 0.7
-    return Blocks(blocks.counts, blocks.indices, blocks.size, packed(whole))
+    return Blocks(blocks.counts, blocks.indices, blocks.block_size, packed(whole))
 
 
 @pytest.mark.parametrize("D", [64, 96, 128])

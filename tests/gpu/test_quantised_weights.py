@@ -34,5 +34,5 @@ def test_bits(name: str, K: int, given: int | None, dtype: torch.dtype, device: 
 def test_a_weight_that_is_not_finite_is_refused(device: torch.device) -> None:
     w = torch.randn(64, 128, device=device)
     w[7, 100] = torch.inf
-    with pytest.raises(rt.InvalidInput, match="w is inf at row 7, column 100"):
+    with pytest.raises(rt.InvalidInput, match="weight is inf at row 7, column 100"):
         rt.quantise_weight(w, "int4")

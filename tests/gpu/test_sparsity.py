@@ -85,7 +85,7 @@ def test_hostile_blocks() -> None:
     w = torch.tensor(rows).repeat(8, 16)
     for transposable in (False, True):
         assert torch.equal(two_four(w.cuda(), transposable).cpu(), two_four(w, transposable))
-    with pytest.raises(rt.InvalidInput, match="w is NaN at row 3, column 1"):
+    with pytest.raises(rt.InvalidInput, match="weight is NaN at row 3, column 1"):
         two_four(w.index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torch.nan)).cuda())
 
 

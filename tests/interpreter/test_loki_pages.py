@@ -20,7 +20,7 @@ SHAPES = [(16, 2, 3, 16, 5), (8, 1, 4, 24, 16), (256, 2, 1, 16, 3), (16, 1, 17, 
 def cache_of(size: int, Hk: int, D: int, r: int, N: int = 6) -> tuple[Pages, torch.Tensor, torch.Tensor]:
     """A cache of random numbers in two layers, and block tables of four sequences; one is empty, the others end anywhere."""
     torch.manual_seed(size + D)
-    pages = Pages(40, 2, Hk, D, size=size, dtype=torch.float32)
+    pages = Pages(40, 2, Hk, D, block_size=size, dtype=torch.float32)
     pages.add_plane("leading", 2, size, Hk, r).normal_()
     pages.storage.normal_()
     table = torch.randperm(40)[: 4 * N].view(4, N).int()

@@ -38,7 +38,7 @@ def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, dtype: torc
 
 
 def test_blocks_are_copied_whole() -> None:
-    pages = Pages(9, layers=3, heads=2, dim=24, size=8, dtype=torch.bfloat16)
+    pages = Pages(9, layers=3, heads=2, dim=24, block_size=8, dtype=torch.bfloat16)
     pages.storage.normal_()
     due = pages.storage.clone()
     due[[7, 2]] = due[[1, 0]]

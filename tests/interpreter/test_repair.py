@@ -56,7 +56,7 @@ def test_lists_of_blocks_and_their_bits_are_followed(layout: str, part: int) -> 
     blocks = Blocks.from_dense(torch.rand(1, 4, 3, 3) < 0.7, (64, 64))
     if part:
         bits = packed(torch.rand(*blocks.counts.shape, part, 64, 64) < 0.7)
-        blocks = Blocks(blocks.counts, blocks.indices, blocks.size, bits)
+        blocks = Blocks(blocks.counts, blocks.indices, blocks.block_size, bits)
     seen = blocks.pairs(T, T).expand(B, -1, -1, -1)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     due, _ = reference.attention(*leaves, CAUSAL, scale=0.25, seen=seen)

@@ -68,7 +68,7 @@ def test_nan_and_masks_of_other_numbers_are_refused(dtype: torch.dtype) -> None:
     mask = two_four(w)
     lost = w.float().index_put((torch.tensor(5), torch.tensor(1026)), torch.tensor(float("nan"))).to(dtype)
     for transposable in (False, True):
-        with pytest.raises(rt.InvalidInput, match="w is NaN at row 5, column 1026"):
+        with pytest.raises(rt.InvalidInput, match="weight is NaN at row 5, column 1026"):
             two_four(lost, transposable)
     mask[7, 1024:] = True
     with pytest.raises(rt.InvalidInput, match="mask keeps 4 of columns 1024 to 1027 in row 7; must keep two"):

@@ -70,7 +70,7 @@ def on_two_devices() -> nn.Module:
         (mlp, {"data": torch.randn(3, 4)}, "data has torch.float32"),
         (mlp, {"data": lambda model: float("inf")}, "the loss on data is inf; must be finite"),
         (mlp, {"budget": 5}, "plan has no argument budget: it has model, rows, formats, data, max_loss"),
-        (lost, {"formats": ["int8"]}, "2.weight cannot be quantised to int8: w is nan at row 3, column 5"),
+        (lost, {"formats": ["int8"]}, "2.weight cannot be quantised to int8: weight is nan at row 3, column 5"),
         (lambda: rt.qat.prepare(mlp(), "int8"), {}, "0 is prepared for training; restore the model first"),
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_2_4_is_a_default_where_losses_are_bounded_and_is_refused_where_it_does_
     assert offered(max_loss=0.1, backward=True) == ["fp32", "fp8", "int8", "int4"]
     with pytest.raises(rt.Unsupported, match="formats has '2:4', and plans of training round alone; leave it out"):
         rt.plan(mlp(), X, formats=["2:4"], backward=True)
-    with pytest.raises(rt.InvalidInput, match=r"2.weight cannot be 2:4: w is NaN"):
+    with pytest.raises(rt.InvalidInput, match=r"2.weight cannot be 2:4: weight is NaN"):
         rt.plan(lost(), X, formats=["2:4"], measure=False)
     plan = rt.plan(nn.Sequential(nn.Linear(6, 8)), torch.randn(2, 6), formats=["2:4"], measure=False)
     assert plan.layers[0].why_not["2:4"] == "rows have 6 numbers, and 2:4 needs a multiple of 4"

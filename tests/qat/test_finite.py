@@ -102,7 +102,7 @@ def test_numbers_too_large_for_fp32() -> None:
 
 @pytest.mark.usefixtures("later")
 def test_the_host_looks_at_once_before_the_first_step_and_in_evaluation() -> None:
-    sentence = r"0.weight( after 2 steps)? cannot be quantised to int8: w is nan at row 0, column 0"
+    sentence = r"0.weight( after 2 steps)? cannot be quantised to int8: weight is nan at row 0, column 0"
     model = rt.qat.prepare(mlp(), "int8")
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
@@ -128,7 +128,7 @@ def test_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(quantise, "_check_finite", refuse)
         step(compiled, optimiser)
         compiled(inputs()).square().mean().backward()
-    with pytest.raises(InvalidInput, match=r"0.weight after 4 steps cannot be quantised to int4: w is nan"):
+    with pytest.raises(InvalidInput, match=r"0.weight after 4 steps cannot be quantised to int4: weight is nan"):
         optimiser.step()
 
 
@@ -161,5 +161,5 @@ def test_weights_that_no_optimiser_holds_are_read_by_any() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
     step(model, optimiser)
-    with pytest.raises(InvalidInput, match=r"0.weight cannot be quantised to int8: w is nan at row 0, column 0"):
+    with pytest.raises(InvalidInput, match=r"0.weight cannot be quantised to int8: weight is nan at row 0, column 0"):
         step(model, optimiser)

@@ -269,7 +269,7 @@ def lost() -> nn.Module:
         (lambda: rt.qat.prepare(mlp(), {"*": "int4"}, group=32), "group is 32 and format a dictionary"),
         (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),
         (lambda: rt.qat.prepare(mlp(), "int4", group=48), r"0.weight \(256, 128\) cannot be int4:48: group is 48"),
-        (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: w has rows of K = 33"),
+        (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: weight has rows of K = 33"),
         (lambda: rt.qat.prepare(mlp(), "int8", estimator="ste"), "estimator is 'ste'; must be one of straight, clip, lsq"),
         (lambda: rt.qat.prepare(mlp(), "int8", start_step=-1), "start_step is -1; must be a number of steps, 0 or more"),
         (lambda: rt.qat.prepare("model", "int8"), "model is str; must be a torch.nn.Module"),
@@ -279,7 +279,7 @@ def lost() -> nn.Module:
         (lambda: rt.qat.restore(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
         (lambda: rt.qat.status(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
         (lambda: rt.qat.off(mlp()).__enter__(), "the model is not prepared; call rooftile.qat.prepare first"),
-        (lambda: lost()(inputs()), "2.weight after 1 steps cannot be quantised to int8: w is nan at row 1, column 3"),
+        (lambda: lost()(inputs()), "2.weight after 1 steps cannot be quantised to int8: weight is nan at row 1, column 3"),
     ],
 )  # fmt: skip
 def test_bad_input(call, sentence: str) -> None:
@@ -315,7 +315,7 @@ def test_restored_while_it_is_off() -> None:
 def test_a_refused_mask_leaves_the_model_as_it_was() -> None:
     model = mlp()
     model[2].weight.data[0, 0] = torch.nan
-    with pytest.raises(InvalidInput, match=r"^2.weight cannot be 2:4: w is NaN at row 0, column 0"):
+    with pytest.raises(InvalidInput, match=r"^2.weight cannot be 2:4: weight is NaN at row 0, column 0"):
         rt.qat.prepare(model, None, sparsity=rt.sparsity.Recipe())
     assert [type(layer) for layer in model] == [type(layer) for layer in mlp()]
     model[2].weight.data[0, 0] = 1.0

@@ -139,7 +139,7 @@ def lost(model: nn.Sequential) -> nn.Sequential:
         (mlp, 4, {}, "format is 4; must be one of fp8"),
         (mlp, {"layer.*": "int8"}, {}, "format has the pattern 'layer.*', which matches no layer; near names are"),
         (mlp, "int4", {"group": 48}, "0.weight (256, 128) cannot be int4:48: group is 48; int4 has 32, 64, 128"),
-        (lambda: lost(mlp()), "int4:32", {}, "2.weight cannot be quantised to int4: w is nan at row 3, column 4"),
+        (lambda: lost(mlp()), "int4:32", {}, "2.weight cannot be quantised to int4: weight is nan at row 3, column 4"),
         (lambda: nn.Sequential(nn.ReLU()), "int8", {}, "has no layer of the class nn.Linear itself"),
         (lambda: rt.qat.prepare(mlp(), "int8"), "int8", {}, "0 is prepared already; restore the model first"),
         (lambda: "model", "int8", {}, "model is str; must be a torch.nn.Module"),

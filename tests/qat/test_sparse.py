@@ -412,7 +412,7 @@ def test_bad_input() -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     model(data()).sum().backward()
     model[0].weight.grad[3, 5] = math.nan
-    with pytest.raises(InvalidInput, match=r"0.weight after 1 steps cannot be 2:4: w is NaN at row 3, column 5"):
+    with pytest.raises(InvalidInput, match=r"0.weight after 1 steps cannot be 2:4: weight is NaN at row 3, column 5"):
         optimiser.step()
     words = rt.qat.prepare(nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64)), {"0": "int8", "1": "int8"}, sparsity=Recipe())
     assert [one.flips for one in rt.qat.status(words).layers] == [None, 0.0]

@@ -126,7 +126,7 @@ def step() -> Tensor:
 
 
 def written() -> Tensor:
-    pages = Pages(2, 1, 2, 16, size=16, dtype=torch.float32, device="cpu")
+    pages = Pages(2, 1, 2, 16, block_size=16, dtype=torch.float32, device="cpu")
     pages.write(0, some(3, 2, 16), some(3, 2, 16), torch.arange(3))
     return pages.storage[:1, :, :, :3]
 

@@ -80,7 +80,7 @@ def test_without_a_name_the_cpu_has_one() -> None:
 
 def test_a_pool_and_its_pages() -> None:
     """Two samples of one prompt share its blocks, and neither reads the tokens of the other."""
-    pool, pages = BlockPool(8, 4), Pages(8, layers=2, heads=2, dim=16, size=4, dtype=torch.float32)
+    pool, pages = BlockPool(8, 4), Pages(8, layers=2, heads=2, dim=16, block_size=4, dtype=torch.float32)
     pages.storage.fill_(torch.nan)
     k, v = torch.randn(2, 2, 6, 2, 16)
     first = pool.begin([1])
@@ -109,7 +109,7 @@ def test_a_pool_and_its_pages() -> None:
 
 
 def test_copies_are_as_if_one_after_the_other() -> None:
-    pages = Pages(5, layers=1, heads=1, dim=1, size=1, dtype=torch.float32)
+    pages = Pages(5, layers=1, heads=1, dim=1, block_size=1, dtype=torch.float32)
     pages.storage[:] = torch.arange(5.0).view(5, 1, 1, 1, 1, 1)
 
     def held() -> list[float]:
@@ -257,7 +257,7 @@ def test_a_compiler_sees_one_operator(packed: bool, fp8: bool, dynamic: bool) ->
 
 def test_pages_in_fp8() -> None:
     """Keys and values are within a sixteenth, and zeros stay zeros; copies include the scales."""
-    pages = Pages(6, layers=2, heads=2, dim=16, size=4, dtype=torch.float8_e4m3fn)
+    pages = Pages(6, layers=2, heads=2, dim=16, block_size=4, dtype=torch.float8_e4m3fn)
     k, v = torch.randn(2, 5, 2, 16)
     k[2, 1] = 0
     k[3] *= 1e4

@@ -161,16 +161,16 @@ def test_a_weight_says_what_it_is() -> None:
         (torch.randn(4, 100), {"format": "mxfp4"}, "K = 100 numbers, and 32 of mxfp4 share"),
         (torch.randn(4, 96), {"format": "int4", "group": 48}, "group is 48; int4 has 32, 64, 128, or K"),
         (torch.randn(4, 96), {"format": "int4", "group": 32.0}, "group is 32.0; int4 has 32, 64, 128, or K"),
-        (torch.randn(4, 96).to(torch.float8_e4m3fn), {"format": "int4"}, "w is torch.float8_e4m3fn"),
-        (torch.full((4, 96), 1e300, dtype=torch.float64), {"format": "w8"}, "w is 1e\\+300 at row 0, column 0; weights must be"),
+        (torch.randn(4, 96).to(torch.float8_e4m3fn), {"format": "int4"}, "weight is torch.float8_e4m3fn"),
+        (torch.full((4, 96), 1e300, dtype=torch.float64), {"format": "w8"}, "weight is 1e\\+300 at row 0, column 0; weights"),
         (torch.randn(4, 96), {"format": "fp8", "group": 32}, "group is 32; fp8 has 96: leave it out"),
         (torch.randn(4, 96), {"format": "int3"}, "format is 'int3'; must be one of fp8, fp8_tile, int8, w8, int4, mxfp8"),
         (torch.randn(4, 96), {"format": None}, "format is None; must be one of"),
         (torch.randn(4, 96), {"format": "w8", "zero_points": True}, "only int4 has zero points"),
-        (torch.ones(4, 96).long(), {"format": "w8"}, r"w is torch.int64 \(4, 96\); must be a tensor"),
-        (torch.randn(96), {"format": "w8"}, r"w is torch.float32 \(96,\); must be"),
+        (torch.ones(4, 96).long(), {"format": "w8"}, r"weight is torch.int64 \(4, 96\); must be a tensor"),
+        (torch.randn(96), {"format": "w8"}, r"weight is torch.float32 \(96,\); must be"),
         (torch.randn(0, 96), {"format": "w8"}, r"\(0, 96\); must be"),
-        ([[1.0]], {"format": "w8"}, "w is list; must be"),
+        ([[1.0]], {"format": "w8"}, "weight is list; must be"),
         (torch.zeros(1, 200_000), {"format": "int8"}, "K = 200,000 numbers; int8 sums of at most 132,104 are exact"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_group_may_be_a_number_of_numpy() -> None:
 def test_weights_must_be_finite(format: str, bad: float) -> None:
     w = torch.randn(4, 128)
     w[2, 5] = bad
-    with pytest.raises(rt.InvalidInput, match=f"w is {bad} at row 2, column 5; weights must be finite"):
+    with pytest.raises(rt.InvalidInput, match=f"weight is {bad} at row 2, column 5; weights must be finite"):
         rt.quantise_weight(w, format)
 
 

@@ -107,7 +107,7 @@ def test_blocks_that_overlap_are_read_in_place_by_a_kernel_without_a_copy_engine
     k, q = torch.randn(1, 64, 2, 64), torch.randn(1, 1, 4, 64)
     Loki.fit(k).attend(q, k, k, unit="page")
     table, lengths = torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32)
-    whole = Pages(8, 1, 2, 64, size=16, dtype=torch.float32).view(0, table, lengths)
+    whole = Pages(8, 1, 2, 64, block_size=16, dtype=torch.float32).view(0, table, lengths)
     paged.attend(q[:, 0], whole, torch.tensor([[[0, 3], [1, 3]]]), torch.tensor([32], dtype=torch.int32), Asked(0.1))
     assert [route_of(*call) for call in seen] == [ANY, ANY]
     assert route_of(q, whole) == ONE

@@ -26,11 +26,11 @@ def linformer(
     v: Tensor,  # (B, S, Hk, Dv)
     e: Tensor,  # (1 | Hk | H, r, N)
     f: Tensor | None = None,  # (1 | Hk | H, r, N)
+    mask: Mask | None = FULL,
     *,
     backend: str | None = None,
     deterministic: bool | None = None,
     key_padding_mask: Tensor | None = None,
-    mask: Mask | None = FULL,
     scale: float | None = None,
 ) -> Tensor:
     """Linformer's attention, softmax(scale q (e k)^T) (f v): exact attention to r rows that are sums over all S tokens.
@@ -43,10 +43,10 @@ def linformer(
             per query head (H, r, N). A text shorter than N uses the first S columns. Differentiable. Any kind of projection is
             given by its numbers: learned, or 1 / n in the n columns of a row for means of n tokens.
         f: projection of values; e if None.
+        mask: FULL. Linformer has no causal form, as every projected row holds the whole text.
         backend: "eager" is the definition; other names are backends of `rooftile.attention`, which attends to the projected keys.
         deterministic: as in `rooftile.attention`.
         key_padding_mask: booleans (B, S), True for tokens that are padding: they are zero before the projection.
-        mask: FULL. Linformer has no causal form, as every projected row holds the whole text.
         scale: of the scores; 1 / sqrt(D) if None.
 
     Returns:

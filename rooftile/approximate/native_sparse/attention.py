@@ -132,8 +132,8 @@ def with_near(
     """
     S, scale = selected[0].shape[1], options["scale"]
     far, chosen = far_and_chosen(
-        q, compressed, S, options=options, length=length, stride=stride, block_size=block_size, count=count, first=first, local=local,
-        chosen=chosen,
+        q, compressed, S, options=options, length=length, stride=stride, block_size=block_size, count=count, first=first,
+        local=local, chosen=chosen,
     )  # fmt: skip
     # the exact kernels' other names say nothing of the kernels of selection
     kernels = "triton" if options["backend"] == "triton" else None
@@ -142,8 +142,8 @@ def with_near(
 
 
 def far_and_chosen(
-    q: Tensor, compressed: Pair, S: int, *, options: dict[str, Any], length: int, stride: int, block_size: int, count: int, first: int,
-    local: int, chosen: Tensor | None = None,
+    q: Tensor, compressed: Pair, S: int, *, options: dict[str, Any], length: int, stride: int, block_size: int, count: int,
+    first: int, local: int, chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The compressed branch (B, T, H, Dv) of the last T of S tokens, and the blocks that it chooses unless they are given."""
     far, lse = compressed_attention(q, *compressed, S, length, stride, options)

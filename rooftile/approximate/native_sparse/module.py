@@ -41,8 +41,8 @@ class NativeSparse(Projections):
 
     @answers_foreign_words
     def __init__(
-        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, block_size: int = 64, compression: str = "mlp",
-        count: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None, first: int = 1,
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, block_size: int = 64,
+        compression: str = "mlp", count: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None, first: int = 1,
         head_dim: int | None = None, hidden: int | None = None, kv_heads: int | None = None, length: int = 32, local: int = 2,
         stride: int = 16, window: int = 512,
     ) -> None:  # fmt: skip
@@ -82,8 +82,8 @@ class NativeSparse(Projections):
         k = [self.place(one) for one in k]
         compressed = self._compressed(k[0], 0, cu), self._compressed(v[0], 1, cu)
         o = approximate.native_sparse(
-            q, compressed, (k[1], v[1]), (k[2], v[2]), gates, backend=self.backend, block_size=self.block_size, count=self.count, cu=cu,
-            first=self.first, length=self.length, local=self.local, stride=self.stride, window=self.window,
+            q, compressed, (k[1], v[1]), (k[2], v[2]), gates, backend=self.backend, block_size=self.block_size, count=self.count,
+            cu=cu, first=self.first, length=self.length, local=self.local, stride=self.stride, window=self.window,
         )  # fmt: skip
         return self.out(o.flatten(-2))
 

@@ -112,7 +112,7 @@ def choose_blocks_with_scores(
     """Computes `choose_blocks` in plain operations and also returns the scores (the kernel never holds them).
 
     Args:
-        backend: "eager" is the definition, which holds all weights at once; "plain" computes in pieces; None or "auto" is "plain".
+        backend: "eager" is the definition, which holds all weights at once; "plain" computes in pieces, as None and "auto" do.
         q, compressed, block_size, count, first, length, local, scale, stride, tokens: as in `choose_blocks`.
 
     Returns:
@@ -227,8 +227,8 @@ def selected_attention(
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q; 0 for a query without blocks.
 
-    With all blocks chosen this is causal attention, and with the own block alone attention under CAUSAL & Chunk(block_size): known
-    answers of the tests.
+    With all blocks chosen this is causal attention, and with the own block alone attention under CAUSAL & Chunk(block_size):
+    known answers of the tests.
 
     Example:
         >>> q, k, v = (torch.randn(1, 256, 8, 64) for _ in range(3))

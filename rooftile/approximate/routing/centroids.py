@@ -58,8 +58,8 @@ def update_centroids(
 
 
 @answers_foreign_words
-def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 1e-4) -> Tensor:
-    """The mean squared difference of normed queries and keys from their nearest centroids, times a weight: a scalar in fp32.
+def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, commitment: float = 1e-4) -> Tensor:
+    """The mean squared difference of normed queries and keys from their nearest centroids, times `commitment`: a scalar in fp32.
 
     It keeps tokens near the centroids; gradients flow to q and k. Queries and keys count half each.
 
@@ -67,7 +67,7 @@ def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 
         q: queries (B, T, H, D).
         k: keys (B, S, Hk, D).
         centroids: (H, c, D).
-        weight: 1e-4 in the paper's code.
+        commitment: 1e-4 in the paper's code.
 
     Example:
         >>> q, k = torch.randn(1, 32, 4, 16), torch.randn(1, 32, 4, 16)
@@ -76,7 +76,7 @@ def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 
     """
     q, k, _, _ = check_qkv(q, k, k)
     wide = check_centroids(centroids, q)
-    weight = check_number("weight", weight)
+    commitment = check_number("commitment", commitment)
     loss = q.new_zeros((), dtype=wide.dtype)
     with as_given(q):
         for x in (q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)):
@@ -84,7 +84,7 @@ def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 
             best = torch.einsum("bthd,hcd->bthc", x.detach(), wide).argmax(-1)  # (B, T, H)
             near = wide[torch.arange(x.shape[2], device=x.device), best]  # (B, T, H, D)
             loss = loss + (x - near).square().sum() / max(x.numel(), 1)
-    return loss * (weight / 2)
+    return loss * (commitment / 2)
 
 
 def _sums(q: Tensor, k: Tensor, centroids: Tensor, members: Members | Tensor) -> list[Tensor]:

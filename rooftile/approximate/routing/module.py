@@ -70,7 +70,7 @@ class Routing(Projections):
         )
         if self.training:
             # the loss of the centroids before they move
-            self.loss = approximate.commitment_loss(q, k, self.centroids.clone(), weight=self.commitment)
+            self.loss = approximate.commitment_loss(q, k, self.centroids.clone(), commitment=self.commitment)
             if self.decay < 1:
                 self.centroids.copy_(approximate.update_centroids(self.centroids, q, k, members, decay=self.decay))
         return self.out(o.flatten(-2))

@@ -46,9 +46,9 @@ def sparse_transformer(
     *,
     backend: str | None = None,
     deterministic: bool | None = None,
-    heads: str = "union",
     pattern: str = "strided",
     scale: float | None = None,
+    sets: str = "union",
     stride: int = 128,
     summary: int = 8,
     window: int | None = None,
@@ -66,10 +66,10 @@ def sparse_transformer(
         backend: "eager" is the definition; another name means the exact kernels (`rooftile.attention`); None or "auto" takes
             the fastest that runs.
         deterministic: as in `rooftile.attention`.
-        heads: "union" shows both sets to each head; "split" shows the near set to the first half of the heads and the far set to
-            the others; "first" and "second" show one of them, for layers that alternate.
         pattern: "strided" or "fixed".
         scale: of the scores; 1 / sqrt(D) if None.
+        sets: "union" shows both sets to each head; "split" shows the near set to the first half of the heads and the far set to
+            the others; "first" and "second" show one of them, for layers that alternate.
         stride: the paper's l.
         summary: the paper's c, for "fixed".
         window: of near keys, for "strided"; stride if None.
@@ -93,7 +93,7 @@ def sparse_transformer(
     """
     q, k, v, _ = check_qkv(q, k, v)
     pattern = check_choice("pattern", pattern, ("strided", "fixed"))
-    heads = check_choice("heads", heads, ("union", "split", "first", "second"))
+    sets = check_choice("sets", sets, ("union", "split", "first", "second"))
     stride, summary = check_count("stride", stride), check_count("summary", summary)
     if window is not None and pattern == "fixed":
         raise InvalidInput(f"window is {window} with pattern 'fixed'; the near keys are then the own block: leave it out")
@@ -101,25 +101,25 @@ def sparse_transformer(
     if summary > stride and pattern == "fixed":
         raise InvalidInput(f"summary is {summary}; stride is {stride}, and summary must be at most stride")
     H = q.shape[2]
-    if heads == "split" and H == 1:
-        raise InvalidInput("heads is 'split' and q has 1 head; must have at least 2, or write heads='union'")
+    if sets == "split" and H == 1:
+        raise InvalidInput("sets is 'split' and q has 1 head; must have at least 2, or write sets='union'")
     scale = check_scale(scale, q.shape[-1])
     options = check_way(backend, deterministic, scale)
     if options is None:
         return definition.sparse_transformer(
-            q, k, v, pattern=pattern, stride=stride, window=window, summary=summary, heads=heads, scale=scale
+            q, k, v, pattern=pattern, stride=stride, window=window, summary=summary, sets=sets, scale=scale
         ).contiguous()
     if k.shape[1] < q.shape[1]:
         # queries before the first key see nothing
         early = q.shape[1] - k.shape[1]
         late = sparse_transformer(
-            q[:, early:], k, v, heads=heads, pattern=pattern, stride=stride, summary=summary, **options,
+            q[:, early:], k, v, sets=sets, pattern=pattern, stride=stride, summary=summary, **options,
             window=window if pattern == "strided" else None,
         )  # fmt: skip
         return padded(late, early, 0)
     whole = partial(_heads, pattern=pattern, stride=stride, window=window, summary=summary, options=options)
-    if heads != "split":
-        return whole(q, k, v, heads)
+    if sets != "split":
+        return whole(q, k, v, sets)
     first = H - H // 2
     if first % (H // k.shape[2]):
         # the border lies within a group

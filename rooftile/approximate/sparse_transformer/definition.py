@@ -43,9 +43,9 @@ def sparse_transformer(
     stride: int,
     window: int,
     summary: int,
-    heads: str,
+    sets: str,
     scale: float,
 ) -> Tensor:
     """Returns o (B, T, H, Dv) in the dtype of the inputs."""
-    seen = sees(q.shape[1], k.shape[1], q.shape[2], pattern, stride, window, summary, heads, q.device)
+    seen = sees(q.shape[1], k.shape[1], q.shape[2], pattern, stride, window, summary, sets, q.device)
     return pairs.attention(q, k, v, seen, scale=scale)[0]

@@ -52,7 +52,7 @@ class SparseTransformer(Projections):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return approximate.sparse_transformer(
-            q, k, v, backend=self.backend, heads=self.sets, pattern=self.pattern, stride=self.stride, summary=self.summary,
+            q, k, v, backend=self.backend, sets=self.sets, pattern=self.pattern, stride=self.stride, summary=self.summary,
             window=self.window,
         )  # fmt: skip
 

@@ -133,9 +133,9 @@ class CacheLayout:
 
     def allocate(self, blocks: int, rows: int, dtype: torch.dtype, device: torch.device) -> Pages:
         """Returns the memory of this many blocks and rows."""
-        pages = Pages(blocks, self.layers, self.heads, self.dim, size=self.size, dtype=dtype, device=device)
+        pages = Pages(blocks, self.layers, self.heads, self.dim, block_size=self.size, dtype=dtype, device=device)
         for name, shape in self.planes.items():
             pages.add_plane(name, *shape)
         if self.near_layers:
-            pages.near = Pages(rows, self.near_layers, self.heads, self.dim, size=self.size, dtype=dtype, device=device)
+            pages.near = Pages(rows, self.near_layers, self.heads, self.dim, block_size=self.size, dtype=dtype, device=device)
         return pages

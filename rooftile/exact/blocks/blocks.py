@@ -4,8 +4,8 @@ A kernel computes a tile of scores or skips it whole, so a sparse attention is a
 made of whole blocks. The lists stay on the device: the host does not wait for them.
 
 Blocks count from the first query and the first key, also where a mask beside them is aligned at the end. In packed calls they
-count within a sequence, and sequence b has the lists from place cu_q[b] // size[0] + b on: that is room for each of its blocks,
-and no host has to read the offsets.
+count within a sequence, and sequence b has the lists from place cu_q[b] // block_size[0] + b on: that is room for each of its
+blocks, and no host has to read the offsets.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Blocks:
 
     Args:
         counts: how many blocks each block of queries sees, int32 (1|B, 1|Hk|H, blocks of queries). In packed calls B is 1 and the
-            last axis has total_q // size[0] + sequences places, see `rooftile.exact.blocks`.
+            last axis has total_q // block_size[0] + sequences places, see `rooftile.exact.blocks`.
         indices: which, int32 (1|B, 1|Hk|H, blocks of queries, most); in any order, each once. Later entries are not read.
-        size: queries and keys of a block: multiples of 64.
-        bits: for blocks that are seen in part: int32 (1|B, 1|Hk|H, blocks of queries, n, size[0], size[1] / 32) for the first n
-            blocks of each list. Bit c of word w is key 32 w + c of the block. Later blocks are seen whole.
+        block_size: queries and keys of a block: multiples of 64.
+        bits: for blocks that are seen in part: int32 (1|B, 1|Hk|H, blocks of queries, n, block_size[0], block_size[1] / 32) for
+            the first n blocks of each list. Bit c of word w is key 32 w + c of the block. Later blocks are seen whole.
         validate: read the lists at each call, and refuse an index that is out of range or twice in a list; on a GPU this waits.
             Lists on a CPU are always read. Without it, an index that is out of range is passed over.
 
@@ -58,13 +58,13 @@ class Blocks:
 
     counts: Tensor
     indices: Tensor
-    size: tuple[int, int] = (128, 128)
+    block_size: tuple[int, int] = (128, 128)
     bits: Tensor | None = None
     validate: bool = False
     _kept: dict[Any, Lists] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", _checked_size(self.size))
+        object.__setattr__(self, "block_size", _checked_size(self.block_size))
         for name, x, axes in (("counts", self.counts, 3), ("indices", self.indices, 4), ("bits", self.bits, 6)):
             if x is None and name == "bits":
                 continue
@@ -79,7 +79,7 @@ class Blocks:
                 "an axis for the list"
             )
         if self.bits is not None:
-            rows, keys = self.size
+            rows, keys = self.block_size
             due = (*self.counts.shape, self.bits.shape[3], rows, keys // BITS)
             if tuple(self.bits.shape) != due or self.bits.shape[3] > self.indices.shape[3]:
                 raise InvalidInput(
@@ -90,7 +90,8 @@ class Blocks:
     def __repr__(self) -> str:
         lists, keys = tuple(self.counts.shape), self.indices.shape[-1]
         part = "" if self.bits is None else f", up to {self.bits.shape[3]:,} seen in part"
-        return f"Blocks(lists {lists} of up to {keys:,} blocks of {self.size[0]} x {self.size[1]}{part}, on {self.counts.device})"
+        size = f"{self.block_size[0]} x {self.block_size[1]}"
+        return f"Blocks(lists {lists} of up to {keys:,} blocks of {size}{part}, on {self.counts.device})"
 
     def _repr_html_(self) -> str:
         """Draws the lists of the first head of the first sequence, for up to 128 blocks of queries. Waits for the device."""
@@ -104,7 +105,7 @@ class Blocks:
         return shown.card(shown.sentence(f"{self!r}"), shown.spans(rows), shown.sentence(words))
 
     @classmethod
-    def from_dense(cls, keep: Tensor, size: tuple[int, int] = (128, 128), *, validate: bool = False) -> Blocks:
+    def from_dense(cls, keep: Tensor, block_size: tuple[int, int] = (128, 128), *, validate: bool = False) -> Blocks:
         """Makes lists from booleans (1|B, 1|Hk|H, blocks of queries, blocks of keys), True for blocks that are seen.
 
         Nothing is read by the host. Fewer axes are the last ones.
@@ -116,7 +117,7 @@ class Blocks:
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or not 2 <= keep.ndim <= 4:
             came = f"a {keep.dtype} tensor {tuple(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
             raise InvalidInput(f"blocks: keep is {came}; must be a boolean tensor (B, H, blocks of queries, blocks of keys)")
-        return cls(*lists_of(keep[(None,) * (4 - keep.ndim)]), size, validate=validate)
+        return cls(*lists_of(keep[(None,) * (4 - keep.ndim)]), block_size, validate=validate)
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> Blocks:
@@ -190,7 +191,7 @@ class Blocks:
 
     def pairs(self, T: int, S: int) -> Tensor:
         """Returns booleans (1|B, 1|heads, T, S), True for pairs in listed blocks: T x S of them, for tests and small problems."""
-        rows, keys = self.size
+        rows, keys = self.block_size
         n = -(-S // keys)
         slots = self.slots(n)
         seen = (slots >= 0).repeat_interleave(rows, -2).repeat_interleave(keys, -1)[..., :T, :S]
@@ -206,13 +207,13 @@ class Blocks:
     def of_slots(self, start: int, stop: int) -> Blocks:
         """Returns the lists of some blocks of queries: of a sequence in a packed call."""
         bits = None if self.bits is None else self.bits[:, :, start:stop]
-        return Blocks(self.counts[:, :, start:stop], self.indices[:, :, start:stop], self.size, bits)
+        return Blocks(self.counts[:, :, start:stop], self.indices[:, :, start:stop], self.block_size, bits)
 
     def of_sequence(self, b: int) -> Blocks:
         """Returns the lists of one sequence of a dense call."""
         b = b if self.counts.shape[0] > 1 else 0
         bits = None if self.bits is None else self.bits[b : b + 1]
-        return Blocks(self.counts[b : b + 1], self.indices[b : b + 1], self.size, bits)
+        return Blocks(self.counts[b : b + 1], self.indices[b : b + 1], self.block_size, bits)
 
     def _key_blocks(self, given: int | None) -> int:
         if given is not None:
@@ -236,7 +237,7 @@ class Blocks:
 
     def transposed_packed(self, key_blocks: int, cu_q: Tensor, cu_k: Tensor) -> Lists:
         """`transposed` for a packed call: a list for each of `key_blocks` places, with blocks of queries within a sequence."""
-        (rows, keys), device = self.size, self.counts.device
+        (rows, keys), device = self.block_size, self.counts.device
         sequences = torch.arange(cu_q.shape[0] - 1, device=device)
         first_row, first_key = cu_q[:-1] // rows + sequences, cu_k[:-1] // keys + sequences
         place = torch.arange(self.counts.shape[2], device=device)
@@ -255,14 +256,14 @@ class Blocks:
         return transposed(self.slots(n))
 
 
-def _checked_size(size: Any) -> tuple[int, int]:
-    pair = size if isinstance(size, (tuple, list)) else (size, size)
+def _checked_size(block_size: Any) -> tuple[int, int]:
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     try:
         rows, keys = (operator.index(n) for n in pair)
     except (TypeError, ValueError):
         rows = keys = 0
     if min(rows, keys) < LEAST or rows % LEAST or keys % LEAST:
-        raise InvalidInput(f"blocks: size is {size!r}; must be (queries, keys) of a block, multiples of {LEAST}")
+        raise InvalidInput(f"blocks: block_size is {block_size!r}; must be (queries, keys) of a block, multiples of {LEAST}")
     return rows, keys
 
 

@@ -50,12 +50,12 @@ def with_blocks(call: Call, blocks: Any, validate: bool = False) -> Call:
             # a backward keeps no tensor that was made in inference mode
             lists = {name: x.clone() if x is not None and x.is_inference() else x for name, x in lists.items()}
     lists = {name: None if x is None else x.contiguous() for name, x in lists.items()}
-    return call._replace(mask=mask, options=replaced(options, **lists), asked=call.asked._replace(block_size=blocks.size))
+    return call._replace(mask=mask, options=replaced(options, **lists), asked=call.asked._replace(block_size=blocks.block_size))
 
 
 def _check_fit(blocks: Blocks, q: Tensor, k: Tensor, options: Options) -> int:
     """Returns how many blocks of keys there are: in packed calls as many as there are places for them."""
-    (rows, keys), counts = blocks.size, blocks.counts
+    (rows, keys), counts = blocks.block_size, blocks.counts
     if counts.device != q.device:
         raise InvalidInput(f"blocks is on {counts.device}; q is on {q.device}, and all inputs must be on one device")
     if transformed() and mapped(*(x for x in (counts, blocks.indices, blocks.bits) if x is not None)):

@@ -113,7 +113,7 @@ def attention_packed(
         slopes = alibi[b] if alibi is not None and alibi.ndim == 2 and alibi.shape[0] > 1 else alibi
         seen = None
         if blocks is not None:
-            size, T = blocks.size[0], ends_q[b + 1] - ends_q[b]
+            size, T = blocks.block_size[0], ends_q[b + 1] - ends_q[b]
             first = ends_q[b] // size + b
             seen = blocks.of_slots(first, first - (-T // size)).pairs(T, ends_k[b + 1] - ends_k[b])
         o, lse = attention(

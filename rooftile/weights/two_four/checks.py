@@ -25,9 +25,9 @@ def check_weight(w: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     if not isinstance(w, Tensor) or w.dtype not in dtypes or w.ndim != 2:
         what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
         *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidInput(f"w is {what}; must be a tensor (N, K) of {', '.join(names)} or {last}")
+        raise InvalidInput(f"weight is {what}; must be a tensor (N, K) of {', '.join(names)} or {last}")
     if w.shape[1] % 4:
-        raise InvalidInput(f"w is {tuple(w.shape)}; K must be a multiple of 4, since two of each four neighbours are kept")
+        raise InvalidInput(f"weight is {tuple(w.shape)}; K must be a multiple of 4, since two of each four neighbours are kept")
 
 
 def is_raised(flag: Tensor) -> bool:
@@ -42,7 +42,7 @@ def check_numbers(w: Tensor) -> None:
     lost = (w.float() if w.element_size() == 1 else w).isnan()
     if lost.any():
         row, column = (int(n) for n in lost.nonzero()[0])
-        raise InvalidInput(f"w is NaN at row {row}, column {column}; NaN has no size to choose by: find where it comes from")
+        raise InvalidInput(f"weight is NaN at row {row}, column {column}; NaN has no size to choose by: find where it comes from")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -15,22 +15,22 @@ from rooftile.weights.two_four.checks import check_flag, check_numbers, check_we
 
 
 @answers_foreign_words
-def two_four(w: Tensor, transposable: bool = False) -> Tensor:
+def two_four(weight: Tensor, transposable: bool = False) -> Tensor:
     """Chooses the weights to keep: of each four neighbours along K the two that are largest in size.
 
     Of weights of one size those with the lower index are kept. A weight that is 2:4 already stays as it is.
 
     Args:
-        w: (N, K), bf16, fp16, fp32, fp64 or FP8 (e4m3), any strides; K a multiple of 4. Infinity is larger than any number.
+        weight: (N, K), bf16, fp16, fp32, fp64 or FP8 (e4m3), any strides; K a multiple of 4. Infinity is larger than any number.
         transposable: whether the transposed mask is 2:4, too, so that the gradient of x is a sparse product as well. Each block
-            of 4 x 4 takes the one of the 90 patterns with two weights in every row and column whose sum of |w| is largest (in
-            fp32, of fp64 in fp64; of equal sums the lower number in `patterns.py`). N must be a multiple of 4.
+            of 4 x 4 takes the one of the 90 patterns with two weights in every row and column whose sum of |weight| is largest
+            (in fp32, of fp64 in fp64; of equal sums the lower number in `patterns.py`). N must be a multiple of 4.
 
     Returns:
         bool (N, K), True where a weight is kept.
 
     Raises:
-        InvalidInput: w has another dtype or shape, or holds NaN.
+        InvalidInput: weight has another dtype or shape, or holds NaN.
 
     Example:
         >>> two_four(torch.tensor([[1.0, -3.0, 2.0, 0.5]]))
@@ -38,11 +38,11 @@ def two_four(w: Tensor, transposable: bool = False) -> Tensor:
 
     Mishra et al., arXiv:2104.08378; Hubara et al., arXiv:2102.08124.
     """
-    check_weight(w)
+    check_weight(weight)
     check_flag("transposable", transposable)
-    if transposable and w.shape[0] % 4:
-        raise InvalidInput(f"w is {tuple(w.shape)} and transposable is True; N must be a multiple of 4, too")
-    return mask_of(w, bool(transposable), check=True)
+    if transposable and weight.shape[0] % 4:
+        raise InvalidInput(f"weight is {tuple(weight.shape)} and transposable is True; N must be a multiple of 4, too")
+    return mask_of(weight, bool(transposable), check=True)
 
 
 def mask_of(w: Tensor, transposable: bool, *, check: bool) -> Tensor:

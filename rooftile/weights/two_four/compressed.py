@@ -91,11 +91,11 @@ class TwoFour:
 
 
 @answers_foreign_words
-def compress(w: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
+def compress(weight: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
     """Keeps the weights under a mask, and drops the others.
 
     Args:
-        w: (N, K), bf16, fp16, fp32, fp64, FP8 (e4m3) or INT8, any strides.
+        weight: (N, K), bf16, fp16, fp32, fp64, FP8 (e4m3) or INT8, any strides.
         mask: bool (N, K), True for exactly two of each four neighbours along K: from `two_four`.
         scales: fp32 (N, 1), of the rows of an FP8 or INT8 weight.
 
@@ -108,14 +108,14 @@ def compress(w: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
         >>> weight.nbytes / w.nbytes
         0.5625
     """
-    check_weight(w, HELD)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != w.shape:
+    check_weight(weight, HELD)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != weight.shape:
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidInput(f"mask is {what}; must be bool {tuple(w.shape)}, as two_four returns it")
-    if mask.device != w.device:
-        raise InvalidInput(f"w is on {w.device} and mask on {mask.device}; must be on one device")
-    values, places = call(two_four_compress, _run, w.detach(), mask)
-    return TwoFour(values, places, (w.shape[0], w.shape[1]), scales)
+        raise InvalidInput(f"mask is {what}; must be bool {tuple(weight.shape)}, as two_four returns it")
+    if mask.device != weight.device:
+        raise InvalidInput(f"weight is on {weight.device} and mask on {mask.device}; must be on one device")
+    values, places = call(two_four_compress, _run, weight.detach(), mask)
+    return TwoFour(values, places, (weight.shape[0], weight.shape[1]), scales)
 
 
 def _run(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

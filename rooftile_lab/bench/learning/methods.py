@@ -39,8 +39,8 @@ def mixer_of(method: str, length: int) -> dict[str, Any]:
         "routing": {"name": "routing", "clusters": 4, "strict": True},
         # 4 blocks of a sixteenth, a window, and the compressed keys; the paper's compression is an MLP with more parameters
         "native_sparse": {
-            "name": "native_sparse", "block_size": sixteenth, "length": sixteenth // 2, "stride": max(sixteenth // 4, 1), "count": 4,
-            "window": eighth, "compression": "linear",
+            "name": "native_sparse", "block_size": sixteenth, "length": sixteenth // 2, "stride": max(sixteenth // 4, 1),
+            "count": 4, "window": eighth, "compression": "linear",
         },
     }  # fmt: skip
     if method not in found:

@@ -69,7 +69,8 @@ class Linformer(Way):
         return Tensors((q, k, v, (e / e.sum(1, keepdim=True)).to(k.dtype)[None]))
 
     def run(self, x: Tensors, backend: str | None = None) -> Tensor:
-        return ap.linformer(*x.leaves, backend=backend)
+        q, k, v, e = x.leaves
+        return ap.linformer(q, k, v, e, backend=backend)
 
     def cost(self, sizes: Sizes, phase: str, itemsize: int) -> Cost:
         return cost.linformer(**words_of(sizes, phase, itemsize), r=min(self.r, sizes.N))

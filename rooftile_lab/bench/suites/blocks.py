@@ -66,12 +66,12 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         flops = 4 * it.q.shape[-1] * it.pairs
         whole_flops = 4 * it.q.shape[-1] * it.whole_pairs
         for phase in PHASES:
-            if session.device.type == "cuda" and min(it.blocks.size) < FLEX_LEAST:
+            if session.device.type == "cuda" and min(it.blocks.block_size) < FLEX_LEAST:
                 why = f"refused: FlexAttention takes blocks of {FLEX_LEAST} and more"
                 yield Row(**session.about("bf16"), suite="blocks", case=name, backend="flex", phase=phase, reason=why)
             rows = contest(
                 session, contestants(it, phase, session.device), clock, dtype="bf16", suite="blocks", case=name, phase=phase,
-                problem=f"{it.mask}, B 1 T {it.q.shape[1]} H {it.q.shape[2]} D {it.q.shape[3]}, blocks {it.blocks.size}",
+                problem=f"{it.mask}, B 1 T {it.q.shape[1]} H {it.q.shape[2]} D {it.q.shape[3]}, blocks {it.blocks.block_size}",
             )  # fmt: skip
             us, work = times_of(rows), 1.0 if phase == "fwd" else 2.5
             whole = work * whole_flops / us["whole"] / 1e6
@@ -128,7 +128,7 @@ def contestants(it: Problem, phase: str, device: torch.device) -> dict[str, Work
         "rooftile": lambda q, k, v: rt.attention(q, k, v, FULL if it.block_mask else it.mask, blocks=it.blocks),
         "whole": lambda q, k, v: rt.attention(q, k, v, it.mask),
     }
-    if device.type == "cuda" and min(it.blocks.size) >= FLEX_LEAST:
+    if device.type == "cuda" and min(it.blocks.block_size) >= FLEX_LEAST:
         forwards["flex"] = _flex(it)
     leaves = [x.requires_grad_(phase == "bwd") for x in (it.q, it.k, it.v)]
     works: dict[str, Work] = {}
@@ -160,7 +160,7 @@ def _flex(it: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         lists = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=it.q.device, _compile=True)
     else:
         none = torch.zeros_like(blocks.counts)
-        lists = BlockMask.from_kv_blocks(none, blocks.indices, blocks.counts, blocks.indices, BLOCK_SIZE=blocks.size)
+        lists = BlockMask.from_kv_blocks(none, blocks.indices, blocks.counts, blocks.indices, BLOCK_SIZE=blocks.block_size)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=lists)

@@ -45,7 +45,7 @@ def test_codes_of_int8(K: int) -> None:
     assert weight.dtype == torch.int8
     assert_same_bits(weight.dense(), masked(w, mask))
     # -128 has no size in its own dtype, so a mask comes from the weight before
-    with pytest.raises(InvalidInput, match=r"w is torch.int8 \(8, .*\); must be a tensor \(N, K\) of .* or float8_e4m3fn"):
+    with pytest.raises(InvalidInput, match=r"weight is torch.int8 \(8, .*\); must be a tensor \(N, K\) of .* or float8_e4m3fn"):
         two_four(w)
 
 
@@ -120,7 +120,7 @@ def test_bad_input() -> None:
         (mask[:4], r"mask is torch.bool \(4, 32\); must be bool \(8, 32\)"),
         (mask.float(), r"mask is torch.float32 \(8, 32\); must be bool"),
         (None, "mask is NoneType; must be bool"),
-        (mask.to("meta"), "w is on cpu and mask on meta; must be on one device"),
+        (mask.to("meta"), "weight is on cpu and mask on meta; must be on one device"),
         (torch.ones_like(mask), "mask keeps 4 of columns 0 to 3 in row 0; must keep two"),
     ):
         with pytest.raises(InvalidInput, match=sentence):

@@ -182,18 +182,18 @@ def test_meta_fake_and_empty() -> None:
 @pytest.mark.parametrize(
     ("w", "sentence"),
     [
-        (torch.ones(4, 6), r"w is \(4, 6\); K must be a multiple of 4"),
-        (torch.ones(8), r"w is torch.float32 \(8,\); must be a tensor \(N, K\)"),
-        (torch.ones(4, 8, dtype=torch.int32), r"w is torch.int32 \(4, 8\); must be a tensor"),
-        ([[1.0] * 4], "w is list; must be a tensor"),
-        (torch.tensor([[1.0, 2.0, math.nan, 0.0]]), "w is NaN at row 0, column 2"),
-        (torch.full((4, 8), math.nan).to(torch.float8_e4m3fn), "w is NaN at row 0, column 0"),
+        (torch.ones(4, 6), r"weight is \(4, 6\); K must be a multiple of 4"),
+        (torch.ones(8), r"weight is torch.float32 \(8,\); must be a tensor \(N, K\)"),
+        (torch.ones(4, 8, dtype=torch.int32), r"weight is torch.int32 \(4, 8\); must be a tensor"),
+        ([[1.0] * 4], "weight is list; must be a tensor"),
+        (torch.tensor([[1.0, 2.0, math.nan, 0.0]]), "weight is NaN at row 0, column 2"),
+        (torch.full((4, 8), math.nan).to(torch.float8_e4m3fn), "weight is NaN at row 0, column 0"),
     ],
 )
 def test_bad_input(w: object, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         two_four(w)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match=r"w is \(6, 8\) and transposable is True; N must be a multiple of 4"):
+    with pytest.raises(InvalidInput, match=r"weight is \(6, 8\) and transposable is True; N must be a multiple of 4"):
         rt.sparsity.two_four(torch.ones(6, 8), transposable=True)
 
 

@@ -37,8 +37,8 @@ def refusal(q: Tensor, Hk: int, length: int, block_size: int, stride: int, count
 
 
 def choose(
-    q: Tensor, compressed: Tensor, tokens: int, *, scale: float, length: int, stride: int, block_size: int, count: int, first: int,
-    local: int, lse: Tensor | None = None,
+    q: Tensor, compressed: Tensor, tokens: int, *, scale: float, length: int, stride: int, block_size: int, count: int,
+    first: int, local: int, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the blocks (B, T, Hk, count) int32 that queries (B, T, H, D), the last T of `tokens`, choose.
 

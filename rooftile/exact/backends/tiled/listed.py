@@ -23,9 +23,10 @@ class Listed(NamedTuple):
     @classmethod
     def of(cls, blocks: Blocks, heads: slice, group: int, Hk: int, S: int) -> Listed:
         """The lists of the key heads `heads` out of Hk, from the lists of one sequence."""
-        slots = blocks.slots(-(-S // blocks.size[1]))[0]
+        slots = blocks.slots(-(-S // blocks.block_size[1]))[0]
         bits = None if blocks.bits is None or not blocks.bits.shape[3] else blocks.bits[0]
-        return cls(blocks.size, _of_heads(slots, heads, group, Hk), None if bits is None else _of_heads(bits, heads, group, Hk))
+        bits = None if bits is None else _of_heads(bits, heads, group, Hk)
+        return cls(blocks.block_size, _of_heads(slots, heads, group, Hk), bits)
 
     def query_tiles(self, T: int, group: int) -> Iterator[tuple[int, int]]:
         """Yields tiles of queries, each within one block."""
