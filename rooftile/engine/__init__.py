@@ -18,11 +18,10 @@ beam_search    which beams go on
 process_lock   keeps forked processes out
 progress       a progress bar
 vllm_names     vLLM's keywords that have another name here, or none
-memory         how many blocks fit into memory
 warm_up        compiles kernels while weights load
-calibration    fits Loki to a model's keys
 
-attention/     the attention of a decoder's layers to the cache
+mixers/        what each kind of layer brings: its attention, what it keeps, its kernels, its checks
+caches/        what a block, a row and a running sequence hold, and how many blocks fit into memory
 text/          prompts, chat templates, tokenizer, detokenizer
 sampling/      parameters, sampler, its kernels
 """

@@ -6,22 +6,23 @@ and memory for the cache is measured after both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-from rooftile.approximate import LokiLayers
-from rooftile.engine import memory
-from rooftile.engine.attention.layout import CacheLayout
-from rooftile.engine.calibration import sample_of
+from rooftile.engine.caches import memory
+from rooftile.engine.caches.layout import CacheLayout, Load
 from rooftile.engine.compilation import Compilation
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.engine import Engine
+from rooftile.engine.mixers.mixer import Mixer
+from rooftile.engine.mixers.registry import mixers_of
 from rooftile.engine.runner import Runner
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
+from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.layers import Projection
@@ -45,43 +46,35 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     max_len = longest_sequence(shape, config)
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
-    check_mixers(shape, config)
+    mixers = mixers_of(shape, config)
     config.cache_dtype(_computed(model, shape, config))
     check_weights(model, config, device)
-    loki = find_loki(shape, config)
     decoder = load_decoder(model, shape, config, device, max_len)
-    if loki is not None:
-        loki.check_sample(sample_of(decoder))
-    layout = CacheLayout.of(shape, config.block_size, loki)
-    num_blocks = count_blocks(decoder, layout, config, max_len)
+    for mixer in mixers:
+        mixer.check_decoder(decoder)
+    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
+    load = Load(
+        config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=config.enable_prefix_caching
+    )  # fmt: skip
+    num_blocks = count_blocks(decoder, layout, mixers, config, load, max_len)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * config.block_size)
-    rows = layout.rows(num_blocks, config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged")
-    pages = allocate_pages(decoder, layout, config, num_blocks, rows)
-    pool: BlockPool
-    if config.allocator != "paged":
-        pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
-    elif rows < num_blocks:
-        pool = WindowPool(num_blocks, config.block_size, rows=rows, window=layout.window, prefixes=config.enable_prefix_caching)
-    else:
-        pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
+    caches = allocate_caches(decoder, layout, config, load, num_blocks)
+    runner = Runner(
+        decoder, caches, mixers, config.max_num_seqs, max_len, graphs=not config.enforce_eager,
+        deterministic=config.deterministic,
+    )  # fmt: skip
     return Engine(
-        Runner(
-            decoder,
-            pages,
-            config.max_num_seqs,
-            max_len,
-            graphs=not config.enforce_eager,
-            deterministic=config.deterministic,
-            loki=loki,
-        ),
-        pool,
+        runner,
+        layout.pool(num_blocks, load, max_len),
         max_len=max_len,
         max_answers=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
-        shares_answers=loki is None,
+        # what a request finds would depend on what ran before it
+        shares_answers=not runner.layers.prompts_apart,
+        states=layout.state_rows(load),
     )
 
 
@@ -182,46 +175,18 @@ def check_weights(model: str | Path | Decoder, config: EngineConfig, device: tor
         check_device(reader, device)
 
 
-def check_mixers(shape: ModelConfig, config: EngineConfig) -> None:
-    """Refuses settings that do not go with layers of Native Sparse Attention."""
-    if "native_sparse" not in shape.mixers or shape.native_sparse is None:
-        return
-    what = "the model has native_sparse layers"
-    if config.deterministic:
-        raise Unsupported(f"deterministic is True and {what}; their bits depend on what a step reads together")
-    if config.kv_dtype == "fp8":
-        raise Unsupported(f'kv_dtype is "fp8" and {what}; these have caches in the dtype of the model')
-    if config.approximate is not None:
-        raise Unsupported(f"approximate is given and {what}, which choose keys by themselves; Loki has attention in all layers")
-    if config.block_size % shape.native_sparse.stride:
-        raise InvalidInput(
-            f"block_size is {config.block_size} and {what} with a stride of {shape.native_sparse.stride}; must be a multiple of "
-            "that"
-        )
-
-
-def find_loki(shape: ModelConfig, config: EngineConfig) -> LokiLayers | None:
-    """Loads the rotations that are asked for, and checks that this model and these settings take them."""
-    if config.approximate is None:
-        return None
-    loki = config.approximate if isinstance(config.approximate, LokiLayers) else LokiLayers.load(config.approximate)
-    loki.check_sizes(shape.layers, shape.kv_heads, shape.head_dim)
-    return loki
-
-
-def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, max_len: int) -> int:
+def count_blocks(
+    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: Load, max_len: int
+) -> int:
     """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
     size, num_blocks = config.block_size, config.num_blocks
-    if config.approximate is not None and num_blocks is not None and num_blocks > layout.most_blocks:
-        raise InvalidInput(f"num_blocks is {num_blocks:,}; may be at most {layout.most_blocks:,} with approximate=")
     if num_blocks is None:
         with current_device(decoder.embedding.device):
             num_blocks = memory.blocks_that_fit(
-                decoder, layout, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
-                max_batched_tokens=config.max_batched_tokens, max_answers=config.max_num_seqs, max_len=max_len,
-                paged=config.allocator == "paged",
+                decoder, layout, mixers, config.cache_dtype(decoder.embedding.dtype), load,
+                utilization=config.gpu_memory_utilization, longest=max_len,
             )  # fmt: skip
-        num_blocks = min(num_blocks, layout.most_blocks)
+        num_blocks = min(num_blocks, *(mixer.most_blocks for mixer in mixers))
     if config.max_model_len is not None and num_blocks * size < max_len:
         raise InvalidInput(
             f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "
@@ -230,13 +195,14 @@ def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, ma
     return num_blocks
 
 
-def allocate_pages(decoder: Decoder, layout: CacheLayout, config: EngineConfig, num_blocks: int, rows: int) -> Pages:
-    """Allocates the memory of the KV cache."""
+def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: Load, num_blocks: int) -> Caches:
+    """Allocates the memory of what the layers keep."""
     cached = config.cache_dtype(decoder.embedding.dtype)
     try:
-        return layout.allocate(num_blocks, rows, cached, decoder.embedding.device)
+        return layout.allocate(num_blocks, load, cached, decoder.embedding.device)
     except RuntimeError as error:
-        each, more = layout.block_bytes(cached), rows * layout.row_bytes(cached)
+        each = layout.block_bytes(cached)
+        more = layout.rows(num_blocks, load) * layout.row_bytes(cached) + layout.state_bytes(load)
         raise InvalidInput(
             f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
             f"{(num_blocks * each + more) / 1e9:,.1f} GB"

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from rooftile.approximate import LokiLayers
 from rooftile.engine.changed import changed
+from rooftile.engine.mixers.approximation import Approximation, check_approximation
 from rooftile.engine.settings import SETTINGS, check_settings, is_fp8
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
@@ -48,8 +48,8 @@ class EngineConfig:
         download: whether a model that is named, and not in the Hugging Face Hub's cache on this machine, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
-        approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
-            then read only a share of the cached keys. None for exact attention.
+        approximate: what `rooftile calibrate` fitted to the model, as the file that it wrote or as the object: answers then read
+            only a share of the cached keys. None for exact attention.
         weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
             word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
             the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
@@ -84,7 +84,7 @@ class EngineConfig:
     chat_template: str | Path | None = None
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
-    approximate: LokiLayers | str | Path | None = None
+    approximate: Approximation | str | Path | None = None
     weights: Weights = "auto"
 
     def __repr__(self) -> str:
@@ -97,11 +97,7 @@ class EngineConfig:
         object.__setattr__(self, "kv_dtype", "fp8" if is_fp8(self.kv_dtype) else dtype_word(self.kv_dtype, auto=True))
         self._check_device()
         check_words(self.weights)
-        if not isinstance(self.approximate, LokiLayers | str | Path | None):
-            raise InvalidInput(
-                f"approximate is {repr(self.approximate)[:60]}; must be rooftile.approximate.LokiLayers, or a file of "
-                "`rooftile calibrate`"
-            )
+        check_approximation(self.approximate)
 
     def cache_dtype(self, computed: torch.dtype) -> torch.dtype:
         """Returns the dtype of the KV cache for a model that computes in `computed`.

@@ -7,6 +7,7 @@ as CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.approximate import LokiLayers
-from rooftile.engine.attention import CacheAttention, Step
 from rooftile.engine.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.forbidden import banned_next
 from rooftile.engine.graphs import DecodeGraphs
+from rooftile.engine.mixers.layers import Layers
+from rooftile.engine.mixers.mixer import Mixer
+from rooftile.engine.mixers.step import Step
 from rooftile.engine.request import Answer, Top
 from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
 from rooftile.engine.scheduler import Plan, Work
 from rooftile.engine.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
 from rooftile.exact.spec import Asked
 from rooftile.fused import linear, runs_on
-from rooftile.kvcache import Pages
+from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
 from rooftile.models.layers import Multiply
 
@@ -61,20 +63,20 @@ class Runner:
 
     Args:
         decoder: the model.
-        pages: the memory of the cache's blocks.
+        caches: the memory of what its layers keep.
+        mixers: one for each kind of layer.
         max_answers: the most answers that run at once.
         max_len: the longest sequence in tokens.
         graphs: whether steps that only decode run as CUDA graphs, on a GPU.
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
-        loki: the rotations of the layers, for approximate decoding.
     """
 
     def __init__(
-        self, decoder: Decoder, pages: Pages, max_answers: int, max_len: int, *, graphs: bool = True, deterministic: bool = False,
-        loki: LokiLayers | None = None,
+        self, decoder: Decoder, caches: Caches, mixers: Sequence[Mixer], max_answers: int, max_len: int, *, graphs: bool = True,
+        deterministic: bool = False,
     ) -> None:  # fmt: skip
         self.decoder = decoder
-        self.pages = pages
+        self.caches, self.pages = caches, caches.pages
         self.device = decoder.embedding.device
         self.deterministic = deterministic
         # on a CPU, one tile and one row at a time
@@ -87,21 +89,16 @@ class Runner:
         )  # fmt: skip
         if self._alone:
             max_len = -(-max_len // TILE) * TILE
-        size = pages.storage.shape[3]
+        self.size = self.pages.storage.shape[3]
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
-        self.table = torch.zeros(max_answers + 1, -(-max_len // size), dtype=torch.int32, device=self.device)
-        # the row of each block, where there are fewer rows than blocks
-        self.rows: Tensor | None = None
-        blocks = pages.storage.shape[0]
-        if pages.near is not None and pages.near.storage.shape[0] < blocks:
-            self.rows = torch.zeros(blocks, dtype=torch.int32, device=self.device)
+        self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.attention = CacheAttention(decoder, pages, asked, loki)
+        self.layers = Layers(mixers, decoder, caches, asked)
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
-        if graphs and self.attention.captures and self.table.is_cuda and runs_on(self.table):
+        if graphs and self.layers.captures and self.table.is_cuda and runs_on(self.table):
             self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
 
     @torch.inference_mode()
@@ -119,7 +116,7 @@ class Runner:
         if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
-            works = apart(plan.work) if self.attention.splits_prompts else plan.work
+            works = apart(plan.work) if self.layers.prompts_apart else plan.work
             inputs, hidden = self._read(works)
             prompts = self._prompt_logprobs(works, hidden)
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
@@ -128,6 +125,7 @@ class Runner:
                 # a copy: logprobs are those of the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
             tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, features)
+        self.caches.finish(plan.states_after)
         return self._collect(answers, logits, tokens, prompts)
 
     def capture(self) -> None:
@@ -137,7 +135,7 @@ class Runner:
 
     def _only_decodes(self, works: list[Work]) -> bool:
         """Whether a graph can run a step: each answer in it reads one token and gets one."""
-        apart = self.attention.splits_prompts
+        apart = self.layers.prompts_apart
         return all(is_single(work, prompts_in_chunks=apart) and len(work.outputs) == 1 for work in works)
 
     def _start(self, started: list[Answer]) -> None:
@@ -161,26 +159,21 @@ class Runner:
         return features
 
     def _update_tables(self, plan: Plan) -> None:
-        """Writes new entries of the block tables, and copies blocks that are shared no longer."""
+        """Writes new entries of the block tables, and copies what is shared no longer."""
         if plan.entries:
             values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in plan.entries.items()])).T
             self.table.index_put_((values[0], values[1]), values[2].int())
-        if plan.rows and self.rows is not None:
-            blocks, rows = self._send(torch.tensor([*plan.rows.items()])).T
-            self.rows.index_put_((blocks,), rows.int())
-        self.pages.copy(plan.copies)
-        if self.pages.near is not None:
-            self.pages.near.copy(plan.copies if self.rows is None else plan.row_copies)
+        self.caches.prepare(plan.copies, plan.rows, plan.row_copies, plan.states)
 
     def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.attention.splits_prompts)
+        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.prompts_apart)
         if self._alone:
             return on_host, self._forward_tiles(on_host)
         inputs = on_host.to(self.device)
         chunks = None
         if len(on_host.chunk_slots):
-            columns = -(-int(on_host.chunk_lengths.max()) // self.pages.storage.shape[3])
+            columns = -(-int(on_host.chunk_lengths.max()) // self.size)
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
         return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host)
@@ -188,7 +181,7 @@ class Runner:
     def _forward_tiles(self, inputs: StepInputs) -> Tensor:
         """Returns the hidden states of a step, computed tile by tile."""
         found = []
-        for tile in tiles_of(inputs, self.table, self.pages.storage.shape[3]):
+        for tile in tiles_of(inputs, self.table, self.size):
             found.append(self._forward(tile.tokens, tile.positions, tile.slots, tile.chunks)[tile.places])
         return torch.cat(found)
 
@@ -199,7 +192,7 @@ class Runner:
 
         A row with a position below 0 is padding.
         """
-        size = self.pages.storage.shape[3]
+        size = self.size
         tokens = torch.where(tokens >= 0, tokens, self.sampling.last.index_select(0, slots))
         places = positions.clamp(min=0)
         blocks = self.table[slots, places // size].long()
@@ -208,7 +201,7 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        attend = self.attention.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host, self.rows))
+        attend = self.layers.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host, self.caches.rows))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 
@@ -241,7 +234,7 @@ class Runner:
         found: list[tuple[Work, tuple[Tensor, ...]]] = []
         most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
         row = 0
-        for work in in_reading_order(works, prompts_in_chunks=self.attention.splits_prompts):
+        for work in in_reading_order(works, prompts_in_chunks=self.layers.prompts_apart):
             request = work.answer.request
             count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
             if request.params.prompt_logprobs is not None and count > 0:

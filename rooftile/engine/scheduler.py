@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from rooftile.engine.request import Answer, Request
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
+from rooftile.kvcache.states import StateRows
 
 
 class Work(NamedTuple):
@@ -46,6 +47,10 @@ class Plan:
     """Rows to copy with the blocks."""
     started: list[Answer] = field(default_factory=list)
     """Answers that have got a slot."""
+    states: dict[int, int] = field(default_factory=dict)
+    """Rows of states to copy before the step, the source by its target: for sequences that begin, and beams."""
+    states_after: dict[int, int] = field(default_factory=dict)
+    """Rows of states to copy after the step: for forks, and to keep them."""
 
 
 class Scheduler:
@@ -57,10 +62,15 @@ class Scheduler:
         max_batched_tokens: the most tokens that the model reads in one step.
         shares_answers: whether the tokens of answers, too, enter the prefix cache and are found there. They must not where they
             are computed otherwise than a prompt's: what a request finds would depend on what ran before it.
+        states: the rows of states; None if no layer has a state.
     """
 
-    def __init__(self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True,
+        states: StateRows | None = None,
+    ) -> None:  # fmt: skip
         self.pool = pool
+        self.states = states
         self.max_batched_tokens = max_batched_tokens
         self.shares_answers = shares_answers
         self.waiting: deque[Request] = deque()
@@ -70,7 +80,8 @@ class Scheduler:
         self._all_slots = tuple(range(max_answers - 1, -1, -1))
         self._slots = list(self._all_slots)
         self._forked: dict[tuple[int, int], int] = {}
-        # the request whose prompt the step reads to its end and then keeps
+        self._forked_states: dict[int, int] = {}
+        # the request whose prompt the step reads to its end, for answers that begin later
         self._read_now: Request | None = None
 
     @property
@@ -94,8 +105,8 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
-        plan = Plan(entries=self._forked)
-        self._forked = {}
+        plan = Plan(entries=self._forked, states=self._forked_states)
+        self._forked, self._forked_states = {}, {}
         self._read_now = None
         self.pool.next_step()
         budget = self._decode(plan, self.max_batched_tokens)
@@ -137,7 +148,7 @@ class Scheduler:
         self.waiting.clear()
         self.pool.reset()
         self._slots = list(self._all_slots)
-        self._forked = {}
+        self._forked, self._forked_states = {}, {}
         return requests
 
     def fork_beams(self, answers: list[Answer], parents: list[int]) -> None:
@@ -158,6 +169,8 @@ class Scheduler:
                 answer.table, answer.planned = new[n], old[parents[n]][1]
                 if answer.table is not None:
                     self._forked |= entries_of(answer)
+                    if self.states is not None:
+                        self._forked_states[answer.slot] = answers[parents[n]].slot
 
     def _decode(self, plan: Plan, budget: int) -> int:
         """Plans one token of each answer that has one unread token; returns the budget that is left."""
@@ -228,6 +241,8 @@ class Scheduler:
         for those that have no slot yet.
         """
         tokens = min(answer.unread, budget)
+        if self.states is not None:
+            tokens = self._to_a_border(answer, tokens)
         start = answer.planned
         self._cover(answer, tokens)
         answer.planned += tokens
@@ -237,7 +252,10 @@ class Scheduler:
         if outputs and not request.prefilled:
             outputs = tuple(each for each in request.live if each.slot >= 0)
             if request.queued:
-                self._keep_prompt(request, answer.table)
+                # this step has yet to write what an answer would copy
+                self._read_now = request
+                if self.states is None:
+                    self._keep_prompt(request, answer.table)
             request.prefilled = True
         self.seal(answer, answer.planned)
         for output in outputs:
@@ -247,15 +265,45 @@ class Scheduler:
                 output.planned = answer.planned
                 plan.entries |= entries_of(output)
         plan.work.append(Work(answer, start, tokens, outputs))
+        if self.states is not None:
+            plan.states_after |= {output.slot: answer.slot for output in outputs if output is not answer}
+            self._keep_state(plan, answer, self.states)
         return tokens
+
+    def _to_a_border(self, answer: Answer, tokens: int) -> int:
+        """Returns how many of an answer's next tokens to read, so that the step ends where a block does, if it can.
+
+        No prefix has the last token of all, so a step that would read it ends before.
+        """
+        start, size = answer.planned, self.pool.size
+        border = (start + tokens - (tokens == answer.unread)) // size * size
+        return border - start if self.pool.snapshots is not None and border > start else tokens
+
+    def _keep_state(self, plan: Plan, answer: Answer, states: StateRows) -> None:
+        """Keeps the state that the step leaves behind, if a prefix can begin there."""
+        assert answer.table is not None
+        snapshots = self.pool.snapshots
+        if snapshots is None or answer.planned != answer.table.sealed * self.pool.size:
+            return
+        place = snapshots.keep(answer.table.digest)
+        if place is not None:
+            plan.states_after[states.first_snapshot + place] = answer.slot
+
+    def _begin_state(self, answer: Answer, states: StateRows) -> int:
+        """Returns the row of the state that an answer begins with."""
+        if not answer.planned:
+            return states.zeros
+        assert answer.table is not None
+        assert self.pool.snapshots is not None
+        place = self.pool.snapshots.find(answer.table.digest)
+        assert place is not None, "a prefix without its state"
+        return states.first_snapshot + place
 
     def _keep_prompt(self, request: Request, table: BlockTable) -> None:
         """Keeps the blocks of a prompt that is being read, for answers that follow."""
         # before they are sealed: without the last token the last block is not full
         request.kept = self.pool.fork(table)
         self.pool.truncate(request.kept, len(request.prompt) - 1)
-        # this step has yet to write what an answer would copy
-        self._read_now = request
 
     def _drop_prompt(self, request: Request) -> None:
         if request.kept is not None:
@@ -295,6 +343,8 @@ class Scheduler:
             plan.started.append(answer)
             if answer.table is not None:
                 plan.entries |= entries_of(answer)
+                if self.states is not None:
+                    plan.states[answer.slot] = self._begin_state(answer, self.states)
         if not request.queued:
             self._drop_prompt(request)
         for answer in reserved:
@@ -322,7 +372,7 @@ class Scheduler:
             answer.table = self.pool.begin(known, request.cache_salt)
             if request.kept is not None:
                 self._share_kept(request.kept, answer)
-            elif n and readers[0].table is not None:
+            elif n and readers[0].table is not None and self.states is None:
                 self._share_prompt(request, readers[0].table, answer)
             missing = len(answer.ids) - answer.table.length
             if not self._has_room(answer.table, missing, alone=not self._runs and not n):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rooftile.engine.mixers.settings import check_approximate
 from rooftile.engine.text.chat_template import template_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.dtypes import dtype_word
@@ -195,11 +196,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         SETTINGS[name].check(name, value)
-    if given.get("approximate") is not None:
-        if given.get("deterministic"):
-            raise Unsupported("approximate and deterministic are both given; Loki's choice of pages depends on the last bits")
-        if is_fp8(given.get("kv_dtype")):
-            raise Unsupported('approximate is given and kv_dtype is "fp8"; Loki has caches in the dtype of the model')
+    check_approximate(given, fp8=is_fp8(given.get("kv_dtype")))
 
 
 def is_fp8(kv_dtype: object) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
+from rooftile.kvcache.states import Snapshots
 from rooftile.runtime.words import answers_words
 
 
@@ -25,7 +26,7 @@ class WindowPool(BlockPool):
     """A pool of `total` blocks of `size` tokens each, with `rows` rows for what only the last `window` tokens read.
 
     Args:
-        total, size, watermark, prefixes: as in `BlockPool`.
+        total, size, watermark, prefixes, snapshots: as in `BlockPool`.
         rows: the number of rows; `rows_for` says how many never run out.
         window: the keys that a query sees, its own among them.
 
@@ -45,14 +46,15 @@ class WindowPool(BlockPool):
     """
 
     def __init__(
-        self, total: int, size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True
-    ) -> None:
+        self, total: int, size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True,
+        snapshots: Snapshots | None = None,
+    ) -> None:  # fmt: skip
         if not 1 <= rows <= total:
             raise InvalidInput(f"{rows} rows for a pool of {total} blocks; there must be 1 to {total}")
         if window < 1:
             raise InvalidInput(f"a window of {window} keys; it must have at least one")
         self.rows, self.window = rows, window
-        super().__init__(total, size, watermark=watermark, prefixes=prefixes)
+        super().__init__(total, size, watermark=watermark, prefixes=prefixes, snapshots=snapshots)
 
     @staticmethod
     def rows_for(window: int, size: int, *, answers: int, tokens: int) -> int:
@@ -77,6 +79,7 @@ class WindowPool(BlockPool):
 
     def next_step(self) -> None:
         """Gives back what the step before has read for the last time; call it before a step is planned."""
+        super().next_step()
         for table, position in self._next.items():
             held = self._held[table]
             self._hold(table, range(self._first(position), held.stop))
@@ -107,12 +110,6 @@ class WindowPool(BlockPool):
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
         table = super().begin(tokens, salt)
-        keep = self._complete(table.blocks)
-        if keep < len(table.blocks):
-            self._give_up(table.blocks[keep:])
-            del table.blocks[keep:]
-            table.digest = self._contents[table.blocks[-1]].digest if keep else self._salted(salt)
-            table.sealed, table.length = keep, keep * self.size
         self._hold_window(table)
         return table
 
@@ -166,6 +163,14 @@ class WindowPool(BlockPool):
 
     def _complete(self, blocks: list[int]) -> int:
         """Returns how many of the first blocks a text can begin with: those in the window of the next query have rows."""
+        keep, due = len(blocks), -1
+        # the cut for a state may be one at which a row is missing
+        while keep != due:
+            due = super()._complete(blocks[:keep])
+            keep = self._with_rows(blocks[:due])
+        return keep
+
+    def _with_rows(self, blocks: list[int]) -> int:
         keep = run = 0
         for n, block in enumerate(blocks, 1):
             run = run + 1 if block in self._row_of else 0

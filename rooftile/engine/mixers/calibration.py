@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.approximate.chosen_arguments import check_fraction
 from rooftile.approximate.loki.definition import directions
-from rooftile.engine.attention import masks_of
+from rooftile.engine.mixers.masks import masks_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.api import attention_packed
 from rooftile.fused import Rotation, rotate
@@ -104,9 +104,7 @@ def _read(decoder: Decoder, tokens: Sequence[int], moments: list[Moments]) -> No
     ids = torch.tensor(tokens, device=device)
     cu, masks = torch.tensor([0, len(ids)]), masks_of(config)
 
-    def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         moments[layer].add(k)

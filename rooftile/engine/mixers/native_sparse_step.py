@@ -1,9 +1,4 @@
-"""Native Sparse Attention in an engine.
-
-Each branch has keys and values of its own. A block holds those of the selected branch. What only a window reads, the near
-branch's and those that are not yet compressed, is in rows that are given back behind it (`rooftile.kvcache.WindowPool`). A
-compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
-nothing new. Single tokens are read together, by `approximate.paged.native_sparse`.
+"""Native Sparse Attention in one step.
 
 Prompts are read by the functions of `rooftile.approximate`. Where kernels run they read selected and near keys in place, the
 near ones for all prompts of a step at once. Compressed keys, one for every `stride` tokens, are copied for the exact kernels,
@@ -22,29 +17,43 @@ from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse.attention import far_and_chosen, with_near
 from rooftile.approximate.native_sparse.selected.attention import attend_in_pages, refusal
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
-from rooftile.engine.attention.layout import COMPRESSED
-from rooftile.engine.attention.step import Step
+from rooftile.engine.mixers.step import Step
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import CAUSAL, Window
 from rooftile.exact.spec import Asked
-from rooftile.kvcache import PagedKV, Pages, Rotation
+from rooftile.kvcache import PagedKV, Rotation
+from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.operators import write
+from rooftile.kvcache.specs import CacheSpec, PagedKeys, Plane, WindowedKeys
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
 from rooftile.models.layers import Compression
 from rooftile.models.mixers import BRANCHES
 
 Pair = tuple[Tensor, Tensor]
+# the plane of the compressed keys and values
+COMPRESSED = "compressed keys and values"
+
+
+def specs_of(config: ModelConfig, layers: tuple[int, ...], size: int) -> tuple[CacheSpec, ...]:
+    """Returns what some layers of a model keep, with blocks of `size` tokens."""
+    sizes, heads, dim = config.native_sparse, config.kv_heads, config.head_dim
+    assert sizes is not None
+    return (
+        PagedKeys(layers, heads, dim),
+        Plane(layers, COMPRESSED, (len(layers), 2, size // sizes.stride, heads, dim)),
+        WindowedKeys(layers, heads, dim, max(sizes.window, sizes.length), BRANCHES - 1),
+    )
 
 
 class SparseAttention:
     """The layers of a decoder that have Native Sparse Attention, on a cache."""
 
-    def __init__(self, decoder: Decoder, pages: Pages) -> None:
-        config = decoder.config
+    def __init__(self, decoder: Decoder, caches: Caches) -> None:
+        config, pages = decoder.config, caches.pages
         assert config.native_sparse is not None
         self.sizes: NativeSparseSizes = config.native_sparse
-        self.scale, self.pages = config.scale, pages
-        self.in_place = reads_in_place(config, pages.storage)
+        self.scale, self.pages, self.places = config.scale, pages, caches.places
+        self.in_place = reads_in_place(config, pages.storage.dtype, pages.storage.device)
         # those of the exact kernels that read prompts
         self.options = {"backend": None, "deterministic": None, "scale": config.scale}
         sparse = [n for n, mixer in enumerate(config.mixers) if mixer == "native_sparse"]
@@ -63,10 +72,10 @@ class SparseAttention:
         return SparseStep(self, step)
 
 
-def reads_in_place(config: ModelConfig, like: Tensor) -> bool:
-    """Whether kernels read the keys of prompts where they lie in a cache, of the dtype and on the device of a tensor."""
+def reads_in_place(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels read the keys of prompts where they lie in a cache, in this dtype and on this device."""
     assert config.native_sparse is not None
-    q, v = like.new_empty(0, config.heads, config.head_dim), like.new_empty(0, config.kv_heads, config.head_dim)
+    q, v = (torch.empty(0, heads, config.head_dim, dtype=dtype, device=device) for heads in (config.heads, config.kv_heads))
     return refusal(q, v, config.kv_heads, config.native_sparse.block) is None
 
 
@@ -118,11 +127,9 @@ class SparseStep:
         blocks = chunks.table.gather(1, at.clamp(max=chunks.table.shape[1] - 1))
         return self.step.rows_of(blocks).int(), (chunks.lengths - column * self.size).int(), chunks.cu_q
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         """Computes one layer; see `rooftile.models.Attend`."""
-        assert gates is not None
+        (gates,) = more
         q = self._write(layer, q, k, v, rotation)
         split, found = self.step.split, []
         if self.near_prompts is not None:
@@ -138,7 +145,7 @@ class SparseStep:
         """Writes the keys and values of all branches, and the compressed ones that they complete; returns rotated queries."""
         whole, heads = self.whole, k.shape[1] // BRANCHES
         keys, values = k.split(heads, dim=1), v.split(heads, dim=1)
-        q = whole.pages.write_and_rotate(layer, q, keys[1], values[1], self.step.cells, rotation)
+        q = whole.pages.write_and_rotate(whole.places[layer], q, keys[1], values[1], self.step.cells, rotation)
         whole.near_pages.write(whole.raw[layer], keys[0], values[0], self.near_cells, rotation)
         whole.near_pages.write(whole.near[layer], keys[2], values[2], self.near_cells, rotation)
         if len(self.written):
@@ -156,7 +163,7 @@ class SparseStep:
             one, compressed = q[begin:end], self._compressed_keys(layer, blocks.long(), length)
             o, chosen = far_and_chosen(one[None], compressed, length, options=whole.options, **sizes.keywords())
             far.append(o[0])
-            pages = whole.pages.layer(layer)
+            pages = whole.pages.layer(whole.places[layer])
             middle.append(attend_in_pages(one, *pages, blocks, length, chosen[0], block=sizes.block, scale=whole.scale))
         assert self.near_prompts is not None
         near = PagedKV(*whole.near_pages.layer(whole.near[layer]), *self.near_prompts)
@@ -176,7 +183,7 @@ class SparseStep:
         whole, sizes = self.whole, self.sizes
         blocks = table[: -(-length // self.size)].long()
         compressed = self._compressed_keys(layer, blocks, length)
-        selected = [x[blocks].flatten(0, 1)[None, :length] for x in whole.pages.layer(layer)]
+        selected = [x[blocks].flatten(0, 1)[None, :length] for x in whole.pages.layer(whole.places[layer])]
         # the first query of the chunk sees the keys from here on; before, blocks may have no rows
         begin = max(length - q.shape[0] - sizes.window + 1, 0)
         column = begin // self.size
@@ -192,7 +199,8 @@ class SparseStep:
     def _decode(self, layer: int, q: Tensor, gates: Tensor) -> Tensor:
         """Computes single tokens (B, H, D)."""
         whole, sizes = self.whole, self.sizes
+        pages, near = whole.pages.layer(whole.places[layer]), whole.near_pages.layer(whole.near[layer])
         return paged.decode(
-            q, gates, whole.compressed[layer], whole.pages.layer(layer), whole.near_pages.layer(whole.near[layer]), self.table,
-            self.near_table, self.lengths, scale=whole.scale, window=sizes.window, **sizes.keywords(),
+            q, gates, whole.compressed[layer], pages, near, self.table, self.near_table, self.lengths,
+            scale=whole.scale, window=sizes.window, **sizes.keywords(),
         )  # fmt: skip

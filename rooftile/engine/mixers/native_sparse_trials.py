@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 
-from rooftile.engine.attention.layout import CacheLayout
-from rooftile.engine.attention.native_sparse import SparseAttention
-from rooftile.engine.attention.step import Step
+from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.mixers.native_sparse_step import SparseAttention, specs_of
+from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.trial import Trial
 from rooftile.engine.step_inputs import Chunks, StepInputs
-from rooftile.models import Decoder, ModelConfig
+from rooftile.kvcache import Copy
+from rooftile.models import Decoder
 from rooftile.models.mixers import BRANCHES
 
 
 class SparseLayer:
-    """A layer and its cache; the steps are those of an engine, and everything in them is padding or in the first block.
+    """A layer and its cache; the steps are those of an engine, and everything in them is padding or in the first block."""
 
-    Args:
-        config: a model of one layer.
-        dtype: the dtype of weights and cache.
-        device: a GPU.
-        size: tokens per block of the cache.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> None:
-        config = replace(config, mixers=("native_sparse",))
-        self.decoder = Decoder(config, dtype=dtype, device=device)
-        self.attention = SparseAttention(self.decoder, CacheLayout.of(config, size).allocate(1, 1, dtype, device))
-        self.size, self.device = size, device
+    def __init__(self, trial: Trial) -> None:
+        config, self.size, self.device = trial.small("native_sparse"), trial.size, trial.device
+        self.decoder = Decoder(config, dtype=trial.dtype, device=self.device)
+        # one block to read and write, and one to copy it to
+        layout = CacheLayout(self.size, specs_of(config, (0,), self.size))
+        self.caches = layout.allocate(2, Load(answers=1, tokens=1), trial.dtype, self.device)
+        self.attention = SparseAttention(self.decoder, self.caches)
 
     def read_prompts(self, lengths: Collection[int]) -> None:
         """Runs a prompt of each length."""
@@ -43,7 +39,8 @@ class SparseLayer:
             self._run(Step(self.size, slots - 1, positions, slots, table, chunks, None, on_host))
 
     def decode(self, rows: int) -> None:
-        """Runs a step of single tokens, as a graph has it."""
+        """Runs a step of single tokens, as a graph has it, and copies of blocks."""
+        self.caches.prepare([Copy(0, 1)], {}, [], {})
         padding, slots = torch.full((2, rows), -1, device=self.device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
         single = table, padding.int() + 1
