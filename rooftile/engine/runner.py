@@ -125,7 +125,8 @@ class Runner:
                 # a copy: logprobs are those of the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
             tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, features)
-        self.caches.finish(plan.states_after)
+        if plan.states_after:
+            self.caches.finish(plan.states_after)
         return self._collect(answers, logits, tokens, prompts)
 
     def capture(self) -> None:
@@ -163,7 +164,8 @@ class Runner:
         if plan.entries:
             values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in plan.entries.items()])).T
             self.table.index_put_((values[0], values[1]), values[2].int())
-        self.caches.prepare(plan.copies, plan.rows, plan.row_copies, plan.states)
+        if plan.copies or plan.rows or plan.row_copies or plan.states:
+            self.caches.prepare(plan.copies, plan.rows, plan.row_copies, plan.states)
 
     def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""

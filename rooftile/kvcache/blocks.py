@@ -402,10 +402,7 @@ class BlockPool:
                     self._free.append(block)
 
     def _forget(self, block: int) -> None:
-        digest = self._contents.pop(block).digest
-        del self._found[digest]
-        if self.snapshots is not None:
-            self.snapshots.forget(digest)
+        del self._found[self._contents.pop(block).digest]
 
     def _complete(self, blocks: list[int]) -> int:
         """Returns how many of the first blocks a text can begin with: those up to the last one after which a state was kept."""

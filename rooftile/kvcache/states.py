@@ -77,8 +77,8 @@ class States:
 class Snapshots:
     """Which states are kept, in plain Python without a tensor; the least recently used go first.
 
-    A state is known by the hash of all tokens before it (see `BlockPool`). One that a step writes is found from the next step
-    on: within the step it is not there yet.
+    A state is known by the hash of all tokens before it (see `BlockPool`), so it stays true when blocks are evicted. One that a
+    step writes is found from the next step on: within the step it is not there yet.
 
     Args:
         total: the most states that are kept.
@@ -129,12 +129,6 @@ class Snapshots:
             self._free.append(self._place.popitem(last=False)[1])
         place = self._coming[digest] = self._free.pop()
         return place
-
-    def forget(self, digest: bytes) -> None:
-        """Gives up the state after a block that can be found no longer."""
-        for known in (self._place, self._coming):
-            if digest in known:
-                self._free.append(known.pop(digest))
 
     def check(self) -> None:
         """Raises AssertionError, with the reason, if the bookkeeping is inconsistent."""
