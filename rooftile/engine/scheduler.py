@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rooftile.engine.request import Answer, Request
+from rooftile.engine.state_plan import StatePlan
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.states import StateRows
 
@@ -70,7 +71,7 @@ class Scheduler:
         states: StateRows | None = None,
     ) -> None:  # fmt: skip
         self.pool = pool
-        self.states = states
+        self.states = None if states is None else StatePlan(pool, states)
         self.max_batched_tokens = max_batched_tokens
         self.shares_answers = shares_answers
         self.waiting: deque[Request] = deque()
@@ -242,7 +243,7 @@ class Scheduler:
         """
         tokens = min(answer.unread, budget)
         if self.states is not None:
-            tokens = self._to_a_border(answer, tokens)
+            tokens = self.states.to_a_border(answer, tokens)
         start = answer.planned
         self._cover(answer, tokens)
         answer.planned += tokens
@@ -266,38 +267,8 @@ class Scheduler:
                 plan.entries |= entries_of(output)
         plan.work.append(Work(answer, start, tokens, outputs))
         if self.states is not None:
-            plan.states_after |= {output.slot: answer.slot for output in outputs if output is not answer}
-            self._keep_state(plan, answer, self.states)
+            plan.states_after |= self.states.after(answer, outputs)
         return tokens
-
-    def _to_a_border(self, answer: Answer, tokens: int) -> int:
-        """Returns how many of an answer's next tokens to read, so that the step ends where a block does, if it can.
-
-        No prefix has the last token of all, so a step that would read it ends before.
-        """
-        start, size = answer.planned, self.pool.size
-        border = (start + tokens - (tokens == answer.unread)) // size * size
-        return border - start if self.pool.snapshots is not None and border > start else tokens
-
-    def _keep_state(self, plan: Plan, answer: Answer, states: StateRows) -> None:
-        """Keeps the state that the step leaves behind, if a prefix can begin there."""
-        assert answer.table is not None
-        snapshots = self.pool.snapshots
-        if snapshots is None or answer.planned != answer.table.sealed * self.pool.size:
-            return
-        place = snapshots.keep(answer.table.digest)
-        if place is not None:
-            plan.states_after[states.first_snapshot + place] = answer.slot
-
-    def _begin_state(self, answer: Answer, states: StateRows) -> int:
-        """Returns the row of the state that an answer begins with."""
-        if not answer.planned:
-            return states.zeros
-        assert answer.table is not None
-        assert self.pool.snapshots is not None
-        place = self.pool.snapshots.find(answer.table.digest)
-        assert place is not None, "a prefix without its state"
-        return states.first_snapshot + place
 
     def _keep_prompt(self, request: Request, table: BlockTable) -> None:
         """Keeps the blocks of a prompt that is being read, for answers that follow."""
@@ -344,7 +315,7 @@ class Scheduler:
             if answer.table is not None:
                 plan.entries |= entries_of(answer)
                 if self.states is not None:
-                    plan.states[answer.slot] = self._begin_state(answer, self.states)
+                    plan.states[answer.slot] = self.states.before(answer)
         if not request.queued:
             self._drop_prompt(request)
         for answer in reserved:

@@ -137,7 +137,7 @@ class ModelConfig:
         self._check_mixers()
 
     def _check_mixers(self) -> None:
-        if len(self.mixers) != self.layers or any(mixer not in MIXERS for mixer in self.mixers):
+        if len(self.mixers) != self.layers or any(mixer not in list(MIXERS) for mixer in self.mixers):
             raise InvalidInput(
                 f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
             )

@@ -74,7 +74,7 @@ def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
         if sizes:
             raise settings.refused("has native_sparse and no layer_mixers, which must name the mixer of each layer")
         return {}
-    if not isinstance(said, list) or len(said) != layers or any(name not in MIXERS for name in said):
+    if not isinstance(said, list) or len(said) != layers or any(name not in list(MIXERS) for name in said):
         raise settings.refused(
             f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {layers} layers"
         )

@@ -10,11 +10,18 @@ MUTATIONS = {
         "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),
     ),
     "loki, recomputed": Mutation(
-        "engine/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
+        "engine/runner.py", "works = apart(plan.work) if self.layers.prompts_apart else plan.work", "works = plan.work",
         ("tests/engine/test_loki.py", "-k", "schedule"),
     ),
+    "states, of a beam's parent": Mutation(
+        "engine/scheduler.py", "answers[parents[n]].slot", "answer.slot", ("tests/engine/test_state_mixer.py", "-k", "beams"),
+    ),
+    "states, found in their step": Mutation(
+        "kvcache/states.py", "place = self._coming[digest]", "place = self._place[digest]",
+        ("tests/engine/test_state_mixer.py", "tests/unit/test_snapshots.py", "-k", "alike or last"),
+    ),
     "compressed keys, row": Mutation(
-        "engine/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
+        "engine/mixers/native_sparse_step.py", "ends % self.size // stride", "0 * ends",
         ("tests/engine/test_native_sparse.py", "-k", "without_a_cache"),
     ),
     "stop string, overlap": Mutation(
@@ -82,7 +89,7 @@ MUTATIONS = {
         ("tests/engine/test_two_four_weights.py", "-k", "one_product or patterns"),
     ),
     "2:4, layouts counted twice": Mutation(
-        "engine/memory.py", "return peak - kept", "return peak", ("tests/engine/test_memory.py",),
+        "engine/caches/memory.py", "return peak - kept", "return peak", ("tests/engine/test_memory.py",),
     ),
     "requests ahead": Mutation(
         "server/http/protocol.py", "if len(self.pipeline) > limits.PIPELINED:", "if len(self.pipeline) > 9999:",
