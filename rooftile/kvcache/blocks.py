@@ -80,8 +80,6 @@ class BlockPool:
         size: tokens per block, a power of two.
         watermark: the share of the blocks that `admits` keeps free for running sequences.
         prefixes: whether full blocks can be found again by their contents.
-        snapshots: the states that are kept, where layers have states: a prefix then begins where one of them is. None if no
-            layer has a state.
 
     Raises:
         InvalidInput: a number makes no sense.
@@ -104,9 +102,10 @@ class BlockPool:
     shares = True
     """Whether forked tables go on sharing the blocks that they have in common."""
 
-    def __init__(
-        self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True, snapshots: Snapshots | None = None
-    ) -> None:  # fmt: skip
+    snapshots: Snapshots | None = None
+    """The states that are kept, where layers have states: a prefix then begins where one of them is."""
+
+    def __init__(self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
         if total < 1:
             raise InvalidInput(f"a pool of {total} blocks; it needs at least one")
         if size < 1 or size & (size - 1):
@@ -118,7 +117,6 @@ class BlockPool:
         self.watermark = int(total * watermark)
         """How many blocks `admits` keeps free."""
         self._prefixes = prefixes
-        self.snapshots = snapshots
         # the key is secret, so no user can make two prefixes collide
         self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
         self.reset()

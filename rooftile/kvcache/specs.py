@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What some layers keep.
+    """A description of what some layers keep.
 
     Args:
         layers: the numbers of the layers, rising.

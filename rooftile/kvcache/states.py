@@ -75,7 +75,7 @@ class States:
 
 
 class Snapshots:
-    """Which states are kept, in plain Python without a tensor; the least recently used go first.
+    """Books of the states that are kept, in plain Python without a tensor; the least recently used go first.
 
     A state is known by the hash of all tokens before it (see `BlockPool`), so it stays true when blocks are evicted. One that a
     step writes is found from the next step on: within the step it is not there yet.

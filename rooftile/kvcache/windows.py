@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
-from rooftile.kvcache.states import Snapshots
 from rooftile.runtime.words import answers_words
 
 
@@ -26,7 +25,7 @@ class WindowPool(BlockPool):
     """A pool of `total` blocks of `size` tokens each, with `rows` rows for what only the last `window` tokens read.
 
     Args:
-        total, size, watermark, prefixes, snapshots: as in `BlockPool`.
+        total, size, watermark, prefixes: as in `BlockPool`.
         rows: the number of rows; `rows_for` says how many never run out.
         window: the keys that a query sees, its own among them.
 
@@ -46,15 +45,14 @@ class WindowPool(BlockPool):
     """
 
     def __init__(
-        self, total: int, size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True,
-        snapshots: Snapshots | None = None,
-    ) -> None:  # fmt: skip
+        self, total: int, size: int = 16, *, rows: int, window: int, watermark: float = 0.01, prefixes: bool = True
+    ) -> None:
         if not 1 <= rows <= total:
             raise InvalidInput(f"{rows} rows for a pool of {total} blocks; there must be 1 to {total}")
         if window < 1:
             raise InvalidInput(f"a window of {window} keys; it must have at least one")
         self.rows, self.window = rows, window
-        super().__init__(total, size, watermark=watermark, prefixes=prefixes, snapshots=snapshots)
+        super().__init__(total, size, watermark=watermark, prefixes=prefixes)
 
     @staticmethod
     def rows_for(window: int, size: int, *, answers: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ from rooftile.kvcache.states import Snapshots
 @pytest.mark.parametrize("total", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_those_used_last_are_kept(total: int, seed: int) -> None:
-    """What a step writes is found from the next step on, and is not given up within it."""
+    """A state that a step writes is found from the next step on, and is not given up within the step."""
     rng, kept = random.Random(seed), Snapshots(total)
     order: list[int] = []  # the states that can be found, least recently used first
     coming: list[int] = []
@@ -52,7 +52,8 @@ def test_a_prefix_begins_at_a_state(kind: str) -> None:
     snapshots = Snapshots(3)
     made = {"blocks": (BlockPool, {}), "windows": (WindowPool, {"rows": 4, "window": 6})}
     of, more = made[kind]
-    pool = of(16, 4, snapshots=snapshots, **more)
+    pool = of(16, 4, **more)
+    pool.snapshots = snapshots
     tokens = list(range(21))
     table = pool.begin(tokens)
     pool.next_step()
@@ -67,7 +68,7 @@ def test_a_prefix_begins_at_a_state(kind: str) -> None:
     assert pool.begin([*tokens[:18], 99, 98]).length == 12
     # the row of the first block is another's by now
     assert pool.begin([*tokens[:11], 99, 98]).length == (8 if kind == "blocks" else 0)
-    # of another salt nothing is known
+    # another salt knows nothing
     assert pool.begin(tokens, "salt").length == 0
     pool.check()
     pool.forget_prefixes()

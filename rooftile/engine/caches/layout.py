@@ -67,7 +67,7 @@ class CacheLayout:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a row is kept for; None if nothing is in rows."""
+        """The keys that a window sees; None if nothing is in rows."""
         return next((spec.window for spec in self._of(WindowedKeys)), None)
 
     @property
@@ -121,13 +121,15 @@ class CacheLayout:
         """
         if not load.paged:
             return ReservedPool(blocks, self.size, reserve=longest)
-        states, rows = self.state_rows(load), self.rows(blocks, load)
-        snapshots = None if states is None else Snapshots(states.total - states.first_snapshot)
+        rows, states, prefixes = self.rows(blocks, load), self.state_rows(load), load.prefixes
+        pool: BlockPool
         if rows < blocks and self.window is not None:
-            return WindowPool(
-                blocks, self.size, rows=rows, window=self.window, prefixes=load.prefixes, snapshots=snapshots
-            )  # fmt: skip
-        return BlockPool(blocks, self.size, prefixes=load.prefixes, snapshots=snapshots)
+            pool = WindowPool(blocks, self.size, rows=rows, window=self.window, prefixes=prefixes)
+        else:
+            pool = BlockPool(blocks, self.size, prefixes=prefixes)
+        if states is not None and prefixes:
+            pool.snapshots = Snapshots(states.total - states.first_snapshot)
+        return pool
 
     def allocate(self, blocks: int, load: Load, dtype: torch.dtype, device: torch.device) -> Caches:
         """Returns the memory of this many blocks, with their rows, and of all states."""

@@ -1,4 +1,4 @@
-"""What `LLM(approximate=)` takes."""
+"""`Approximation`: the object that `LLM(approximate=)` takes, unless it is given a file."""
 
 from __future__ import annotations
 
