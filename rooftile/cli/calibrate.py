@@ -47,7 +47,7 @@ def calibrate(
         raise InvalidInput(f"--out is {out}, where no file can be written; give a file in a folder that is there")
     words, folder = _words_of(text), find_folder(model, download=download)
     # all that can be refused without torch is refused by now, before its import
-    from rooftile.engine.mixers import calibration
+    from rooftile.engine.mixers.loki import calibration
     from rooftile.engine.text.tokenizer import Tokenizer
     from rooftile.hardware.device import device_of
     from rooftile.models import Decoder

@@ -10,7 +10,7 @@ import torch
 from rooftile.engine import EngineConfig
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, Load
-from rooftile.engine.mixers.exact import Exact
+from rooftile.engine.mixers.exact.mixer import Exact
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile_lab.bench.models import MODELS

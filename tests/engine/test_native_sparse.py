@@ -10,11 +10,11 @@ import torch
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, EngineConfig, SamplingParams
 from rooftile.engine.caches.layout import CacheLayout, Load
-from rooftile.engine.mixers import native_sparse
-from rooftile.engine.mixers.calibration import calibrate
 from rooftile.engine.mixers.layers import Layers
+from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.engine.mixers.mixer import Largest
-from rooftile.engine.mixers.native_sparse_step import COMPRESSED
+from rooftile.engine.mixers.native_sparse import mixer as native_sparse
+from rooftile.engine.mixers.native_sparse.step import COMPRESSED
 from rooftile.engine.mixers.registry import mixers_of
 from rooftile.engine.mixers.step import Step
 from rooftile.errors import InvalidInput, Unsupported

@@ -14,9 +14,10 @@ import torch
 from rooftile.engine import build, llm, warm_up
 from rooftile.engine import compilation as compilation_module
 from rooftile.engine.compilation import Compilation
-from rooftile.engine.mixers import exact_trials, trial
-from rooftile.engine.mixers.native_sparse_step import SparseStep
-from rooftile.engine.mixers.native_sparse_trials import SparseLayer
+from rooftile.engine.mixers import trial
+from rooftile.engine.mixers.exact import trials as exact_trials
+from rooftile.engine.mixers.native_sparse.step import SparseStep
+from rooftile.engine.mixers.native_sparse.trials import SparseLayer
 from rooftile.engine.mixers.trial import Trial
 from rooftile.errors import InvalidInput
 from rooftile.exact import paged_route as route

@@ -16,7 +16,7 @@ from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse import decoding_kernels as sparse_kernels
 from rooftile.approximate.native_sparse.decoding_kernels import choice, shape
 from rooftile.engine import LLM, SamplingParams
-from rooftile.engine.mixers.native_sparse_step import SparseStep, reads_in_place
+from rooftile.engine.mixers.native_sparse.step import SparseStep, reads_in_place
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
 from rooftile.models.rotary import Rotary

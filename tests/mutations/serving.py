@@ -21,7 +21,7 @@ MUTATIONS = {
         ("tests/engine/test_state_mixer.py", "tests/unit/test_snapshots.py", "-k", "alike or last"),
     ),
     "compressed keys, row": Mutation(
-        "engine/mixers/native_sparse_step.py", "ends % self.size // stride", "0 * ends",
+        "engine/mixers/native_sparse/step.py", "ends % self.size // stride", "0 * ends",
         ("tests/engine/test_native_sparse.py", "-k", "without_a_cache"),
     ),
     "stop string, overlap": Mutation(

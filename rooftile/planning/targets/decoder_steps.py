@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rooftile.engine.mixers.masks import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.errors import InvalidInput
 from rooftile.exact.api import attention, attention_packed
 from rooftile.fused import Rotation, rotate

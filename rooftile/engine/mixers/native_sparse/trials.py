@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from rooftile.engine.caches.layout import CacheLayout, Load
-from rooftile.engine.mixers.native_sparse_step import SparseAttention, specs_of
+from rooftile.engine.mixers.native_sparse.step import SparseAttention, specs_of
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import Trial
 from rooftile.engine.step_inputs import Chunks, StepInputs

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rooftile.engine.mixers.masks import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask

@@ -3,7 +3,7 @@
 Each branch has keys and values of its own. A block holds those of the selected branch. What only a window reads, the near
 branch's and those that are not yet compressed, is in rows that are given back behind it (`rooftile.kvcache.WindowPool`). A
 compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
-nothing new. Single tokens are read together, by `approximate.native_sparse.decoding`; `native_sparse_step` reads prompts.
+nothing new. Single tokens are read together, by `approximate.native_sparse.decoding`; `step` reads prompts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 from typing import ClassVar
 
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.mixers.exact import gathered_bytes
+from rooftile.engine.mixers.exact.mixer import gathered_bytes
 from rooftile.engine.mixers.mixer import Largest, Mixer
-from rooftile.engine.mixers.native_sparse_step import SparseAttention, reads_in_place, specs_of
-from rooftile.engine.mixers.native_sparse_trials import SparseLayer
+from rooftile.engine.mixers.native_sparse.step import SparseAttention, reads_in_place, specs_of
+from rooftile.engine.mixers.native_sparse.trials import SparseLayer
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
 from rooftile.errors import InvalidInput, Unsupported

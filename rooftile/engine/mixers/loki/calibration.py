@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.approximate.chosen_arguments import check_fraction
 from rooftile.approximate.loki.definition import directions
-from rooftile.engine.mixers.masks import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.api import attention_packed
 from rooftile.fused import Rotation, rotate

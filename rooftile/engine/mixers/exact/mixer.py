@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from rooftile.engine.mixers.exact_step import ExactStep
-from rooftile.engine.mixers.exact_trials import trials
-from rooftile.engine.mixers.masks import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
+from rooftile.engine.mixers.exact.step import ExactStep
+from rooftile.engine.mixers.exact.trials import trials
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import Trial
