@@ -37,7 +37,7 @@ def calibrate(
 
     Example: rooftile calibrate Llama-3.2-1B --text book.txt --dims 0.25 --keep 0.25 --out loki.pt
     """
-    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.start.checkpoint import find_folder
 
     dtype = dtype_word(dtype, has=("bf16", "fp16", "fp32"), auto=True)
     for name, share in (("--dims", dims), ("--keep", keep)):

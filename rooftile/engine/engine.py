@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random, SystemRandom
 
-from rooftile.engine.beam_search import BeamSearch
-from rooftile.engine.forbidden import emptied_by
-from rooftile.engine.grammar import GrammarFailed, Grammars, Matcher
-from rooftile.engine.output import RequestOutput, output_of
-from rooftile.engine.request import Answer, FinishReason, Request, Top
-from rooftile.engine.runner import Result, Runner, top_rows
+from rooftile.engine.requests.output import RequestOutput, output_of
+from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
+from rooftile.engine.sampling.beam_search import BeamSearch
+from rooftile.engine.sampling.forbidden import emptied_by
+from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
-from rooftile.engine.scheduler import Scheduler
+from rooftile.engine.steps.runner import Result, Runner, top_rows
+from rooftile.engine.steps.scheduler import Scheduler
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.prompt import banned_sequences, check_tokens
 from rooftile.engine.text.tokenizer import Tokenizer

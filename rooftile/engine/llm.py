@@ -10,15 +10,15 @@ from typing import Any, Literal, cast
 
 import torch
 
-from rooftile.engine.build import build_engine, current_device
-from rooftile.engine.checkpoint import RECOMMENDED, find_folder, recommended_params
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.mixers.approximation import Approximation
-from rooftile.engine.output import RequestOutput
 from rooftile.engine.process_lock import ProcessLock
-from rooftile.engine.progress import progress_bar
-from rooftile.engine.request import Request
+from rooftile.engine.requests.output import RequestOutput
+from rooftile.engine.requests.progress import progress_bar
+from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.start.build import build_engine, current_device
+from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names

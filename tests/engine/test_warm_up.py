@@ -11,14 +11,15 @@ from threading import Event, Lock
 import pytest
 import torch
 
-from rooftile.engine import build, llm, warm_up
-from rooftile.engine import compilation as compilation_module
-from rooftile.engine.compilation import Compilation
+from rooftile.engine import llm
 from rooftile.engine.mixers import trial
 from rooftile.engine.mixers.exact import trials as exact_trials
 from rooftile.engine.mixers.native_sparse.step import SparseStep
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
 from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.start import build, warm_up
+from rooftile.engine.start import compilation as compilation_module
+from rooftile.engine.start.compilation import Compilation
 from rooftile.errors import InvalidInput
 from rooftile.exact import paged_route as route
 from rooftile.models import Decoder, ModelConfig
@@ -37,7 +38,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 PROGRAM = """
 import sys
-from rooftile.engine.warm_up import import_kernels
+from rooftile.engine.start.warm_up import import_kernels
 import_kernels()
 print(*sorted(name for name in sys.modules if name.startswith("rooftile.")))
 """

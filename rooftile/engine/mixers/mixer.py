@@ -17,9 +17,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.settings.config import EngineConfig
 from rooftile.exact.spec import Asked
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.mixers.exact.mixer import Exact
 from rooftile.engine.mixers.loki.mixer import Loki
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.native_sparse.mixer import NativeSparse
+from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import Unsupported
 from rooftile.kvcache.specs import State
 from rooftile.models import ModelConfig

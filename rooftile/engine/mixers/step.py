@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rooftile.engine.step_inputs import Chunks, StepInputs
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 
 
 class Step(NamedTuple):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from rooftile.approximate import LokiLayers
 from rooftile.approximate.loki import decoding as paged
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.mixers.exact.mixer import Exact
 from rooftile.engine.mixers.exact.step import ExactStep
 from rooftile.engine.mixers.loki.calibration import sample_of
 from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.step import Step
+from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import Asked

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.mixers.exact.mixer import gathered_bytes
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.native_sparse.step import SparseAttention, reads_in_place, specs_of
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
+from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.spec import Asked
 from rooftile.kvcache.caches import Caches

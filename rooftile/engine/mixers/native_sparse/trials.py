@@ -10,7 +10,7 @@ from rooftile.engine.caches.layout import CacheLayout, Load
 from rooftile.engine.mixers.native_sparse.step import SparseAttention, specs_of
 from rooftile.engine.mixers.step import Step
 from rooftile.engine.mixers.trial import Trial
-from rooftile.engine.step_inputs import Chunks, StepInputs
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 from rooftile.kvcache import Copy
 from rooftile.models import Decoder
 from rooftile.models.mixers import BRANCHES

@@ -13,7 +13,7 @@ from threading import Lock
 
 import torch
 
-from rooftile.engine.warm_up import import_kernels, jobs, jobs_of_products, kind_of_products
+from rooftile.engine.start.warm_up import import_kernels, jobs, jobs_of_products, kind_of_products
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.layers import Layer
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
-from rooftile.engine.scheduler import Work
+from rooftile.engine.steps.scheduler import Work
 from rooftile.weights.hopper.early import weights_stay
 
 # numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than those of 256

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.engine.batch_invariant import TILE, row_by_row, tiles_of
-from rooftile.engine.forbidden import banned_next
-from rooftile.engine.graphs import DecodeGraphs
 from rooftile.engine.mixers.layers import Layers
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import Step
-from rooftile.engine.request import Answer, Top
+from rooftile.engine.requests.request import Answer, Top
+from rooftile.engine.sampling.forbidden import banned_next
 from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
-from rooftile.engine.scheduler import Plan, Work
-from rooftile.engine.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
+from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
+from rooftile.engine.steps.graphs import DecodeGraphs
+from rooftile.engine.steps.scheduler import Plan, Work
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
 from rooftile.exact.spec import Asked
 from rooftile.fused import linear, runs_on
 from rooftile.kvcache.caches import Caches

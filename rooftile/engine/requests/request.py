@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from rooftile.engine.beam_search import BeamSearch
-from rooftile.engine.grammar import Matcher
+from rooftile.engine.sampling.beam_search import BeamSearch
+from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.tokenizer import Tokenizer

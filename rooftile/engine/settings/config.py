@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from rooftile.engine.changed import changed
 from rooftile.engine.mixers.approximation import Approximation, check_approximation
-from rooftile.engine.settings import SETTINGS, check_settings, is_fp8
+from rooftile.engine.settings.changed import changed
+from rooftile.engine.settings.table import SETTINGS, check_settings, is_fp8
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_words

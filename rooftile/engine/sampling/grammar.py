@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftile.engine.grammar_errors import reason_of
+from rooftile.engine.sampling.grammar_errors import reason_of
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.engine.scheduler import Work
+from rooftile.engine.steps.scheduler import Work
 
 
 class StepInputs(NamedTuple):

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rooftile.engine.request import Answer, Request
-from rooftile.engine.state_plan import StatePlan
+from rooftile.engine.requests.request import Answer, Request
+from rooftile.engine.steps.state_plan import StatePlan
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.states import StateRows
 

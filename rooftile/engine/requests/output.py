@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from rooftile.drawing import notebook as shown
-from rooftile.engine.request import Answer, FinishReason, Logprob, Request, Top
+from rooftile.engine.requests.request import Answer, FinishReason, Logprob, Request, Top
 from rooftile.engine.text.growing import TextSnapshot
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rooftile.engine.step_inputs import Chunks, StepInputs
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 
 TILE = 16
 

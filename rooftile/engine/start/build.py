@@ -14,12 +14,12 @@ import torch
 
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, Load
-from rooftile.engine.compilation import Compilation
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.registry import mixers_of
-from rooftile.engine.runner import Runner
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.start.compilation import Compilation
+from rooftile.engine.steps.runner import Runner
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache.caches import Caches

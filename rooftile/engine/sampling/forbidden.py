@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from rooftile.engine.request import Answer
+from rooftile.engine.requests.request import Answer
 
 
 def banned_next(answer: Answer, before: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftile.engine.request import Answer
+from rooftile.engine.requests.request import Answer
 from rooftile.kvcache import BlockPool
 from rooftile.kvcache.states import StateRows
 
