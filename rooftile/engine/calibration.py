@@ -13,7 +13,7 @@ from rooftile.approximate.loki.definition import directions
 from rooftile.engine.attention import masks_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.api import attention_packed
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 
 # numbers of the weights that a calibration keeps, to know its model again

@@ -20,7 +20,8 @@ from rooftile.exact.backends import hopper
 from rooftile.exact.masks import Mask
 from rooftile.exact.paged_route import LONG_PROMPT, Route, route
 from rooftile.exact.spec import Asked
-from rooftile.fused import add_norm, linear, normalise
+from rooftile.fused import linear
+from rooftile.fused.norm import add_norm, normalise
 from rooftile.kvcache import Copy, PagedKV, Pages
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.layers import Layer, Multiply, Part

@@ -18,17 +18,9 @@ class Projections(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        bias: bool = True,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-    ) -> None:
+        self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, bias: bool = True,
+        context_dim: int | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:

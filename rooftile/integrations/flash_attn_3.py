@@ -11,13 +11,11 @@ Different:
 - gradients flow through lse;
 - num_splits, pack_gqa, sm_margin, scheduler_metadata and max_seqlen do not change the result, and are ignored: Rooftile chooses;
 - FP8 is `rooftile.attention(..., precision="fp8")` on 16-bit tensors: q_descale, k_descale and v_descale are refused.
-
-The file is long because a signature stands once per type that its flag may give.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -43,27 +41,6 @@ WithLse = tuple[Tensor, Tensor]
 Output = Tensor | WithLse
 
 
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
-    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
-    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
-    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
@@ -102,30 +79,6 @@ def flash_attn_func(
     return found if return_attn_probs else found[0]
 
 
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
-    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
-    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,  # (total_q, H, D)
     k: Tensor,  # (total_k, Hk, D)
@@ -175,39 +128,6 @@ def flash_attn_varlen_func(
     return (queries.put(o), queries.put_lse(lse)) if return_attn_probs else queries.put(o)
 
 
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
-    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., sm_margin: int = ..., return_softmax_lse: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
-    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., sm_margin: int = ..., *, return_softmax_lse: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
-    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
-    pack_gqa: bool | None = ..., sm_margin: int = ..., return_softmax_lse: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,  # (B, T, H, D), with cu_seqlens_q (total_q, H, D)
     k_cache: Tensor,  # (B or more, S, Hk, D), with page_table (P, size, Hk, D)

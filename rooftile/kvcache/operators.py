@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.fused import Rotation
-from rooftile.fused.rope import rotated_as_defined
+from rooftile.fused.rope import Rotation, rotated_as_defined
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.drawing import notebook as shown
-from rooftile.fused import Rotation
+from rooftile.fused.rope import Rotation
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 from rooftile.runtime.devices import runs_kernels

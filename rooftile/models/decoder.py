@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rooftile.fused import Rotation, add_norm, normalise
+from rooftile.fused.norm import add_norm, normalise
+from rooftile.fused.rope import Rotation
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.config import ModelConfig

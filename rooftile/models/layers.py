@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from rooftile import weights as matmul
 from rooftile.approximate import compress
-from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
+from rooftile.fused import ACTIVATIONS, gated
+from rooftile.fused.norm import normalise
+from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 from rooftile.numerics import QuantisedRows
@@ -40,7 +42,7 @@ class Memory(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How a projection wants its input from the kernel that writes it: the arguments of `rooftile.fused.normalise`."""
+    """How a projection wants its input from the kernel that writes it: the arguments of `rooftile.fused.norm.normalise`."""
 
     out: str | None = None  # "fp8" or "int8"; None leaves it in the model's dtype
     scale: Tensor | None = None  # the one scale of all rows, where the checkpoint has it

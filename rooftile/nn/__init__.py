@@ -1,6 +1,7 @@
 """Layers: attention with its projections, and linear layers whose weight is codes.
 
-The layer of an approximate method stands beside its function, and is imported when it is first used.
+The layer of an approximate method stands beside its function. It is imported when it is first used, and so are the layers of
+codes.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rooftile.approximate.reformer.module import Reformer
     from rooftile.approximate.routing.module import Routing
     from rooftile.approximate.sparse_transformer.module import SparseTransformer
+    from rooftile.nn.quantised_linear import QuantisedLinear
+    from rooftile.nn.sparse_linear import SparseLinear
 
 __all__ = [
     "Attention",
@@ -23,8 +26,10 @@ __all__ = [
     "Linformer",
     "NativeSparse",
     "Performer",
+    "QuantisedLinear",
     "Reformer",
     "Routing",
+    "SparseLinear",
     "SparseTransformer",
 ]
 
@@ -35,5 +40,6 @@ __getattr__ = late_names(
         "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",
         "Reformer": "rooftile.approximate.reformer.module", "Routing": "rooftile.approximate.routing.module",
         "SparseTransformer": "rooftile.approximate.sparse_transformer.module",
+        "QuantisedLinear": "rooftile.nn.quantised_linear", "SparseLinear": "rooftile.nn.sparse_linear",
     },
 )  # fmt: skip

@@ -40,25 +40,12 @@ class Attention(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-        mask: Mask | None = FULL,
-        sinks: bool = False,
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, context_dim: int | None = None,
+        device: torch.device | str | None = None, dropout: float = 0.0, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, kv_heads: int | None = None, mask: Mask | None = FULL, sinks: bool = False,
         softcap: float | None = None,
-    ) -> None:
-        super().__init__(
-            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
-        )  # fmt: skip
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, context_dim, device, dtype)
         mask = FULL if mask is None else mask
         if not isinstance(mask, Mask):
             raise InvalidInput(f"mask is {mask!r}; must be a rooftile mask, such as rooftile.CAUSAL")

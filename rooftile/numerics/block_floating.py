@@ -25,6 +25,9 @@ BLOCK_FORMATS = {
     "mxint8": INT8_64THS,
 }  # fmt: skip
 
+# formats of a layer's activations beside those that a format of weights brings, for hardware to come, and their names above
+MX_ACTIVATIONS = {"mxfp4": "mxfp4", "mxfp8": "mxfp8_e4m3"}
+
 # elements that share a scale
 SHARED = 32
 _BIAS, _NAN = 127, 255
@@ -107,3 +110,8 @@ def _scale_zeros(size: Tensor, exponent: Tensor) -> Tensor:
 def _power(exponent: Tensor) -> Tensor:
     """Builds 2^exponent from its bits, for normal numbers: exact on every device."""
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+def rounded_activations(x: Tensor, activations: str | None, rule: Rule = "floor") -> Tensor:
+    """Rounds x (..., D) to a format of MX_ACTIVATIONS and returns it in its dtype; returns x itself for None."""
+    return x if activations is None else quantise_blocks(x, MX_ACTIVATIONS[activations], rule=rule).dequantise(x.dtype)

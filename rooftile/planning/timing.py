@@ -18,9 +18,8 @@ from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.planning.costs import DeviceCeilings, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
-from rooftile.qat.codes import taken_from
-from rooftile.qat.product import Rounding
-from rooftile.qat.product import linear as rounded_linear
+from rooftile.qat.rounding.codes import Rounding, taken_from
+from rooftile.qat.rounding.product import linear as rounded_linear
 from rooftile.weights.files.formats import SPARSE, weight_in
 from rooftile.weights.formats import parsed
 from rooftile.weights.hopper.early import weights_stay

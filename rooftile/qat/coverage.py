@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from rooftile.nn.converted import Converted
-from rooftile.qat.layers import Prepared, parameter_of
-from rooftile.qat.tensors import Place, PreparedModule, places_in
+from rooftile.qat.prepared.layers import Prepared, parameter_of
+from rooftile.qat.prepared.tensors import Place, PreparedModule, places_in
 
 # reasons that are named, before the rest is counted together
 MOST = 4

@@ -10,22 +10,22 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.numerics.block_floating import RULES, Rule
-from rooftile.qat import fast_paths
+from rooftile.numerics.block_floating import MX_ACTIVATIONS, RULES, Rule
 from rooftile.qat.coverage import coverage_of
-from rooftile.qat.described import Preparation
 from rooftile.qat.foreign import check_not_quantised
-from rooftile.qat.found import prepared_in, prepared_layers
-from rooftile.qat.layers import Prepared, prepare_layer, restore_layer
-from rooftile.qat.learned import first_scales
-from rooftile.qat.masking import Masking
 from rooftile.qat.patterns import SKIPPED, skip_given
-from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
+from rooftile.qat.prepared import fast_paths
+from rooftile.qat.prepared.described import Preparation
+from rooftile.qat.prepared.found import prepared_in, prepared_layers
+from rooftile.qat.prepared.layers import Prepared, prepare_layer, restore_layer
+from rooftile.qat.prepared.tensors import Place, PreparedModule, prepare_tensor, restore_module
+from rooftile.qat.rounding.learned import first_scales
+from rooftile.qat.rounding.masking import Masking
+from rooftile.qat.rounding.product import ESTIMATORS
+from rooftile.qat.rounding.slow import Told
 from rooftile.qat.selection import check_fits, check_masked_alone, check_sparse, chosen_in
 from rooftile.qat.sharded import writes
 from rooftile.qat.shared import check_shared
-from rooftile.qat.slow import Told
-from rooftile.qat.tensors import Place, PreparedModule, prepare_tensor, restore_module
 from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights.two_four import Recipe
 
@@ -92,9 +92,9 @@ def prepare(
 
     Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432; Esser et al., arXiv:1902.08153 ("lsq").
     """
-    if activations is not None and (not isinstance(activations, str) or activations not in ACTIVATIONS):
+    if activations is not None and (not isinstance(activations, str) or activations not in MX_ACTIVATIONS):
         raise InvalidInput(
-            f"activations are {activations!r}; must be {' or '.join(map(repr, ACTIVATIONS))}, or None for what the format says"
+            f"activations are {activations!r}; must be {' or '.join(map(repr, MX_ACTIVATIONS))}, or None for what the format says"
         )
     if estimator not in ESTIMATORS:
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")

@@ -9,10 +9,10 @@ from torch import nn
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.block_floating import RULES, Rule
+from rooftile.qat.convert import convert
 from rooftile.qat.coverage import coverage_of
 from rooftile.qat.patterns import SKIPPED, skip_given
 from rooftile.qat.preparation import check_planned, prepare, restore
-from rooftile.qat.quantised_linear import convert
 from rooftile.runtime.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.block_floating import RULES, Rule
-from rooftile.qat.codes import Rounding
-from rooftile.qat.described import word_of
-from rooftile.qat.layers import PREPARED
-from rooftile.qat.learned import RANGES
 from rooftile.qat.patterns import check_patterns, means, skip_given, skipped
-from rooftile.qat.tensors import Place, places_in
+from rooftile.qat.prepared.described import word_of
+from rooftile.qat.prepared.layers import PREPARED
+from rooftile.qat.prepared.tensors import Place, places_in
+from rooftile.qat.rounding.codes import Rounding
+from rooftile.qat.rounding.learned import RANGES
 from rooftile.weights.formats import TILE, group_of, parsed, weight_format
 from rooftile.weights.quantise import check_rule
 from rooftile.weights.two_four import Recipe

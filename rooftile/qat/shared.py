@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.described import described
-from rooftile.qat.layers import Prepared, parameter_of
+from rooftile.qat.prepared.described import described
+from rooftile.qat.prepared.layers import Prepared, parameter_of
 
 
 def check_shared(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.found import prepared_layers
+from rooftile.qat.prepared.found import prepared_layers
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from rooftile.drawing import notebook as shown
-from rooftile.qat.codes import inside
 from rooftile.qat.coverage import Coverage, coverage_of
-from rooftile.qat.described import described
-from rooftile.qat.found import prepared_layers
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.prepared.described import described
+from rooftile.qat.prepared.found import prepared_layers
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.rounding.codes import inside
 from rooftile.qat.sharded import whole
 from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights.two_four import compress

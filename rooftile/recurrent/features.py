@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 PLAIN = ("identity", "relu", "elu")
-PROJECTED = ("exp", "wave", "random relu")
 # kinds whose features have a factor of their own per token
 SCALED = ("exp", "wave")
 

@@ -18,7 +18,7 @@ from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.exact.api import attention
 from rooftile.exact.masks import CAUSAL, Window
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.formats import SPARSE, check_word

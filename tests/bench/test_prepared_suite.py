@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from rooftile.qat.layers import Prepared
+from rooftile.qat.prepared.layers import Prepared
 from rooftile_lab.bench.suites import SUITES, prepared
 from tests.bench.session import SESSION
 

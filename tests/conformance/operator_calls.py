@@ -17,8 +17,9 @@ from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import SamplingState, features_of, sample
-from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
-from rooftile.fused.norm import Weights
+from rooftile.fused import gated, linear
+from rooftile.fused.norm import Weights, add_norm, normalise
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW

@@ -13,8 +13,9 @@ from torch.autograd import functional as autograd
 from torch.func import grad, hessian, jvp, vmap
 from torch.nn import functional
 
-from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
-from rooftile.fused.norm import Weights
+from rooftile.fused import gated, linear
+from rooftile.fused.norm import Weights, add_norm, normalise
+from rooftile.fused.rope import Rotation, rotate
 
 # PyTorch's decompositions for forward mode use it
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

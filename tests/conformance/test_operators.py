@@ -9,8 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import rooftile as rt
 from rooftile.cost import counts
-from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
-from rooftile.fused.norm import Weights
+from rooftile.fused import gated
+from rooftile.fused.norm import Weights, add_norm, normalise
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.runtime.operators import DEFINED
 from tests.conformance.operator_calls import CALLS
 from tests.conformance.watching import Seen, watching

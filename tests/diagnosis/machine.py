@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median, pstdev
 
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.records import OperatorRow
+from rooftile.diagnosis.remedies.prices import in_dtype, narrower_shares
+from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.roofs import Roofs
 
@@ -137,3 +140,12 @@ def finding(machine: Machine, work: Work, *, calls: int = 1, index: int = 0, op:
         hidden = machine.exact(replace(work, latency_us=0.0)) == machine.exact(work)
         evidence = replace(evidence, fixed_us=machine.fixed_us + (0.0 if hidden else work.latency_us))
     return find(operation(work, device=machine.device, calls=calls, index=index, op=op), machine.roofs(), evidence)
+
+
+def narrower_dtype(
+    rows: Iterable[tuple[int, Finding]], dtype: str, *, rate_ratio: float, bytes_ratio: float
+) -> Remedy | None:  # fmt: skip
+    """Prices a narrower dtype for all rows, where nothing is cast and nothing waits for the host."""
+    known = dict(rows)
+    shares = narrower_shares(known.items(), rate_ratio=rate_ratio, bytes_ratio=bytes_ratio)
+    return in_dtype(dtype, tuple(shares), sum(known[row].time_us * (1 - share) for row, share in shares.items()))

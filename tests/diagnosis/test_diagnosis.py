@@ -11,12 +11,12 @@ from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.output import units
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.table import WIDTH, text
-from rooftile.diagnosis.remedies.prices import cuda_graph, narrower_dtype
+from rooftile.diagnosis.remedies.prices import cuda_graph
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.errors import InvalidInput
-from tests.diagnosis.machine import Machine, Work, finding, operation
+from tests.diagnosis.machine import Machine, Work, finding, narrower_dtype, operation
 from tests.diagnosis.schema import SCHEMA, breaches
 
 GPU = Machine(flops_per_us=7e8, bytes_per_us=4e6, cache_bytes_per_us=1.2e7, fixed_us=2.0, launch_us=5.0, device="cuda")

@@ -15,7 +15,6 @@ from rooftile.diagnosis.remedies.prices import (
     another_attention,
     cuda_graph,
     larger_batch,
-    narrower_dtype,
     overlap_copy,
     pad,
     recompute,
@@ -26,7 +25,7 @@ from rooftile.diagnosis.remedies.prices import (
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked, together
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.errors import InvalidInput
-from tests.diagnosis.machine import Machine, Work, finding
+from tests.diagnosis.machine import Machine, Work, finding, narrower_dtype
 
 CPU = Machine(flops_per_us=1e5, bytes_per_us=1e4, cache_bytes_per_us=1e5, fixed_us=5.0)
 GPU = Machine(flops_per_us=5e8, bytes_per_us=4e6, cache_bytes_per_us=1.2e7, fixed_us=2.0, launch_us=5.0, device="cuda")

@@ -18,7 +18,7 @@ from rooftile.engine.attention import masks_of
 from rooftile.engine.calibration import calibrate
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
 from tests.models.checkpoints import VOCABULARY

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile.engine import EngineConfig
-from rooftile.fused import linear, normalise
+from rooftile.fused import linear
+from rooftile.fused.norm import normalise
 from rooftile.models import Decoder
 from rooftile.models.layers import Rows
 from rooftile.runtime import devices

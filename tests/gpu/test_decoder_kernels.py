@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rooftile import fused
-from rooftile.fused import ACTIVATIONS, Rotation, rotate
-from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.fused import ACTIVATIONS
+from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
 from rooftile.numerics import quantise_rows
@@ -29,9 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm = norm_of(kind, size, dtype, "cuda")
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
-    assert_within_an_ulp(fused.normalise(x, norm), normalised_as_defined(x, norm))
+    assert_within_an_ulp(normalise(x, norm), normalised_as_defined(x, norm))
     due, due_stream = added_as_defined(x, residual, norm)
-    found, stream = fused.add_norm(x, residual, norm)
+    found, stream = add_norm(x, residual, norm)
     assert torch.equal(stream, due_stream)
     assert_within_an_ulp(found, due)
 
@@ -47,10 +48,10 @@ def test_quantised_as_they_are_rounded(total: int, size: int, kind: str, dtype: 
         pytest.skip("INT8 finds its scales")
     norm, scale = norm_of(kind, size, dtype, "cuda"), torch.tensor([0.01], device="cuda") if given else None
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
-    due_added, due_stream = fused.add_norm(x, residual.clone(), norm, norm)
-    added, stream = fused.add_norm(x, residual, norm, norm, out, scale)
+    due_added, due_stream = add_norm(x, residual.clone(), norm, norm)
+    added, stream = add_norm(x, residual, norm, norm, out, scale)
     assert torch.equal(stream, due_stream)
-    pairs = [(added, due_added), (fused.normalise(x, norm, out, scale), fused.normalise(x, norm))]
+    pairs = [(added, due_added), (normalise(x, norm, out, scale), normalise(x, norm))]
     if size % 2 == 0:
         pairs += [(fused.gated(x, name, out, scale), fused.gated(x, name)) for name in ACTIVATIONS]
     for found, y in pairs:
@@ -67,7 +68,7 @@ def test_what_is_added_is_normalised_first(total: int, size: int, kind: str, dty
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
     _, due_stream = added_as_defined(x, residual, norm, post)
     added = normalised_as_defined(x, post).double().abs()
-    found, stream = fused.add_norm(x, residual, norm, post)
+    found, stream = add_norm(x, residual, norm, post)
     # an ulp of what is added may be many of a sum near zero
     assert_within_an_ulp(stream, due_stream, also=(8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * added)
     # the norm that a family has after its projections (Gemma 2)
@@ -83,7 +84,7 @@ def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dty
     norm = norm_of(kind, size, dtype, "cuda")
     qkv = torch.randn(total, 3 * heads * size, device="cuda").to(dtype).unflatten(-1, (3 * heads, size))
     for x in (*qkv.split(heads, dim=1), qkv.transpose(0, 1), qkv[:, ::2]):
-        assert_within_an_ulp(fused.normalise(x, norm), normalised_as_defined(x, norm))
+        assert_within_an_ulp(normalise(x, norm), normalised_as_defined(x, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,14 +101,14 @@ def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> Non
 def test_a_row_does_not_know_its_neighbours(size: int, kind: str) -> None:
     norm = norm_of(kind, size, torch.bfloat16, "cuda")
     x, residual = torch.randn(2, 1000, size, device="cuda").bfloat16()
-    together, stream = fused.add_norm(x, residual.clone(), norm)
+    together, stream = add_norm(x, residual.clone(), norm)
     gates = fused.gated(x, "silu")
     for first, rows in ((0, 1), (999, 1), (40, 17), (0, 512)):
         some = slice(first, first + rows)
-        found, part = fused.add_norm(x[some].clone(), residual[some].clone(), norm)
+        found, part = add_norm(x[some].clone(), residual[some].clone(), norm)
         assert torch.equal(part, stream[some])
         assert torch.equal(found, together[some])
-        assert torch.equal(fused.normalise(part, norm), together[some])
+        assert torch.equal(normalise(part, norm), together[some])
         assert torch.equal(fused.gated(x[some].clone(), "silu"), gates[some])
 
 
@@ -119,7 +120,7 @@ def test_places_past_2_to_the_31() -> None:
     x[-2:].normal_()
     assert torch.equal(fused.gated(x, "relu")[-2:], gated_halves(x[-2:], "relu"))
     norm = norm_of("rms", 2 * ffn, torch.bfloat16, "cuda")
-    assert torch.equal(fused.normalise(x, norm)[-2:], fused.normalise(x[-2:].clone(), norm))
+    assert torch.equal(normalise(x, norm)[-2:], normalise(x[-2:].clone(), norm))
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:

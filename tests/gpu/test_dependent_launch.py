@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.fused import add_norm, gated, normalise
-from rooftile.fused.norm import Weights
+from rooftile.fused import gated
+from rooftile.fused.norm import Weights, add_norm, normalise
 from rooftile.numerics import QuantisedRows
 from rooftile.runtime.dependent_launch import overlaps
 from rooftile.weights import multiply

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.fused import ACTIVATIONS, add_norm, gated, linear, normalise
+from rooftile.fused import ACTIVATIONS, gated, linear
 from rooftile.fused.kernels.norm import tile_of
-from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.numerics.activations import gated_halves
 from rooftile.runtime.launch import observe

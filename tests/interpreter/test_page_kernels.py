@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.fused import rotate
-from rooftile.fused.rope import rotated_as_defined
+from rooftile.fused.rope import rotate, rotated_as_defined
 from rooftile.kvcache import Copy, Pages, Rotation
 from rooftile.kvcache.operators import PAST, write_as_defined
 from tests.unit.test_paged import in_fp8, paged, sequences

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.qat.codes import inside as defined
+from rooftile.qat.rounding.codes import inside as defined
 from rooftile.weights.formats import group_of, weight_format
 from rooftile.weights.triton import weights
 from rooftile.weights.two_four import two_four

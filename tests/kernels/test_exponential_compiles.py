@@ -44,7 +44,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
         if argument.endswith("_strides"):
             signature[argument] = ("i32",) * 3
     names = list(enumerate(kernel.arg_names))
-    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr") or "_stride_" in argument]
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
     even += [(n, axis) for n, argument in names if argument.endswith("_strides") for axis in range(3)]
     source = ASTSource(
         kernel, signature, {(kernel.arg_names.index(argument),): value for argument, value in constants.items()},

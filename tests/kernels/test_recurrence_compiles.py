@@ -22,7 +22,7 @@ NAMES = {
     "_segment_sums": "sums", "_outputs": "outputs", "_query_gradients": "queries", "_key_gradients": "keys",
     "_value_gradients": "values",
 }  # fmt: skip
-IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dx_ptr"}
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool = True, group: int = 1, packed: bool = False):
@@ -35,10 +35,10 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
 
     kernel = {
         "_segment_sums": states._segment_sums, "_outputs": outputs._outputs,
-        "_query_gradients": gradients._query_gradients, "_key_gradients": gradients._key_gradients,
-        "_value_gradients": gradients._value_gradients,
+        "_query_gradients": gradients._query_gradients, "_key_gradients": gradients._key_or_value_gradients,
+        "_value_gradients": gradients._key_or_value_gradients,
     }[name]  # fmt: skip
-    own = {"CAUSAL": causal, "NORMALISE": True, "WEIGHTED": group > 1, "FEATURE": "elu"}
+    own = {"CAUSAL": causal, "NORMALISE": True, "WEIGHTED": group > 1, "FEATURE": "elu", "KEYS": name == "_key_gradients"}
     shape = {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "PACKED": packed}
     constants = kernels.tile_of(NAMES[name], dim, dim, dtype, sm >= 90, group > 1) | shape | own
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
@@ -47,9 +47,13 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     for argument in kernel.arg_names:
         pointer = WORDS[dtype] if argument in IN_DTYPE else "*i32" if argument in ("lost_ptr", "cu_ptr") else "*fp32"
         signature[argument] = "constexpr" if argument in constants else pointer if argument.endswith("_ptr") else "i32"
+        if argument.endswith("_strides"):
+            signature[argument] = ("i32",) * 3
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-    even = [n for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr") or "_stride_" in argument]
-    source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in even})
+    names = list(enumerate(kernel.arg_names))
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
+    even += [(n, axis) for n, argument in names if argument.endswith("_strides") for axis in range(3)]
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

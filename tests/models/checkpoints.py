@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import rooftile
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 
 VOCABULARY = 97

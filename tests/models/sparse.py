@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rooftile
 from rooftile import approximate as ap
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder, ModelConfig
 from tests.models.checkpoints import SMALL, VOCABULARY
 

@@ -12,7 +12,9 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
+from rooftile.fused import gated
+from rooftile.fused.norm import add_norm, normalise
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.config import config_of
 from rooftile.models.layers import Norm

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.fused import rotate
+from rooftile.fused.rope import rotate
 from rooftile.models import Decoder, ModelConfig, TrainableDecoder
 from rooftile.models.mixing_modules import MIXERS
 

@@ -6,16 +6,16 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS = {
     "training for a format, activations that were not rounded": Mutation(
-        "qat/product.py",
+        "qat/rounding/product.py",
         'dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)',
         'dw = (dy.flatten(0, -2).T @ x.flatten(0, -2).to(dy.dtype)).to(w.dtype)',
         ("tests/qat/test_gradients.py",),
     ),
     "training for a format, scales rounded late": Mutation(
-        "qat/learned.py", '.to(STORED[format])', '.float()', ("tests/qat/test_learned.py",),
+        "qat/rounding/learned.py", '.to(STORED[format])', '.float()', ("tests/qat/test_learned.py",),
     ),
     "training for a format, another eps": Mutation(
-        "qat/codes.py", "w, rounding.format, rounding.group,", "w * (w.abs() > 1e-12), rounding.format, rounding.group,",
+        "qat/rounding/codes.py", "w, rounding.format, rounding.group,", "w * (w.abs() > 1e-12), rounding.format, rounding.group,",
         ("tests/qat/test_prepare.py", "-k", "server"),
     ),
     "training for a format, another eps in the kernel": Mutation(
@@ -28,24 +28,25 @@ MUTATIONS = {
         ("tests/qat/test_prepare.py", "-k", "server"),
     ),
     "training for a format, learned scales rounded after codes were taken": Mutation(
-        "qat/learned.py", "_steps(w, stored, group).round()", "_steps(w, scales.detach().clamp(min=LEAST), group).round()",
+        "qat/rounding/learned.py", "_steps(w, stored, group).round()",
+        "_steps(w, scales.detach().clamp(min=LEAST), group).round()",
         ("tests/qat/test_learned.py",),
     ),
     "training for a format, codes of before": Mutation(
-        "qat/rounded.py",
+        "qat/prepared/rounded.py",
         'now: tuple[int, ...] = (self.parameter.data_ptr(), self.parameter._version, self.qat.steps)',
         'now: tuple[int, ...] = (self.parameter.data_ptr(), self.qat.steps)',
         ("tests/qat/test_gradients.py",),
     ),
     "training for a format, codes of before the first step": Mutation(
-        "qat/rounded.py", "torch.is_grad_enabled() and self.qat.steps > 0", "torch.is_grad_enabled()",
+        "qat/prepared/rounded.py", "torch.is_grad_enabled() and self.qat.steps > 0", "torch.is_grad_enabled()",
         ("tests/qat/test_gradients.py", "-k", "codes"),
     ),
     "qat, flags that stay on the device": Mutation(
-        "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
+        "qat/rounding/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),
     "qat, codes of a weight that was not looked at": Mutation(
-        "qat/rounded.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
+        "qat/prepared/rounded.py", "trains = self.training and", "trains =", ("tests/qat/test_finite.py", "-k", "at_once"),
     ),
     "plan, losses in steps": Mutation(
         "planning/knapsack.py", "math.ceil(min(loss / max_loss, 2.0) * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
@@ -79,15 +80,15 @@ MUTATIONS = {
         ("tests/planning/test_decoder.py", "-k", "as_before"),
     ),
     "2:4, decay of what is kept": Mutation(
-        "qat/masking.py", "torch.where(mask, 0.0, weight) * (rate", "torch.where(mask, weight, 0.0) * (rate",
+        "qat/rounding/masking.py", "torch.where(mask, 0.0, weight) * (rate", "torch.where(mask, weight, 0.0) * (rate",
         ("tests/qat/test_sparse.py", "-k", "decay"),
     ),
     "2:4, frozen masks": Mutation(
-        "qat/masking.py", "steps >= recipe.freeze_from", "steps > recipe.freeze_from",
+        "qat/rounding/masking.py", "steps >= recipe.freeze_from", "steps > recipe.freeze_from",
         ("tests/qat/test_sparse.py", "-k", "frozen"),
     ),
     "2:4, scales before masks": Mutation(
-        "qat/rounded.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
+        "qat/prepared/rounded.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
     "plan, the recipe that is given": Mutation(

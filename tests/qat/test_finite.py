@@ -8,7 +8,7 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.qat import finite, learned
+from rooftile.qat.rounding import finite, learned
 from rooftile.runtime.operators import replaced
 from rooftile.weights import quantise
 from tests.qat.models import FORMATS, inputs, mlp

@@ -122,7 +122,7 @@ def test_only_wanted_gradients_are_computed(format: str) -> None:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list with an entry for each weight whose codes were taken."""
-    from rooftile.qat import codes
+    from rooftile.qat.rounding import codes
 
     found: list[int] = []
     original = codes.quantise_trained

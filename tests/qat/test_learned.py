@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import InvalidInput
-from rooftile.qat import learned
+from rooftile.qat.rounding import learned
 from tests.qat.models import inputs, mlp
 
 # format, its least and largest code, numbers per scale of 128 columns

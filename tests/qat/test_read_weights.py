@@ -17,7 +17,7 @@ from torch.func import functional_call, grad
 import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.nn.reading import ReadWeight
-from rooftile.qat.layers import Prepared
+from rooftile.qat.prepared.layers import Prepared
 from rooftile.weights.two_four import Recipe
 from tests.qat.models import FORMATS, inputs, mlp
 

@@ -14,7 +14,7 @@ from torch import nn
 import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder, TrainableDecoder
-from rooftile.qat import checkpoint
+from rooftile.qat.saving import checkpoint
 from rooftile.weights.files.compressed_tensors import LAYOUTS
 from rooftile.weights.two_four import Recipe
 from tests.qat.models import mlp

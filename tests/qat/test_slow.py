@@ -13,7 +13,7 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.errors import Unsupported
-from rooftile.qat import product, slow
+from rooftile.qat.rounding import product, slow
 from rooftile.weights import dispatch as backends
 from rooftile.weights import quantise
 from tests.qat.models import inputs, mlp

@@ -14,7 +14,7 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.numerics import quantise_blocks
-from rooftile.qat.learned import with_scales
+from rooftile.qat.rounding.learned import with_scales
 from rooftile.weights.two_four import Recipe, two_four
 from tests.qat.models import inputs, mlp
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy

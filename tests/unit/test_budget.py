@@ -55,6 +55,7 @@ def test_a_growth_is_seen(budget: Budget, tmp_path: Path) -> None:
         "kvcache/pool.py": "\n" * 200,
         "room/__init__.py": "x = 1\n",
         "qat/extra.py": "# the sum is that\n    # of the row\n" * 40,
+        "diagnosis/extra.py": "",
         "optim/extra.py": "def f(softcap): ...\n@triton.jit\ndef g(dropout): ...\n",
         "sparsity/extra.py": f"@triton.jit\ndef f({', '.join(f'a{n}' for n in range(60))}): ...\n",
     }
@@ -65,6 +66,6 @@ def test_a_growth_is_seen(budget: Budget, tmp_path: Path) -> None:
             opened.write(text)
     seen = {line.partition(":")[0] for line in growth(budget, measured(copy))}
     assert seen == {
-        "lines, kvcache", "lines, room", "lines, optim", "lines, sparsity", "lines, qat", "entries, root", "folders, qat",
+        "lines, kvcache", "lines, room", "lines, optim", "lines, sparsity", "lines, qat", "entries, root", "folders, diagnosis",
         "options, softcap", "phrases, that of", "kernels, arguments",
     }  # fmt: skip

@@ -76,6 +76,14 @@ def test_imports_go_down(path: Path) -> None:
         assert lower, f"{name_of(path)} (floor {FLOORS[own]}) imports {module} (floor {floor})"
 
 
+def test_models_and_training_do_not_know_each_other() -> None:
+    """A model is read and served without the code that trains it, and trained without the code that serves it."""
+    pairs = [(name_of(path), module) for path in modules() for module in imports(path)]
+    between = [(own, other) for own, other in pairs if {place(own), place(other)} == {"models", "qat"}]
+    assert {"models", "qat"} <= {place(own) for own, _ in pairs}
+    assert not between
+
+
 def graph() -> dict[str, set[str]]:
     """The modules that each module imports, at its top, inside functions or for types. A package may import its own parts."""
     named = {name_of(path): path for path in modules()}

@@ -33,24 +33,11 @@ class LinearAttention(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        feature: str = "elu",
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-        mask: Mask | None = FULL,
-        normalise: bool = True,
-    ) -> None:
-        super().__init__(
-            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
-        )  # fmt: skip
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, context_dim: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, feature: str = "elu",
+        head_dim: int | None = None, kv_heads: int | None = None, mask: Mask | None = FULL, normalise: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, context_dim, device, dtype)
         is_causal("linear attention", mask)
         if not callable(feature):
             check_choice("feature", feature, ("elu", "relu", "identity"))

@@ -41,26 +41,12 @@ class Linformer(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        length: int,
-        backend: str | None = None,
-        bias: bool = True,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kind: str = "learned",
-        kv_heads: int | None = None,
-        projection: torch.nn.Parameter | None = None,
-        r: int = 256,
+        self, dim: int, heads: int, *, length: int, backend: str | None = None, bias: bool = True, context_dim: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, head_dim: int | None = None,
+        kind: str = "learned", kv_heads: int | None = None, projection: torch.nn.Parameter | None = None, r: int = 256,
         share: str = "heads",
-    ) -> None:
-        super().__init__(
-            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
-        )  # fmt: skip
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, context_dim, device, dtype)
         length, r = check_count("length", length), check_count("r", r)
         share = check_choice("share", share, ("none", "heads", "keys-values"))
         self.kind, self.length, self.r, self.backend = check_choice("kind", kind, ("learned", "mean")), length, r, backend

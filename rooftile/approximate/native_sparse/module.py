@@ -41,27 +41,12 @@ class NativeSparse(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        block: int = 64,
-        compression: str = "mlp",
-        count: int = 16,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        first: int = 1,
-        head_dim: int | None = None,
-        hidden: int | None = None,
-        kv_heads: int | None = None,
-        length: int = 32,
-        local: int = 2,
-        stride: int = 16,
-        window: int = 512,
-    ) -> None:
-        super().__init__(dim, heads, bias=bias, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, block: int = 64, compression: str = "mlp",
+        count: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None, first: int = 1,
+        head_dim: int | None = None, hidden: int | None = None, kv_heads: int | None = None, length: int = 32, local: int = 2,
+        stride: int = 16, window: int = 512,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, None, device, dtype)
         self.length, self.stride, self.block = check_lengths(length, stride, block)
         self.count, self.first, self.local = check_counts(count, first, local)
         self.window, self.backend = check_count("window", window), backend

@@ -40,27 +40,12 @@ class Performer(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kind: str = "positive",
-        kv_heads: int | None = None,
-        lengths: str = "gaussian",
-        m: int = 256,
-        mask: Mask | None = FULL,
-        orthogonal: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
-        )  # fmt: skip
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, context_dim: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, head_dim: int | None = None,
+        kind: str = "positive", kv_heads: int | None = None, lengths: str = "gaussian", m: int = 256, mask: Mask | None = FULL,
+        orthogonal: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, context_dim, device, dtype)
         is_causal("Performer", mask)
         self.mask, self.backend = FULL if mask is None else mask, backend
         self.kind, self.orthogonal, self.lengths = kind, orthogonal, lengths

@@ -36,26 +36,12 @@ class Reformer(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        buckets: int | None = None,
-        chunk: int = 64,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        duplicates: str = "once",
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-        mask: Mask | None = FULL,
-        rounds: int = 4,
-        scale: float | None = None,
-        seed: int = 0,
-        strict: bool = False,
-    ) -> None:
-        super().__init__(dim, heads, bias=bias, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, buckets: int | None = None, chunk: int = 64,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, duplicates: str = "once",
+        head_dim: int | None = None, kv_heads: int | None = None, mask: Mask | None = FULL, rounds: int = 4,
+        scale: float | None = None, seed: int = 0, strict: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, None, device, dtype)
         # the queries are the keys
         del self.k
         self.mask, self.strict = FULL if mask is None else mask, check_flag("strict", strict)

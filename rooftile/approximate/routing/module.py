@@ -44,28 +44,12 @@ class Routing(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        clusters: int = 16,
-        commitment: float = 1e-4,
-        context_dim: int | None = None,
-        decay: float = 0.999,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-        mask: Mask | None = FULL,
-        seed: int = 0,
-        strict: bool = False,
-        width: int | None = None,
-    ) -> None:
-        super().__init__(
-            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
-        )  # fmt: skip
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, clusters: int = 16,
+        commitment: float = 1e-4, context_dim: int | None = None, decay: float = 0.999, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, head_dim: int | None = None, kv_heads: int | None = None, mask: Mask | None = FULL,
+        seed: int = 0, strict: bool = False, width: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, context_dim, device, dtype)
         check_mask("routing", mask)
         self.mask, self.strict = FULL if mask is None else mask, check_flag("strict", strict)
         if self.strict and width is not None:

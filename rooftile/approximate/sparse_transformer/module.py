@@ -33,23 +33,11 @@ class SparseTransformer(Projections):
 
     @answers_foreign_words
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        backend: str | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim: int | None = None,
-        kv_heads: int | None = None,
-        pattern: str = "strided",
-        sets: str = "union",
-        stride: int = 128,
-        summary: int = 8,
-        window: int | None = None,
-    ) -> None:
-        super().__init__(dim, heads, bias=bias, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
+        self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, head_dim: int | None = None, kv_heads: int | None = None, pattern: str = "strided",
+        sets: str = "union", stride: int = 128, summary: int = 8, window: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, kv_heads, head_dim, bias, None, device, dtype)
         self.pattern = check_choice("pattern", pattern, ("strided", "fixed"))
         self.sets = check_choice("sets", sets, ("union", "split", "first", "second"))
         self.stride, self.summary = check_count("stride", stride), check_count("summary", summary)

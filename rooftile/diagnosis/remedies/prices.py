@@ -106,15 +106,6 @@ def narrower_shares(
     return found
 
 
-def narrower_dtype(
-    rows: Iterable[Row], dtype: str, *, rate_ratio: float, bytes_ratio: float, measured: Mapping[int, float] | None = None
-) -> Remedy | None:  # fmt: skip
-    """Prices a narrower dtype for all rows, where nothing is cast and nothing waits for the host."""
-    known = dict(rows)
-    shares = narrower_shares(known.items(), rate_ratio=rate_ratio, bytes_ratio=bytes_ratio, measured=measured)
-    return in_dtype(dtype, tuple(shares), sum(known[row].time_us * (1 - share) for row, share in shares.items()))
-
-
 def in_dtype(dtype: str, rows: Sequence[int], predicted_us: float, words: str = "") -> Remedy | None:
     """Returns the remedy of a narrower dtype. words: what its price rests on."""
     return _remedy(

@@ -16,7 +16,7 @@ from rooftile.engine.attention.layout import LEADING
 from rooftile.engine.attention.step import Step
 from rooftile.exact.masks import CAUSAL, Mask
 from rooftile.exact.spec import Asked
-from rooftile.fused import rotate
+from rooftile.fused.rope import rotate
 from rooftile.kvcache import Pages, Rotation
 from rooftile.kvcache.operators import write
 

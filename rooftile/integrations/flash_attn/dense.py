@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 from torch import Tensor
 
 from rooftile.exact import api
 from rooftile.exact.validate import check_seed
-from rooftile.integrations.flash_attn.arguments import Output, WithLse, mask_of, options_of, unpacked
+from rooftile.integrations.flash_attn.arguments import Output, mask_of, options_of, unpacked
 from rooftile.integrations.flash_attn.weights import signed_weights
 
 
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
@@ -66,24 +46,6 @@ def flash_attn_func(
     return *found, signed_weights(q, k, mask, seed, dropout_p, **options)
 
 
-@overload
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_kvpacked_func(
     q: Tensor,  # (B, T, H, D)
     kv: Tensor,  # (B, S, 2, Hk, D)
@@ -103,24 +65,6 @@ def flash_attn_kvpacked_func(
     )
 
 
-@overload
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_qkvpacked_func(
     qkv: Tensor,  # (B, T, 3, H, D)
     dropout_p: float = 0.0,

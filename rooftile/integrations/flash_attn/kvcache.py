@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,33 +16,6 @@ from rooftile.integrations.flash_attn_rotary import rotated
 from rooftile.kvcache import PagedKV
 
 
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
-    return_softmax_lse: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ..., *,
-    return_softmax_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
-    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
-    return_softmax_lse: bool = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,  # (B, T, H, D)
     k_cache: Tensor,  # (B or more, S, Hk, D), with block_table (P, size, Hk, D)

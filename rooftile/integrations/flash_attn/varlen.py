@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.exact import api
-from rooftile.integrations.flash_attn.arguments import Output, WithLse, mask_of, options_of, unpacked
+from rooftile.integrations.flash_attn.arguments import Output, mask_of, options_of, unpacked
 from rooftile.kvcache import PagedKV
 
 
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *, return_attn_probs: Literal[True],
-    block_table: Tensor | None = ...,
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
-    block_table: Tensor | None = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,  # (total_q, H, D)
     k: Tensor,  # (total_k, Hk, D), with block_table (P, size, Hk, D)
@@ -79,25 +56,6 @@ def flash_attn_varlen_func(
     return *api.attention_packed_with_lse(q, k, v, cu_seqlens_q, cu_seqlens_k, mask, **options), None
 
 
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,  # (total_q, H, D)
     kv: Tensor,  # (total_k, 2, Hk, D)
@@ -122,24 +80,6 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ..., softmax_scale: float | None = ...,
-    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ..., softmax_scale: float | None = ...,
-    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., *, return_attn_probs: Literal[True],
-) -> WithLse: ...  # fmt: skip
-@overload
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ..., softmax_scale: float | None = ...,
-    causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: bool = ...,
-) -> Output: ...  # fmt: skip
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,  # (total, 3, H, D)
     cu_seqlens: Tensor,  # (B + 1,)

@@ -10,11 +10,11 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.nn import QuantisedLinear, SparseLinear
 from rooftile.planning.records import PlannedLayer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
-from rooftile.qat import QuantisedLinear, SparseLinear
-from rooftile.qat.quantised_linear import put_in_place
+from rooftile.qat.convert import put_in_place
 from rooftile.weights.files.formats import weight_in
 from rooftile.weights.files.plan import Quantiser
 from rooftile.weights.two_four import TwoFour

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from rooftile.engine.attention import masks_of
 from rooftile.errors import InvalidInput
 from rooftile.exact.api import attention, attention_packed
-from rooftile.fused import Rotation, rotate
+from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
 from rooftile.models.layers import Attend
 

@@ -22,10 +22,10 @@ from rooftile.planning.targets.recording import Recording, computed_in
 from rooftile.planning.targets.target import Item
 from rooftile.qat.coverage import coverage_of
 from rooftile.qat.foreign import check_not_quantised
-from rooftile.qat.found import prepared_in
 from rooftile.qat.patterns import means, skipped
-from rooftile.qat.product import Rounding
-from rooftile.qat.product import linear as rounded_linear
+from rooftile.qat.prepared.found import prepared_in
+from rooftile.qat.rounding.codes import Rounding
+from rooftile.qat.rounding.product import linear as rounded_linear
 from rooftile.weights.dispatch import lack_of_fp8
 from rooftile.weights.files.formats import weight_in
 from rooftile.weights.formats import parsed

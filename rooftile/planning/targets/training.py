@@ -13,10 +13,10 @@ from rooftile.models import Decoder
 from rooftile.planning.records import PlannedLayer
 from rooftile.planning.targets.applying import check_model
 from rooftile.planning.targets.modules import unwrapped
-from rooftile.qat.found import prepared_in
-from rooftile.qat.layers import Prepared
 from rooftile.qat.patterns import Name
-from rooftile.qat.tensors import is_conv1d
+from rooftile.qat.prepared.found import prepared_in
+from rooftile.qat.prepared.layers import Prepared
+from rooftile.qat.prepared.tensors import is_conv1d
 from rooftile.weights.files.formats import SPARSE
 from rooftile.weights.two_four import Recipe
 

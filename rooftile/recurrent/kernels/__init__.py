@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.kernels import by_features
-from rooftile.recurrent.kernels.gradients import _key_gradients, _query_gradients, _row_gradients, _value_gradients
+from rooftile.recurrent.kernels.gradients import _key_or_value_gradients, _query_gradients, row_gradients
 from rooftile.recurrent.kernels.outputs import _outputs
 from rooftile.recurrent.kernels.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.tiles import SEGMENT, is_hopper
@@ -34,8 +34,7 @@ LARGEST_DIM = 128
 _SCANNED = 1024
 
 _start_sums, _start_scan, _start_outputs = Kernel(_segment_sums), Kernel(_scan), Kernel(_outputs)
-_start_rows, _start_queries = Kernel(_row_gradients), Kernel(_query_gradients)
-_start_keys, _start_values = Kernel(_key_gradients), Kernel(_value_gradients)
+_start_queries, _start_keys_or_values = Kernel(_query_gradients), Kernel(_key_or_value_gradients)
 
 
 # the most that spills nothing, as compiled by Triton 3.6 for sm80 and sm90: tokens, columns, stages
@@ -88,12 +87,6 @@ def _scan_constants(dim: int, dim_v: int, heads: int, packed: bool, reverse: boo
     }  # fmt: skip
 
 
-@cache
-def _row_constants(dim_v: int) -> dict[str, Any]:
-    block_v = triton.next_power_of_2(dim_v)
-    return {"DV": dim_v, "BLOCK": max(4096 // block_v, 1), "BLOCK_V": block_v, "num_warps": 4}
-
-
 class _Call:
     """The sizes of a call, and the parts of its launches that do not differ."""
 
@@ -135,7 +128,7 @@ class _Call:
             constants = self.constants("sums", group, FEATURE=self.problem.feature, WEIGHTED=weight is not None)
             arguments = (
                 x, y, part if weight is None else weight, part if unit is None else unit, part, lost, self.cu,
-                *self.strides(x), *self.strides(y), length, self.B,
+                self.strides(x), self.strides(y), length, self.B,
             )  # fmt: skip
             _start_sums((slots, self.Hk, 1), arguments, constants)
         if self.B:
@@ -167,7 +160,7 @@ def forward(
         constants = call.constants("outputs", FEATURE=problem.feature, CAUSAL=problem.causal, NORMALISE=problem.normalise)
         s, z = call.starts(part, last)
         arguments = (
-            q, k, v, o, den, s, z, lost, call.cu, *call.strides(q), *call.strides(k), *call.strides(v), call.T, call.B,
+            q, k, v, o, den, s, z, lost, call.cu, call.strides(q), call.strides(k), call.strides(v), call.T, call.B,
         )  # fmt: skip
         _start_outputs((slots, call.H, triton.cdiv(call.dim_v, constants["BLOCK_V"])), arguments, constants)
     return o, den, last
@@ -184,17 +177,10 @@ def backward(
     do, o, den = do.contiguous(), o.contiguous(), den.contiguous()
     call = _Call(q, k, v, cu, problem)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not problem.normalise:
-        weight, unit = torch.ones_like(den), torch.zeros_like(den)
-    else:
-        weight, unit = torch.empty_like(den), torch.empty_like(den)
-        if den.numel():
-            constants = _row_constants(call.dim_v)
-            programs = triton.cdiv(den.numel(), constants["BLOCK"])
-            _start_rows((programs, 1, 1), (do, o, den, weight, unit, den.numel()), constants)
+    weight, unit = row_gradients(do, o, den) if problem.normalise else (torch.ones_like(den), torch.zeros_like(den))
     past, lost_k, last = call.states(k, v, None, None, state, False)
     later, lost_q, first = call.states(q, do, weight, unit, State(d_last.s, d_last.z, state.largest), True)
-    strides = (*call.strides(q), *call.strides(k), *call.strides(v))
+    strides = (call.strides(q), call.strides(k), call.strides(v))
     options = {"FEATURE": problem.feature, "CAUSAL": problem.causal}
     slots, slots_k = call.slots(call.T), call.slots(call.S)
     if slots and dq.numel():
@@ -203,12 +189,10 @@ def backward(
         _start_queries((slots, call.H, triton.cdiv(call.dim, constants["BLOCK_D"])), arguments, constants)
     if slots_k and dk.numel():
         starts = (*call.starts(later, first), lost_q, call.cu, *strides, call.S, call.B)
-        constants = call.constants("keys", **options)
-        arguments = (q, k, v, do, weight, unit, dk, *starts)
-        _start_keys((slots_k, call.Hk, triton.cdiv(call.dim, constants["BLOCK_D"])), arguments, constants)
-        constants = call.constants("values", **options)
-        arguments = (q, k, v, do, weight, unit, dv, *starts)
-        _start_values((slots_k, call.Hk, triton.cdiv(call.dim_v, constants["BLOCK_V"])), arguments, constants)
+        for kernel, dx, width, block in (("keys", dk, call.dim, "BLOCK_D"), ("values", dv, call.dim_v, "BLOCK_V")):
+            constants = call.constants(kernel, KEYS=kernel == "keys", **options)
+            grid = (slots_k, call.Hk, triton.cdiv(width, constants[block]))
+            _start_keys_or_values(grid, (q, k, v, do, weight, unit, dx, *starts), constants)
     return dq, dk, dv, first.s, first.z
 
 

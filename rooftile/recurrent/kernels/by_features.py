@@ -17,7 +17,7 @@ from rooftile.recurrent.by_chunks import State
 from rooftile.recurrent.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
 from rooftile.recurrent.kernels.exponential_gradients import _exponential_keys, _exponential_queries, _exponential_values
 from rooftile.recurrent.kernels.exponents import _exponents
-from rooftile.recurrent.kernels.gradients import _row_gradients
+from rooftile.recurrent.kernels.gradients import row_gradients
 from rooftile.recurrent.kernels.tiles import is_hopper
 from rooftile.recurrent.problem import Recurrence
 from rooftile.runtime.launch import Kernel
@@ -26,7 +26,7 @@ from rooftile.runtime.launch import Kernel
 _SCANNED = 1024
 
 _start_exponents, _start_sums, _start_scan = Kernel(_exponents), Kernel(_exponential_sums), Kernel(_exponential_scan)
-_start_outputs, _start_rows = Kernel(_exponential_outputs), Kernel(_row_gradients)
+_start_outputs = Kernel(_exponential_outputs)
 _start_queries, _start_keys, _start_values = map(Kernel, (_exponential_queries, _exponential_keys, _exponential_values))
 
 # tokens of a chunk, features at a time and stages: for heads up to 64 wide, and for wider ones. Larger chunks have fewer states
@@ -78,12 +78,6 @@ def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-@cache
-def _row_constants(dim_v: int) -> dict[str, Any]:
-    block_v = triton.next_power_of_2(dim_v)
-    return {"DV": dim_v, "BLOCK": max(4096 // block_v, 1), "BLOCK_V": block_v, "num_warps": 4}
-
-
 class _Call:
     """The sizes of a call, the largest exponents of its tokens, and the states of its chunks."""
 
@@ -123,12 +117,9 @@ class _Call:
     def options(self, kernel: str, **own: Any) -> dict[str, Any]:
         return self.constants(kernel, **({"GROUP": self.H // self.Hk, "CAUSAL": self.causal} | own))
 
-    def stride_tuples(self, *given: Tensor) -> list[tuple[int, ...]]:
+    def strides(self, *given: Tensor) -> list[tuple[int, ...]]:
         """(batch, position, head) of each."""
-        return [tuple(self.strides(x)) for x in given]
-
-    def strides(self, *given: Tensor) -> list[int]:
-        return [n for x in given for n in ((0, *x.stride()[:2]) if self.packed else x.stride()[:3])]
+        return [(0, *x.stride()[:2]) if self.packed else x.stride()[:3] for x in given]
 
     def exponents(self, x: Tensor, slots: int, keys: bool) -> tuple[Tensor, Tensor, Tensor]:
         top = self.new(*x.shape[:-1])
@@ -194,11 +185,7 @@ def backward(
     do, o, den = do.contiguous(), o.contiguous(), den.contiguous()
     call = _Call(q, k, v, state, projection, cu, problem)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    weight, unit = torch.empty_like(den), torch.empty_like(den)
-    if den.numel():
-        constants = _row_constants(call.dim_v)
-        programs = triton.cdiv(den.numel(), constants["BLOCK"])
-        _start_rows((programs, 1, 1), (do, o, den, weight, unit, den.numel()), constants)
+    weight, unit = row_gradients(do, o, den)
     later = call.sums(q, do, call.slots_q, weight, unit)
     starts, first = call.scan(later, State(d_last.s, d_last.z, state.largest), call.T, True)
     scalars = (call.root, call.T, call.B)
@@ -206,7 +193,7 @@ def backward(
     if call.slots_q and dq.numel():
         arguments = (
             q, k, v, call.w, call.rest, do, weight, unit, dq, *exponents, *call.starts, call.cu,
-            *call.stride_tuples(q, k, v), *scalars,
+            *call.strides(q, k, v), *scalars,
         )  # fmt: skip
         _start_queries((call.slots_q, call.H, 1), arguments, call.options("queries"))
     r, r_1 = starts
@@ -214,7 +201,7 @@ def backward(
     if call.slots_k and dk.numel():
         arguments = (
             q, k, v, call.w, call.rest, do, weight, unit, dk, *exponents, call.peak, call.last.largest, r, r_1, call.cu,
-            *call.stride_tuples(q, k, v), *scalars,
+            *call.strides(q, k, v), *scalars,
         )  # fmt: skip
         _start_keys((call.slots_k, call.Hk, 1), arguments, call.options("keys"))
     if call.slots_k and dv.numel():

@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.exponents import decayed, exponential, paired
-from rooftile.recurrent.kernels.tiles import EMPTY, is_lost, lost_before, part_of, rows
+from rooftile.recurrent.kernels.tiles import EMPTY, head_rows, is_lost, lost_before, part_of
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_sums(
     x_ptr, y_ptr, w_ptr, rest_ptr, top_ptr, m_ptr, running_ptr, before_ptr, weight_ptr, unit_ptr, part_ptr, peak_ptr, cu_ptr,
-    x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, root, T, B,
+    x_strides, y_strides, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -65,8 +65,8 @@ def _exponential_sums(
         tl.store(peak_ptr + own, peak, mask=tl.program_id(2) == 0)
     for g in range(0, GROUP):
         h = hk * GROUP + g
-        x = rows(x_ptr + batch * x_stride_b + h.to(tl.int64) * x_stride_h, first, t, d, here, d < D, x_stride_t)
-        y = rows(y_ptr + batch * y_stride_b + h.to(tl.int64) * y_stride_h, first, t, e, here, e < DV, y_stride_t)
+        x = head_rows(x_ptr, x_strides, batch, h, first, t, d, here, d < D)
+        y = head_rows(y_ptr, y_strides, batch, h, first, t, e, here, e < DV)
         row = place * (HEADS * GROUP) + h
         top = tl.load(top_ptr + row, mask=here, other=0.0)
         f_x = exponential(x, top, w_ptr, rest_ptr, f, d, root, F, D) * factor[:, None]
@@ -136,8 +136,7 @@ def _exponential_scan(
 def _exponential_outputs(
     q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, o_ptr, den_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
     s_ptr, z_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    root, T, B,
+    q_strides, k_strides, v_strides, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -156,12 +155,12 @@ def _exponential_outputs(
     place = (0 if PACKED else batch * T) + first + t
     row, key = place * (HEADS * GROUP) + h, place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+    q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
     top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
     o = tl.zeros((BLOCK, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK,), tl.float32)
     if CAUSAL:
-        k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
+        k = head_rows(k_ptr, k_strides, batch, hk, first, t, d, here, d < D)
         top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
         a = tl.zeros((BLOCK, BLOCK), tl.float32)
     for f_0 in range(0, F, BLOCK_F):
@@ -179,7 +178,7 @@ def _exponential_outputs(
         m = tl.load(m_ptr + key, mask=here, other=0.0)
         past = decayed(before, running)
         a = paired(a, m, running, n[:, None] >= n[None, :])
-        v = rows(v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h, first, t, e, here, e < DV, v_stride_t)
+        v = head_rows(v_ptr, v_strides, batch, hk, first, t, e, here, e < DV)
         # a weight of 0 times NaN is NaN: rows before it must not see it
         o = o * past[:, None] + lost_before(is_lost(v), n)
         o = tl.dot(a.to(DOT), tl.where(is_lost(v), 0.0, v).to(DOT), o, input_precision=PRECISION)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.exponents import decayed, exponential, paired
-from rooftile.recurrent.kernels.tiles import is_lost, lost_after, part_of, rows
+from rooftile.recurrent.kernels.tiles import head_rows, is_lost, lost_after, part_of
 
 
 @triton.jit
@@ -30,17 +30,13 @@ def through(g, w_ptr, f, d, F: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
 def _exponential_queries(
     q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, top_q_ptr, top_k_ptr,
     m_ptr, running_ptr, before_ptr, s_ptr, z_ptr, cu_ptr,
-    q_strides, k_strides, v_strides,
-    root, T, B,
+    q_strides, k_strides, v_strides, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """dq of a chunk of a query head."""
-    q_stride_b, q_stride_t, q_stride_h = q_strides
-    k_stride_b, k_stride_t, k_stride_h = k_strides
-    v_stride_b, v_stride_t, v_stride_h = v_strides
     slot, h = tl.program_id(0), tl.program_id(1)
     hk = h // GROUP
     b, length, first, start = part_of(slot, cu_ptr, T, B, BLOCK, PACKED)
@@ -53,15 +49,15 @@ def _exponential_queries(
     place = (0 if PACKED else batch * T) + first + t
     row, key = place * (HEADS * GROUP) + h, place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+    q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
     top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
     dn = (do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]).to(DOT)
     u = tl.load(unit_ptr + row, mask=here, other=0.0)
     past = tl.full((BLOCK,), 1.0, tl.float32)
     if CAUSAL:
-        k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
-        v = rows(v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h, first, t, e, here, e < DV, v_stride_t)
+        k = head_rows(k_ptr, k_strides, batch, hk, first, t, d, here, d < D)
+        v = head_rows(v_ptr, v_strides, batch, hk, first, t, e, here, e < DV)
         top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
         m = tl.load(m_ptr + key, mask=here, other=0.0)
         before = tl.load(before_ptr + head)
@@ -90,9 +86,8 @@ def _pairs_of_head(
     h, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A query head's chunk, its largest projections, and B."""
-    q_stride_b, q_stride_t, q_stride_h = q_strides
     row = place * H + h
-    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+    q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
     top = tl.load(top_q_ptr + row, mask=here, other=0.0)
     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
     dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
@@ -107,16 +102,13 @@ def _pairs_of_head(
 def _exponential_keys(
     q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, top_q_ptr, top_k_ptr,
     m_ptr, running_ptr, before_ptr, peak_ptr, last_m_ptr, r_ptr, u_ptr, cu_ptr,
-    q_strides, k_strides, v_strides,
-    root, T, B,
+    q_strides, k_strides, v_strides, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """dk of a chunk of a key head, summed over the query heads of its group."""
-    k_stride_b, k_stride_t, k_stride_h = k_strides
-    v_stride_b, v_stride_t, v_stride_h = v_strides
     slot, hk = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, BLOCK, PACKED)
     if start >= length:
@@ -128,8 +120,8 @@ def _exponential_keys(
     place = (0 if PACKED else batch * T) + first + t
     key = place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
-    v = rows(v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h, first, t, e, here, e < DV, v_stride_t).to(DOT)
+    k = head_rows(k_ptr, k_strides, batch, hk, first, t, d, here, d < D)
+    v = head_rows(v_ptr, v_strides, batch, hk, first, t, e, here, e < DV).to(DOT)
     top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
     m = tl.load(m_ptr + key, mask=here, other=0.0)
     if CAUSAL:
@@ -179,8 +171,7 @@ def _exponential_keys(
 def _exponential_values(
     q_ptr, k_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, dv_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
     peak_ptr, last_m_ptr, r_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
-    root, T, B,
+    q_strides, k_strides, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -198,7 +189,7 @@ def _exponential_values(
     place = (0 if PACKED else batch * T) + first + t
     key = place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
+    k = head_rows(k_ptr, k_strides, batch, hk, first, t, d, here, d < D)
     top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
     m = tl.load(m_ptr + key, mask=here, other=0.0)
     if CAUSAL:
@@ -210,7 +201,7 @@ def _exponential_values(
     dv = tl.zeros((BLOCK, BLOCK_V), tl.float32)
     a = tl.zeros((BLOCK, BLOCK), tl.float32)
     if CAUSAL and GROUP == 1:
-        q = rows(q_ptr + batch * q_stride_b + hk.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+        q = head_rows(q_ptr, q_strides, batch, hk, first, t, d, here, d < D)
         top_q = tl.load(top_q_ptr + key, mask=here, other=0.0)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
@@ -226,7 +217,7 @@ def _exponential_values(
             h = hk * GROUP + i
             row = place * (HEADS * GROUP) + h
             if GROUP > 1:
-                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
                 top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
                 a = tl.zeros((BLOCK, BLOCK), tl.float32)
                 for f_0 in range(0, F, BLOCK_F):

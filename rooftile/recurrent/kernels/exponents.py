@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import is_lost, part_of, rows
+from rooftile.recurrent.kernels.tiles import head_rows, is_lost, part_of
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def paired(a, m, running, lower):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponents(
-    x_ptr, w_ptr, rest_ptr, top_ptr, m_ptr, running_ptr, cu_ptr, x_stride_b, x_stride_t, x_stride_h, root, T, B,
+    x_ptr, w_ptr, rest_ptr, top_ptr, m_ptr, running_ptr, cu_ptr, x_strides, root, T, B,
     HEADS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
     KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -58,7 +58,7 @@ def _exponents(
     n, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     t = start + n
     here = t < length
-    x = rows(x_ptr + batch * x_stride_b + h.to(tl.int64) * x_stride_h, first, t, d, here, d < D, x_stride_t)
+    x = head_rows(x_ptr, x_strides, batch, h, first, t, d, here, d < D)
     y = x.to(tl.float32) * root
     half = 0.5 * tl.sum(y * y, 1)
     lost = is_lost(half)

@@ -11,10 +11,29 @@ the state stays in registers: A and dA are computed again for each. Features are
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_after, lost_before, rows, segment_of, slope
+from rooftile.recurrent.kernels.tiles import (
+    EMPTY,
+    SEGMENT,
+    features,
+    head_rows,
+    is_lost,
+    lost_after,
+    lost_before,
+    rows,
+    segment_of,
+    slope,
+    state,
+    sum_of_state,
+)
+from rooftile.runtime.launch import Kernel
 
 
 # fmt: off
@@ -39,12 +58,30 @@ def _row_gradients(
     tl.store(unit_ptr + r, -weight * tl.sum(do * o, 1), mask=here)
 
 
+_start_rows = Kernel(_row_gradients)
+
+
+@cache
+def _row_constants(dim_v: int) -> dict[str, Any]:
+    block_v = triton.next_power_of_2(dim_v)
+    return {"DV": dim_v, "BLOCK": max(4096 // block_v, 1), "BLOCK_V": block_v, "num_warps": 4}
+
+
+def row_gradients(do: Tensor, o: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes w and u of each row of contiguous tensors."""
+    weight, unit = torch.empty_like(den), torch.empty_like(den)
+    if den.numel():
+        constants = _row_constants(do.shape[-1])
+        programs = triton.cdiv(den.numel(), constants["BLOCK"])
+        _start_rows((programs, 1, 1), (do, o, den, weight, unit, den.numel()), constants)
+    return weight, unit
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _query_gradients(
     q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, s_ptr, z_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
+    q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,16 +97,14 @@ def _query_gradients(
     d, e, n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
     lower = n[:, None] >= n[None, :]
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
-    step_z: tl.constexpr = D * DV + D if CAUSAL else D
-    s = tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    z = tl.load(z_ptr + head * step_z + d, mask=d < D, other=0.0)
+    s = state(s_ptr, head, d, e, D, DV, CAUSAL)
+    z = sum_of_state(z_ptr, head, d, D, DV, CAUSAL)
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    q_base = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
+    q_base = q_ptr + batch * q_strides[0] + h.to(tl.int64) * q_strides[2]
+    k_base = k_ptr + batch * k_strides[0] + hk.to(tl.int64) * k_strides[2]
+    v_base = v_ptr + batch * v_strides[0] + hk.to(tl.int64) * v_strides[2]
     for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
         t = c + n
         here = t < length
@@ -80,8 +115,8 @@ def _query_gradients(
         u = tl.load(unit_ptr + row, mask=here, other=0.0)
         df = tl.dot(dn, tl.trans(s.to(DOT)), input_precision=PRECISION) + u[:, None] * z[None, :]
         if CAUSAL:
-            f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE)
-            v = rows(v_base, first, t, e, here, e < DV, v_stride_t)
+            f_k = features(rows(k_base, first, t, d, here, d < D, k_strides[1]), there, FEATURE)
+            v = rows(v_base, first, t, e, here, e < DV, v_strides[1])
             da = tl.dot(dn, tl.trans(v.to(DOT)), input_precision=PRECISION) + u[:, None]
             da = tl.where(lower, da, 0.0)
             seen = f_k
@@ -91,143 +126,104 @@ def _query_gradients(
             df = tl.dot(da.to(DOT), seen.to(DOT), df, input_precision=PRECISION)
             s = tl.dot(tl.trans(f_k.to(DOT)), v.to(DOT), s, input_precision=PRECISION)
             z += tl.sum(f_k, 0)
-        dq = df * slope(rows(q_base, first, t, d, here, d < D, q_stride_t), FEATURE)
+        dq = df * slope(rows(q_base, first, t, d, here, d < D, q_strides[1]), FEATURE)
         tl.store(dq_ptr + row[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _queries(
+    q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here,
+    D: tl.constexpr, DV: tl.constexpr, FEATURE: tl.constexpr,
+):  # fmt: skip
+    """Loads f(Q) and dN of tokens t of a query head; `row` is their row in contiguous tensors."""
+    q = head_rows(q_ptr, q_strides, batch, h, first, t, d, here, d < D)
+    f_q = features(q, here[:, None] & (d < D)[None, :], FEATURE)
+    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+    return f_q, do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
-def _key_gradients(
-    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
+def _key_or_value_gradients(
+    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dx_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
+    q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
-    """dk of a segment of a key head, BLOCK_D of its columns: summed over the query heads of its group."""
+    """Sums dk (KEYS) or dv of a segment of a key head over the query heads of its group: BLOCK_D or BLOCK_V of its columns."""
     slot, hk = tl.program_id(0), tl.program_id(1)
     b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
     if start >= length:
         return
     batch = b.to(tl.int64)
-    d, e, n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    d, e, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    if KEYS:
+        d += tl.program_id(2) * BLOCK_D
+    else:
+        e += tl.program_id(2) * BLOCK_V
     lower = n[:, None] >= n[None, :]
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
-    r = tl.load(r_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    step_z: tl.constexpr = D * DV + D if CAUSAL else D
-    r_1 = tl.load(u_ptr + head * step_z + d, mask=d < D, other=0.0)
+    r = state(r_ptr, head, d, e, D, DV, CAUSAL)
+    if KEYS:
+        r_1 = sum_of_state(u_ptr, head, d, D, DV, CAUSAL)
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
+    k_base = k_ptr + batch * k_strides[0] + hk.to(tl.int64) * k_strides[2]
+    v_base = v_ptr + batch * v_strides[0] + hk.to(tl.int64) * v_strides[2]
     chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
     for i in range(0, chunks):
         t = start + (chunks - 1 - i) * BLOCK + n
         here = t < length
-        there = here[:, None] & (d < D)[None, :]
-        v = rows(v_base, first, t, e, here, e < DV, v_stride_t).to(DOT)
-        df = tl.dot(v, tl.trans(r.to(DOT)), input_precision=PRECISION) + r_1[None, :]
+        if KEYS:
+            own = rows(v_base, first, t, e, here, e < DV, v_strides[1]).to(DOT)
+            dx = tl.dot(own, tl.trans(r.to(DOT)), input_precision=PRECISION) + r_1[None, :]
+        else:
+            own = features(rows(k_base, first, t, d, here, d < D, k_strides[1]), here[:, None] & (d < D)[None, :], FEATURE).to(DOT)
+            dx = tl.dot(own, r.to(DOT), input_precision=PRECISION)
         if CAUSAL:
             for g in range(0, GROUP):
                 h = hk * GROUP + g
                 row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-                f_q = features(q, there, FEATURE)
-                do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
-                dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
-                u = tl.load(unit_ptr + row, mask=here, other=0.0)
-                da = tl.dot(dn.to(DOT), tl.trans(v), input_precision=PRECISION) + u[:, None]
-                da = tl.where(lower, da, 0.0)
-                seen = f_q
+                f_q, dn = _queries(q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here, D, DV, FEATURE)
+                # dk: dA and the queries' features; dv: A and dN
+                if KEYS:
+                    u = tl.load(unit_ptr + row, mask=here, other=0.0)
+                    pairs = tl.dot(dn.to(DOT), tl.trans(own), input_precision=PRECISION) + u[:, None]
+                    seen = f_q
+                else:
+                    pairs = tl.dot(f_q.to(DOT), tl.trans(own), input_precision=PRECISION)
+                    seen = dn
+                pairs = tl.where(lower, pairs, 0.0)
                 if careful:
                     # a row with a NaN reaches its own and earlier keys: 0 times NaN must not reach later ones
-                    lost = tl.max(is_lost(f_q).to(tl.int32), 1) + tl.max(is_lost(dn).to(tl.int32), 1) + is_lost(u).to(tl.int32)
-                    df += lost_after(lost > 0, n)[:, None]
-                    seen = tl.where(is_lost(f_q), 0.0, f_q)
-                df = tl.dot(tl.trans(da.to(DOT)), seen.to(DOT), df, input_precision=PRECISION)
+                    lost = tl.max(is_lost(f_q).to(tl.int32), 1) + tl.max(is_lost(dn).to(tl.int32), 1)
+                    if KEYS:
+                        lost += is_lost(u).to(tl.int32)
+                    dx += lost_after(lost > 0, n)[:, None]
+                    seen = tl.where(is_lost(seen), 0.0, seen)
+                dx = tl.dot(tl.trans(pairs.to(DOT)), seen.to(DOT), dx, input_precision=PRECISION)
                 if GROUP == 1:
                     r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
-                    r_1 += tl.sum(f_q * u[:, None], 0)
+                    if KEYS:
+                        r_1 += tl.sum(f_q * u[:, None], 0)
             if GROUP > 1:
                 # every head of the group reads the sums over later chunks alone, so they grow after all have read
                 for g in range(0, GROUP):
                     h = hk * GROUP + g
                     row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-                    f_q = features(q, there, FEATURE)
-                    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
-                    dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
-                    u = tl.load(unit_ptr + row, mask=here, other=0.0)
+                    f_q, dn = _queries(q_ptr, do_ptr, weight_ptr, q_strides, batch, first, row, h, t, d, e, here, D, DV, FEATURE)
+                    if KEYS:
+                        u = tl.load(unit_ptr + row, mask=here, other=0.0)
                     r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
-                    r_1 += tl.sum(f_q * u[:, None], 0)
-        dk = df * slope(rows(k_base, first, t, d, here, d < D, k_stride_t), FEATURE)
+                    if KEYS:
+                        r_1 += tl.sum(f_q * u[:, None], 0)
         place = ((0 if PACKED else batch * T) + first + t) * HEADS + hk
-        tl.store(dk_ptr + place[:, None] * D + d[None, :], dk.to(dk_ptr.dtype.element_ty), mask=there)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
-def _value_gradients(
-    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dv_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):
-    # fmt: on
-    """dv of a segment of a key head, BLOCK_V of its columns: summed over the query heads of its group."""
-    slot, hk = tl.program_id(0), tl.program_id(1)
-    b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
-    if start >= length:
-        return
-    batch = b.to(tl.int64)
-    d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
-    lower = n[:, None] >= n[None, :]
-    head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
-    r = tl.load(r_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    careful = False
-    if CAUSAL:
-        careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
-    for i in range(0, chunks):
-        t = start + (chunks - 1 - i) * BLOCK + n
-        here = t < length
-        there = here[:, None] & (d < D)[None, :]
-        f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE).to(DOT)
-        dv = tl.dot(f_k, r.to(DOT), input_precision=PRECISION)
-        if CAUSAL:
-            for g in range(0, GROUP):
-                h = hk * GROUP + g
-                row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-                f_q = features(q, there, FEATURE)
-                do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
-                dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
-                a = tl.dot(f_q.to(DOT), tl.trans(f_k), input_precision=PRECISION)
-                a = tl.where(lower, a, 0.0)
-                seen = dn
-                if careful:
-                    lost = tl.max(is_lost(f_q).to(tl.int32), 1) + tl.max(is_lost(dn).to(tl.int32), 1)
-                    dv += lost_after(lost > 0, n)[:, None]
-                    seen = tl.where(is_lost(dn), 0.0, dn)
-                dv = tl.dot(tl.trans(a.to(DOT)), seen.to(DOT), dv, input_precision=PRECISION)
-                if GROUP == 1:
-                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
-            if GROUP > 1:
-                for g in range(0, GROUP):
-                    h = hk * GROUP + g
-                    row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-                    f_q = features(q, there, FEATURE)
-                    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
-                    dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
-                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
-        place = ((0 if PACKED else batch * T) + first + t) * HEADS + hk
-        tl.store(dv_ptr + place[:, None] * DV + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=here[:, None] & (e < DV)[None, :])
+        if KEYS:
+            dx = dx * slope(rows(k_base, first, t, d, here, d < D, k_strides[1]), FEATURE)
+            tile, inside = dx_ptr + place[:, None] * D + d[None, :], here[:, None] & (d < D)[None, :]
+        else:
+            tile, inside = dx_ptr + place[:, None] * DV + e[None, :], here[:, None] & (e < DV)[None, :]
+        tl.store(tile, dx.to(dx_ptr.dtype.element_ty), mask=inside)

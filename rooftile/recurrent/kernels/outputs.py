@@ -16,15 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of, state, sum_of_state
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _outputs(
     q_ptr, k_ptr, v_ptr, o_ptr, den_ptr, s_ptr, z_ptr, lost_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    T, B,
+    q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, NORMALISE: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -39,28 +38,25 @@ def _outputs(
     batch = b.to(tl.int64)
     d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
     lower = n[:, None] >= n[None, :]
-    # under the mask each slot has its state, S before z; without it each sequence has one
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
-    step_z: tl.constexpr = D * DV + D if CAUSAL else D
-    s = tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    z = tl.load(z_ptr + head * step_z + d, mask=d < D, other=0.0)
+    s = state(s_ptr, head, d, e, D, DV, CAUSAL)
+    z = sum_of_state(z_ptr, head, d, D, DV, CAUSAL)
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    q_base = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
+    q_base = q_ptr + batch * q_strides[0] + h.to(tl.int64) * q_strides[2]
+    k_base = k_ptr + batch * k_strides[0] + hk.to(tl.int64) * k_strides[2]
+    v_base = v_ptr + batch * v_strides[0] + hk.to(tl.int64) * v_strides[2]
     for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
         t = c + n
         here = t < length
         there = here[:, None] & (d < D)[None, :]
-        f_q = features(rows(q_base, first, t, d, here, d < D, q_stride_t), there, FEATURE)
+        f_q = features(rows(q_base, first, t, d, here, d < D, q_strides[1]), there, FEATURE)
         den = tl.sum(f_q * z[None, :], 1)
         o = tl.dot(f_q.to(DOT), s.to(DOT), input_precision=PRECISION)
         if CAUSAL:
-            f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE)
-            v = rows(v_base, first, t, e, here, e < DV, v_stride_t)
+            f_k = features(rows(k_base, first, t, d, here, d < D, k_strides[1]), there, FEATURE)
+            v = rows(v_base, first, t, e, here, e < DV, v_strides[1])
             a = tl.dot(f_q.to(DOT), tl.trans(f_k.to(DOT)), input_precision=PRECISION)
             a = tl.where(lower, a, 0.0)
             den += tl.sum(a, 1)

@@ -20,8 +20,7 @@ from rooftile.recurrent.kernels.tiles import SEGMENT, features, rows, segment_of
 @triton.jit(do_not_specialize=["T", "B"])
 def _segment_sums(
     x_ptr, y_ptr, weight_ptr, unit_ptr, part_ptr, lost_ptr, cu_ptr,
-    x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h,
-    T, B,
+    x_strides, y_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,14 +36,14 @@ def _segment_sums(
     z = tl.zeros((BLOCK_D,), tl.float32)
     for i in range(0, GROUP):
         h = hk * GROUP + i
-        x_base = x_ptr + b.to(tl.int64) * x_stride_b + h.to(tl.int64) * x_stride_h
-        y_base = y_ptr + b.to(tl.int64) * y_stride_b + h.to(tl.int64) * y_stride_h
+        x_base = x_ptr + b.to(tl.int64) * x_strides[0] + h.to(tl.int64) * x_strides[2]
+        y_base = y_ptr + b.to(tl.int64) * y_strides[0] + h.to(tl.int64) * y_strides[2]
         for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
             t = c + n
             here = t < length
-            x = rows(x_base, first, t, d, here, d < D, x_stride_t)
+            x = rows(x_base, first, t, d, here, d < D, x_strides[1])
             f = features(x, here[:, None] & (d < D)[None, :], FEATURE)
-            y = rows(y_base, first, t, e, here, e < DV, y_stride_t)
+            y = rows(y_base, first, t, e, here, e < DV, y_strides[1])
             if WEIGHTED:
                 # (batch, tokens, heads) is contiguous; a packed batch is one
                 row = ((0 if PACKED else b.to(tl.int64) * T) + first + t) * (HEADS * GROUP) + h

@@ -59,6 +59,26 @@ def rows(ptr, first, t, column, here, wide, stride):
 
 
 @triton.jit
+def head_rows(ptr, strides, batch, h, first, t, column, here, wide):
+    """Loads a tile of tokens t of a head, as `rows` does; strides are (batch, token, head)."""
+    return rows(ptr + batch * strides[0] + h.to(tl.int64) * strides[2], first, t, column, here, wide, strides[1])
+
+
+@triton.jit
+def state(s_ptr, head, d, e, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr):
+    """Loads rows d and columns e of S. Under the mask each slot has its state, S before z; without it each sequence has one."""
+    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
+    return tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
+
+
+@triton.jit
+def sum_of_state(z_ptr, head, d, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr):
+    """Loads rows d of z, which lies behind S or, without the mask, by itself."""
+    step: tl.constexpr = D * DV + D if CAUSAL else D
+    return tl.load(z_ptr + head * step + d, mask=d < D, other=0.0)
+
+
+@triton.jit
 def features(x, there, FEATURE: tl.constexpr):
     """f(x) in fp32, and 0 outside `there`."""
     x = x.to(tl.float32)

@@ -20,9 +20,6 @@ from rooftile.runtime.hopper.gluon import barrier, fence_async_shared, gl, gluon
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.weights.hopper.schedule import ROWS, STEP, Product, load, put, whole_pair, whole_sum, with_bias, write
 
-# neighbours of K that a thread has of a row in a step: a quarter
-QUARTER = gl.constexpr(32)
-
 
 @gluon.constexpr_function
 def _bytes_of(FORMAT):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rooftile.errors import InvalidInput
 from rooftile_lab.bench.methods.native_sparse import Choice, Compressed, NativeSparse, Near, Selected
 from rooftile_lab.bench.methods.way import Sizes, Way
 from rooftile_lab.bench.methods.ways import Linear, Linformer, Loki, Performer, Reformer, Routing, SparseTransformer
@@ -31,13 +30,6 @@ WAYS: dict[str, Way] = {
 WHOLE = ("linear", "performer", "linformer", "strided", "fixed", "reformer", "routing", "loki", "nsa")
 # head dim
 DIMS = {"cuda": 128, "cpu": 64}
-
-
-def way_named(name: str) -> Way:
-    """The way of a name, or one sentence."""
-    if name not in WAYS:
-        raise InvalidInput(f"no method is named {name!r}; has {', '.join(WAYS)}")
-    return WAYS[name]
 
 
 def sizes_of(way: Way, kind: str, N: int, B: int = 1, *, small: bool = False) -> Sizes:

@@ -15,8 +15,8 @@ import torch
 from rooftile.cost import memory_roof, traffic
 from rooftile.cost.io import Traffic
 from rooftile.cost.session import Session
-from rooftile.fused import add_norm, gated, normalise
-from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.fused import gated
+from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
 from rooftile.hardware.clock import Work, clock_for
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Memory, Norm

@@ -6,6 +6,15 @@ import triton
 import triton.language as tl
 
 
+class Lists(NamedTuple):
+    """All lists of a call, of queries or of keys, and their numbers: see the `list_numbers` and `key_list_numbers` of a call."""
+
+    counts_ptr: tl.tensor
+    entries_ptr: tl.tensor
+    bits_ptr: tl.tensor
+    numbers: tl.tuple
+
+
 class List(NamedTuple):
     """The list that a walk follows.
 

@@ -15,9 +15,8 @@ last bits of such scores weigh much, another product's have others, and sum_j P 
 import triton
 import triton.language as tl
 
-from rooftile.exact.backends.device.listed import first_of_listed, seen_bits
-from rooftile.exact.backends.device.visibility import visible
-from rooftile.exact.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, scaled_tanh
+from rooftile.exact.backends.device.listed import first_of_listed
+from rooftile.exact.backends.triton.scores import LOG2E, drop, exponent, load_rows, score, seen
 
 
 @triton.jit
@@ -29,8 +28,7 @@ def is_far(lse, FAR: tl.constexpr):
 # fmt: off
 @triton.jit
 def sum_far_rows(
-    q, do, lse, start, tiles, k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, sink, seed, dropout, blocks,
+    q, do, lse, t, start, tiles, k_ptr, v_ptr, k_stride_s, v_stride_s, sink, scoring, blocks,
     SPEC: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
@@ -48,33 +46,25 @@ def sum_far_rows(
         l = tl.where(m > float("-inf"), 1.0, 0.0)
     for n in tl.range(0, tiles, num_stages=1):
         if SPEC.BLOCKS:
-            j_0 = first_of_listed(n, blocks.entries, S, SPEC.LIST_S, BLOCK_S, 1)
+            j_0 = first_of_listed(n, blocks.entries, scoring.S, SPEC.LIST_S, BLOCK_S, 1)
         else:
             j_0 = start + n * BLOCK_S
         j = j_0 + s
+        there = j < scoring.S
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + s[:, None] * k_stride_s + d[None, :]
-        k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
+        k = load_rows(k_tile, there, d, SPEC.D, True)
         x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)
-        if SPEC.SOFTCAP:
-            x = scaled_tanh(x, scale, softcap) * (softcap * UNIT)
-        elif not SPEC.FOLD:
-            x = x * (scale * UNIT)
-        x = add_bias(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
-        )
-        sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
-        if SPEC.BITS:
-            place = n // (SPEC.LIST_S // BLOCK_S)
-            sees = sees & seen_bits(blocks.bits, place, blocks.part, t[:, None], j[None, :], S, SPEC)
-        e = tl.where(sees, exponent(x, lse[:, None], factor, SPEC.NATURAL), float("-inf"))
+        x, _ = score(x, t[:, None], j[None, :], scoring, SPEC)
+        sees = seen(t[:, None], j[None, :], n, scoring, blocks, SPEC, BLOCK_S)
+        e = tl.where(sees, exponent(x, lse[:, None], scoring.factor, SPEC.NATURAL), float("-inf"))
         m_new = tl.maximum(m, tl.max(e, 1))
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(e - pivot[:, None])
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + s[:, None] * v_stride_s + dv[None, :]
-        v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+        v = load_rows(v_tile, there, dv, SPEC.DV, True)
         dp = tl.where(sees, tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION), 0.0)
         if SPEC.DROPOUT:
-            dp = tl.where(dropout_mask(seed, dropout[0], b, h, t[:, None], j[None, :]), dp * dropout[1], 0.0)
+            dp = drop(dp, t[:, None], j[None, :], scoring)
         alpha = tl.exp2(m - pivot)
         l = l * alpha + tl.sum(p, 1)
         total = total * alpha + tl.sum(p * dp, 1)

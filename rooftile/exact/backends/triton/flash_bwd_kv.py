@@ -29,18 +29,22 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rooftile.exact.backends.device.listed import List, first_of_listed, seen_bits
+from rooftile.exact.backends.device.listed import List, Lists, first_of_listed, seen_bits
 from rooftile.exact.backends.device.row_stats import unpack_lse_delta
 from rooftile.exact.backends.device.visibility import Mask, first_position, last_position, visible
 from rooftile.exact.backends.triton.call import Call, constants_of
-from rooftile.exact.backends.triton.schedule import dense_tile, packed_tile
+from rooftile.exact.backends.triton.schedule import first_of_head, first_of_sequence, place_of
 from rooftile.exact.backends.triton.scores import (
-    LOG2E,
-    add_bias,
+    OptionNumbers,
+    OptionTensors,
+    Problem,
     dropout_mask,
     exponent,
+    load_rows,
     nan_if_non_finite,
-    scaled_tanh,
+    score,
+    scoring_of,
+    seed_of,
     zero_non_finite,
 )
 from rooftile.exact.backends.triton.tiles import Walk
@@ -56,38 +60,32 @@ NAN_SAFE_T = tl.constexpr(16)
 def _walk(
     dk, dv, k, v, j,                                            # the sums, the keys and values
     low, high, low_tiles, tiles,                                # the queries to visit
-    q_ptr, do_ptr, stats_ptr, rests_ptr, q_stride_t, do_stride_t,
-    T, S, offset, b, h, mask, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
+    rows, scoring, blocks,
     SPEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Walks `tiles` tiles of queries: `low_tiles` of them from query `low` on, the others from query `high` on."""
-    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     # packed rows past the end are another sequence's, and a listed block may reach beyond the rows that are padded
     BOUNDED: tl.constexpr = SPEC.PACKED or SPEC.BLOCKS
-    rows = tl.arange(0, BLOCK_T)
+    q_ptr, do_ptr, stats_ptr, rests_ptr, q_stride_t, do_stride_t = rows
+    T, S = scoring.T, scoring.S
+    row = tl.arange(0, BLOCK_T)
     d = tl.arange(0, SPEC.BLOCK_D)
     dv_ = tl.arange(0, SPEC.BLOCK_DV)
-    q_offsets = rows[:, None] * q_stride_t + d[None, :]
-    do_offsets = rows[:, None] * do_stride_t + dv_[None, :]
+    q_offsets = row[:, None] * q_stride_t + d[None, :]
+    do_offsets = row[:, None] * do_stride_t + dv_[None, :]
     for n in tl.range(0, tiles, num_stages=STAGES):
         if SPEC.BLOCKS:
             t_0 = first_of_listed(n, blocks.entries, T, SPEC.LIST_T, BLOCK_T, 2)
         else:
             t_0 = tl.where(n < low_tiles, low + n * BLOCK_T, high + (n - low_tiles) * BLOCK_T)
-        t = t_0 + rows
+        t = t_0 + row
         there = t < T
         # int64: position times stride passes 2**31 in a long context
         q_tile = q_ptr + tl.cast(t_0, tl.int64) * q_stride_t + q_offsets
         do_tile = do_ptr + tl.cast(t_0, tl.int64) * do_stride_t + do_offsets
-        if MASKED:
-            q = tl.load(q_tile, mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
-        elif SPEC.D < SPEC.BLOCK_D:
-            q = tl.load(q_tile, mask=(d < SPEC.D)[None, :], other=0.0)
-        else:
-            q = tl.load(q_tile)
+        q = load_rows(q_tile, there, d, SPEC.D, MASKED)
         # dense rows past the end weigh nothing; packed ones are another sequence's
         lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if BOUNDED else tl.load(stats_ptr + t))
         if SPEC.NATURAL or NAN_SAFE:
@@ -95,19 +93,11 @@ def _walk(
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SPEC.PRECISION)  # (BLOCK_S, BLOCK_T)
-        if SPEC.SOFTCAP:
-            cap = scaled_tanh(x, scale, softcap)
-            x = cap * (softcap * UNIT)
-        elif not SPEC.FOLD:
-            x = x * (scale * UNIT)
-        x = add_bias(
-            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
-        )
-        e = exponent(x, lse[None, :], factor, SPEC.NATURAL)
+        x, cap = score(x, t[None, :], j[:, None], scoring, SPEC)
+        e = exponent(x, lse[None, :], scoring.factor, SPEC.NATURAL)
         p = tl.exp2(e - rest[None, :] if SPEC.NATURAL or NAN_SAFE else e)
         if MASKED:
-            i = t[None, :] + offset
-            sees = visible(i, j[:, None], S, mask, SPEC)
+            sees = visible(t[None, :] + scoring.offset, j[:, None], S, scoring.numbers.mask, SPEC)
             if BOUNDED:
                 sees = sees & there[None, :]
             if SPEC.BITS:
@@ -116,16 +106,11 @@ def _walk(
                 bits = blocks.bits + (t_0 // SPEC.LIST_T).to(tl.int64) * blocks.part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
                 sees = sees & seen_bits(bits, place, blocks.part, t[None, :], j[:, None], S, SPEC)
             p = tl.where(sees, p, 0.0)
-        if MASKED:
-            do = tl.load(do_tile, mask=there[:, None] & (dv_ < SPEC.DV)[None, :], other=0.0)
-        elif SPEC.DV < SPEC.BLOCK_DV:
-            do = tl.load(do_tile, mask=(dv_ < SPEC.DV)[None, :], other=0.0)
-        else:
-            do = tl.load(do_tile)
+        do = load_rows(do_tile, there, dv_, SPEC.DV, MASKED)
         if SPEC.DROPOUT:
-            keep = dropout_mask(seed, dropout[0], b, h, t[None, :], j[:, None])
+            keep = dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t[None, :], j[:, None])
         if WANT_DV:
-            kept_p = tl.where(keep, p * dropout[1], 0.0) if SPEC.DROPOUT else p
+            kept_p = tl.where(keep, p * scoring.numbers.keep_scale, 0.0) if SPEC.DROPOUT else p
             values = do
             if NAN_SAFE:
                 kept_p = tl.where(sees, kept_p + nan_if_non_finite(do, 1)[None, :], 0.0)
@@ -134,9 +119,9 @@ def _walk(
         if WANT_DK:
             dp = tl.dot(v, tl.trans(do), input_precision=SPEC.PRECISION)
             if SPEC.DROPOUT:
-                dp = tl.where(keep, dp * dropout[1], 0.0)
+                dp = tl.where(keep, dp * scoring.numbers.keep_scale, 0.0)
             # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
-            ds = (p * scale if SPEC.FP16 else p) * (dp - delta[None, :])
+            ds = (p * scoring.numbers.scale if SPEC.FP16 else p) * (dp - delta[None, :])
             if SPEC.SOFTCAP:
                 ds = ds * (1 - cap * cap)
             if NAN_SAFE:
@@ -145,20 +130,49 @@ def _walk(
     return dk, dv
 
 
-# fmt: off
 @triton.jit
-def dkdv_tile(
-    n,
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr,  # tensors
-    bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr,
-    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
-    B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
-    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    list_numbers,
-    SPEC: tl.constexpr, WALK: tl.constexpr,
-):
-    # fmt: on
-    """Computes tile number n of keys and values."""
+def _rows_of(problem, b, row_0, SPEC: tl.constexpr):
+    """Points to a sequence's rows in query head 0: q, do, their words and rests."""
+    q_ptr, _, _, do_ptr, stats_ptr, rests_ptr = problem.tensors
+    _, H, _, _, padded_T = problem.sizes
+    first = row_0 if SPEC.PACKED else b.to(tl.int64) * H * padded_T
+    q_ptr = first_of_sequence(q_ptr, problem.strides[0], b, row_0, SPEC.PACKED)
+    do_ptr = first_of_sequence(do_ptr, problem.strides[3], b, row_0, SPEC.PACKED)
+    return q_ptr, do_ptr, stats_ptr + first, rests_ptr + first
+
+
+@triton.jit
+def _rows_of_head(rows, problem, h):
+    """Points to the rows of head h, and returns the row strides of q and do."""
+    q_ptr, do_ptr, stats_ptr, rests_ptr = rows
+    q_strides, do_strides = problem.strides[0], problem.strides[3]
+    h = h.to(tl.int64)
+    first = h * problem.sizes[4]
+    return q_ptr + h * q_strides[2], do_ptr + h * do_strides[2], stats_ptr + first, rests_ptr + first, q_strides[1], do_strides[1]
+
+
+@triton.jit
+def _list_of_keys(lists, b, h, j_0, row_0, key_0, T, SPEC: tl.constexpr):
+    """Finds the list of the block that key j_0 of a query head lies in, and how many blocks of queries are in it.
+
+    A slot past the end has no list.
+    """
+    stride_b, stride_h, per, _, part, keys_stride_b, keys_stride_h, keys_most = lists.numbers
+    row_slot = tl.cast(0, tl.int64)
+    key_slot = tl.cast(j_0 // SPEC.LIST_S, tl.int64)
+    if SPEC.PACKED:
+        row_slot = row_0 // SPEC.LIST_T + b
+        key_slot += key_0 // SPEC.LIST_S + b
+    row = b.to(tl.int64) * keys_stride_b + (h // per) * keys_stride_h + key_slot
+    count = tl.where(T > 0, tl.load(lists.counts_ptr + tl.where(T > 0, row, 0)), 0)
+    bits_row = b.to(tl.int64) * stride_b + (h // per) * stride_h + row_slot
+    bits_ptr = lists.bits_ptr + bits_row * part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+    return List(lists.entries_ptr + row * keys_most * 2, bits_ptr, part), count
+
+
+@triton.jit
+def dkdv_tile(n, dk_ptr, dv_ptr, problem, lists, tiles, wave, SPEC: tl.constexpr, WALK: tl.constexpr):
+    """Computes tile number n of keys and values; `tiles` are those of a key head, and `lists` those of keys."""
     WANT_DK: tl.constexpr = WALK.wants_dk
     WANT_DV: tl.constexpr = WALK.wants_dv
     BLOCK_T: tl.constexpr = WALK.tile.BLOCK_T
@@ -166,56 +180,30 @@ def dkdv_tile(
     STAGES: tl.constexpr = WALK.tile.num_stages
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    q_stride_b, q_stride_t, q_stride_h = q_strides
-    k_stride_b, k_stride_s, k_stride_h = k_strides
-    v_stride_b, v_stride_s, v_stride_h = v_strides
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
-    alibi_stride_b, alibi_stride_h = alibi_strides
-    do_stride_b, do_stride_t, do_stride_h = do_strides
-    mask = Mask(left, right, prefix, chunk)
-    dropout = (threshold, keep_scale)
+    B, H, T, S, _ = problem.sizes
+    cu_q_ptr, cu_k_ptr = problem.offsets
+    mask = problem.numbers.mask
     HK = H // SPEC.GROUP
+    b, hk, i_s, _, row_0, key_0, T, S = place_of(
+        n, cu_k_ptr, cu_q_ptr, cu_k_ptr, B, HK, T, S, tiles, wave, BLOCK_S, False, SPEC.PACKED
+    )
     if SPEC.PACKED:
-        slot = n // HK
-        hk = n % HK
-        b, i_s = packed_tile(slot, cu_k_ptr, B, BLOCK_S)
-        row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
-        key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
-        T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
-        S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
         # a slot past the end: its keys are nobody's, and nothing is stored
         T = tl.where(i_s * BLOCK_S < S, T, 0)
-        batch = tl.cast(0, tl.int64)
-        stats_row = row_0
-    else:
-        bh, i_s = dense_tile(n, tiles, B * HK, wave, False)
-        b = bh // HK
-        hk = bh % HK
-        row_0 = b.to(tl.int64) * T
-        key_0 = b.to(tl.int64) * S
-        batch = b.to(tl.int64)
-        stats_row = b.to(tl.int64) * H * padded_T
-    stats_ptr += stats_row
-    rests_ptr += stats_row
-    # a sequence's first query and key: by the batch stride if dense, by the row stride if packed
-    q_row = row_0 * q_stride_t if SPEC.PACKED else batch * q_stride_b
-    do_row = row_0 * do_stride_t if SPEC.PACKED else batch * do_stride_b
-    k_row = key_0 * k_stride_s if SPEC.PACKED else batch * k_stride_b
-    v_row = key_0 * v_stride_s if SPEC.PACKED else batch * v_stride_b
-    bias_row = row_0 * bias_stride_t if SPEC.PACKED else batch * bias_stride_b
+    sequence = _rows_of(problem, b, row_0, SPEC)
 
     j_0 = i_s * BLOCK_S
     j = j_0 + tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     dv_ = tl.arange(0, BLOCK_DV)
-    k_tile = k_ptr + k_row + hk.to(tl.int64) * k_stride_h + j.to(tl.int64)[:, None] * k_stride_s + d[None, :]
-    v_tile = v_ptr + v_row + hk.to(tl.int64) * v_stride_h + j.to(tl.int64)[:, None] * v_stride_s + dv_[None, :]
-    k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
+    k_ptr = first_of_head(problem.tensors[1], problem.strides[1], b, key_0, hk, SPEC.PACKED)
+    v_ptr = first_of_head(problem.tensors[2], problem.strides[2], b, key_0, hk, SPEC.PACKED)
+    k = load_rows(k_ptr + j.to(tl.int64)[:, None] * problem.strides[1][1] + d[None, :], j < S, d, SPEC.D, True)
     v = k
     dk = 0.0
     dv = 0.0
     if WANT_DK:
-        v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < SPEC.DV)[None, :], other=0.0)
+        v = load_rows(v_ptr + j.to(tl.int64)[:, None] * problem.strides[2][1] + dv_[None, :], j < S, dv_, SPEC.DV, True)
         dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     if WANT_DV:
         dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
@@ -239,49 +227,26 @@ def dkdv_tile(
     early_tiles = (clear_start - start) // BLOCK_T
     clear_tiles = (clear_stop - clear_start) // BLOCK_T
     masked_tiles = early_tiles + tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_T)
-
     safe_tiles = tl.cdiv(stop - start, NAN_SAFE_T)
-    row_slot = tl.cast(0, tl.int64)
-    key_slot = tl.cast(j_0 // SPEC.LIST_S, tl.int64) if SPEC.BLOCKS else row_slot
-    if SPEC.BLOCKS and SPEC.PACKED:
-        row_slot = row_0 // SPEC.LIST_T + b
-        key_slot += key_0 // SPEC.LIST_S + b
-
-    seed = 0
-    if SPEC.DROPOUT:
-        seed = tl.load(seed_ptr)
-    factor = scale * LOG2E if SPEC.FOLD else 1.0
-    slope = 0.0
-    list_stride_b, list_stride_h, list_per, _, list_part, keys_stride_b, keys_stride_h, keys_most = list_numbers
-    blocks = List(entries_ptr, bits_ptr, list_part)
+    blocks = List(lists.entries_ptr, lists.bits_ptr, lists.numbers[4])
+    seed = seed_of(problem.options, SPEC)
 
     # fmt: off
     for g in range(0, SPEC.GROUP):
         h = hk * SPEC.GROUP + g
         if SPEC.BLOCKS:
-            list_row = b.to(tl.int64) * keys_stride_b + (h // list_per) * keys_stride_h + key_slot
+            blocks, count = _list_of_keys(lists, b, h, j_0, row_0, key_0, T, SPEC)
             clear_tiles = 0
             early_tiles = 0
-            # a slot past the end has no list
-            masked_tiles = tl.where(T > 0, tl.load(counts_ptr + tl.where(T > 0, list_row, 0)), 0) * (SPEC.LIST_T // BLOCK_T)
-            bits_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + row_slot
-            bits_h = bits_ptr + bits_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
-            blocks = List(entries_ptr + list_row * keys_most * 2, bits_h, list_part)
-        q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
-        do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
-        stats_h = stats_ptr + h.to(tl.int64) * padded_T
-        rests_h = rests_ptr + h.to(tl.int64) * padded_T
-        bias_h = bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h
-        if SPEC.ALIBI:
-            slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+            masked_tiles = count * (SPEC.LIST_T // BLOCK_T)
+        rows = _rows_of_head(sequence, problem, h)
+        scoring = scoring_of(T, S, problem.numbers, problem.options, seed, b, row_0, h, SPEC)
         dk, dv = _walk(
             dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles,
-            q_h, do_h, stats_h, rests_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
+            rows, scoring, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
-            q_h, do_h, stats_h, rests_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
+            rows, scoring, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
     if MAY_BE_NAN:
         has_nan = 0
         if WANT_DK:
@@ -295,25 +260,18 @@ def dkdv_tile(
             for g in range(0, SPEC.GROUP):
                 h = hk * SPEC.GROUP + g
                 if SPEC.BLOCKS:
-                    list_row = b.to(tl.int64) * keys_stride_b + (h // list_per) * keys_stride_h + key_slot
-                    safe_tiles = tl.where(T > 0, tl.load(counts_ptr + tl.where(T > 0, list_row, 0)), 0) * (SPEC.LIST_T // NAN_SAFE_T)
-                    bits_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + row_slot
-                    bits_h = bits_ptr + bits_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
-                    blocks = List(entries_ptr + list_row * keys_most * 2, bits_h, list_part)
-                if SPEC.ALIBI:
-                    slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+                    blocks, count = _list_of_keys(lists, b, h, j_0, row_0, key_0, T, SPEC)
+                    safe_tiles = count * (SPEC.LIST_T // NAN_SAFE_T)
+                rows = _rows_of_head(sequence, problem, h)
+                scoring = scoring_of(T, S, problem.numbers, problem.options, seed, b, row_0, h, SPEC)
                 dk, dv = _walk(
                     dk, dv, k, v, j, start, start, 0, safe_tiles,
-                    q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
-                    stats_ptr + h.to(tl.int64) * padded_T, rests_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
-                    T, S, offset, b, h, mask, factor, scale, softcap,
-                    bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
-                    slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
+                    rows, scoring, blocks, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
     # fmt: on
 
     if WANT_DK:
         dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * SPEC.D) + hk * SPEC.D + d[None, :]
-        dk = dk if SPEC.FP16 else dk * scale
+        dk = dk if SPEC.FP16 else dk * problem.numbers.scale
         tl.store(dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < SPEC.D)[None, :])
     if WANT_DV:
         dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * SPEC.DV) + hk * SPEC.DV + dv_[None, :]
@@ -332,11 +290,13 @@ def _backward_kv(
     SPEC: tl.constexpr, WALK: tl.constexpr,
 ):
     # fmt: on
-    dkdv_tile(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, seed_ptr,
-        cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, list_numbers, SPEC, WALK,
+    problem = Problem(
+        (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale),
+        OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr),
     )  # fmt: skip
+    lists = Lists(counts_ptr, entries_ptr, bits_ptr, list_numbers)
+    dkdv_tile(tl.program_id(0), dk_ptr, dv_ptr, problem, lists, tiles, wave, SPEC, WALK)
 
 
 _kernel = Kernel(_backward_kv)

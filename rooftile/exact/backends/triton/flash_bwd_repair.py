@@ -18,9 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.exact.backends.device.listed import Lists
+from rooftile.exact.backends.device.visibility import Mask
 from rooftile.exact.backends.triton.call import Call, call_of, constants_of, strides_of
 from rooftile.exact.backends.triton.flash_bwd_kv import dkdv_tile
 from rooftile.exact.backends.triton.flash_bwd_q import dq_tile
+from rooftile.exact.backends.triton.scores import OptionNumbers, OptionTensors, Problem
 from rooftile.exact.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.exact.blocks.lists import steps_of_lists
 from rooftile.exact.spec import Options, Spec
@@ -54,6 +57,27 @@ def _wait_for_queries(nan_flag_ptr, dq_tiles):
     tl.debug_barrier()
 
 
+@triton.jit
+def _repair_tiles(
+    nan_flag_ptr, dq_ptr, dk_ptr, dv_ptr, dq_tiles, dkdv_tiles, problem, query_lists, key_lists, tiles_of_queries, tiles_of_keys, wave,
+    SPEC: tl.constexpr, TILE: tl.constexpr, WALK: tl.constexpr, SECOND_WALK: tl.constexpr,
+):  # fmt: skip
+    """Computes tiles until none is left, if any is to be computed."""
+    stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
+    n = _draw(nan_flag_ptr, stop)
+    while (n < dq_tiles) & (n < stop):
+        dq_tile(n, dq_ptr, problem, query_lists, tiles_of_queries, wave, SPEC, TILE)
+        _note_done(nan_flag_ptr)
+        n = _draw(nan_flag_ptr, stop)
+    if n < stop:
+        _wait_for_queries(nan_flag_ptr, dq_tiles)
+    while n < stop:
+        dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, WALK)
+        if SECOND_WALK is not None:
+            dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, SECOND_WALK)
+        n = _draw(nan_flag_ptr, stop)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=[
     "dq_tiles", "dkdv_tiles", "B", "H", "T", "S", "tiles_of_queries", "tiles_of_keys", "wave", "left", "right", "prefix", "chunk",
@@ -69,34 +93,18 @@ def _repair(
     WALK: tl.constexpr, SECOND_WALK: tl.constexpr,              # both gradients, or dk and then dv
 ):
     # fmt: on
-    stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
     # q stands for ALiBi, seed and lists: no kernel reads them here
-    n = _draw(nan_flag_ptr, stop)
-    while (n < dq_tiles) & (n < stop):
-        dq_tile(
-            n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, bias_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-            q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-            tiles_of_queries, wave, scale, softcap, left, right, prefix, chunk, 0, 1.0, (0, 0, 1, 0, 0), SPEC, TILE,
-        )  # fmt: skip
-        _note_done(nan_flag_ptr)
-        n = _draw(nan_flag_ptr, stop)
-    if n < stop:
-        _wait_for_queries(nan_flag_ptr, dq_tiles)
-    while n < stop:
-        dkdv_tile(
-            n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
-            cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-            tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-            (0, 0, 1, 0, 0, 0, 0, 0), SPEC, WALK,
-        )  # fmt: skip
-        if SECOND_WALK is not None:
-            dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S,
-                padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                (0, 0, 1, 0, 0, 0, 0, 0), SPEC, SECOND_WALK,
-            )  # fmt: skip
-        n = _draw(nan_flag_ptr, stop)
+    problem = Problem(
+        (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), 0, 1.0),
+        OptionTensors(bias_ptr, bias_strides, q_ptr, (0, 0), sinks_ptr, q_ptr),
+    )  # fmt: skip
+    query_lists = Lists(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0))
+    key_lists = Lists(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0, 0, 0, 0))
+    _repair_tiles(
+        nan_flag_ptr, dq_ptr, dk_ptr, dv_ptr, dq_tiles, dkdv_tiles, problem, query_lists, key_lists, tiles_of_queries, tiles_of_keys, wave,
+        SPEC, TILE, WALK, SECOND_WALK,
+    )  # fmt: skip
 
 
 # fmt: off
@@ -116,35 +124,17 @@ def _repair_listed(
 ):
     # fmt: on
     """The same over lists of blocks; there is no bias."""
-    stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
-    none = (0, 0, 0, 0)
-    n = _draw(nan_flag_ptr, stop)
-    while (n < dq_tiles) & (n < stop):
-        dq_tile(
-            n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dq_ptr, q_ptr, q_ptr, sinks_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-            counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
-            dq_tiles // (B * H), wave,
-            scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], lists[4]), SPEC, TILE,
-        )  # fmt: skip
-        _note_done(nan_flag_ptr)
-        n = _draw(nan_flag_ptr, stop)
-    if n < stop:
-        _wait_for_queries(nan_flag_ptr, dq_tiles)
-    while n < stop:
-        dkdv_tile(
-            n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-            cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
-            padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-            lists, SPEC, WALK,
-        )  # fmt: skip
-        if SECOND_WALK is not None:
-            dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
-                S, padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
-                lists, SPEC, SECOND_WALK,
-            )  # fmt: skip
-        n = _draw(nan_flag_ptr, stop)
+    problem = Problem(
+        (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), 0, 1.0),
+        OptionTensors(q_ptr, (0, 0, 0, 0), q_ptr, (0, 0), sinks_ptr, q_ptr),
+    )  # fmt: skip
+    query_lists = Lists(counts_ptr, indices_ptr, bits_ptr, (lists[0], lists[1], lists[2], lists[3], lists[4]))
+    key_lists = Lists(key_counts_ptr, entries_ptr, bits_ptr, lists)
+    _repair_tiles(
+        nan_flag_ptr, dq_ptr, dk_ptr, dv_ptr, dq_tiles, dkdv_tiles, problem, query_lists, key_lists, dq_tiles // (B * H), tiles_of_keys, wave,
+        SPEC, TILE, WALK, SECOND_WALK,
+    )  # fmt: skip
 
 
 _kernel_listed = Kernel(_repair_listed)

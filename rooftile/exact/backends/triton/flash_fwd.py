@@ -30,18 +30,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.exact.backends.device.listed import List, first_of_listed, seen_bits
-from rooftile.exact.backends.device.visibility import Mask, first_key, last_key, visible
+from rooftile.exact.backends.device.listed import Lists, first_of_listed
+from rooftile.exact.backends.device.visibility import Mask
 from rooftile.exact.backends.triton.call import Call, call_of, constants_of, lists_of_queries, with_stand_ins
-from rooftile.exact.backends.triton.schedule import dense_tile, packed_tile
+from rooftile.exact.backends.triton.schedule import first_of_head, key_tiles, place_of
 from rooftile.exact.backends.triton.scores import (
     LN2,
     LOG2E,
-    add_bias,
-    dropout_mask,
+    OptionNumbers,
+    OptionTensors,
+    drop,
     exponential,
+    load_rows,
     nan_if_non_finite,
-    scaled_tanh,
+    score,
+    scoring_of,
+    seed_of,
+    seen,
     zero_non_finite,
 )
 from rooftile.exact.backends.triton.tiles import Tile, forward_tile
@@ -55,19 +60,17 @@ NAN_SAFE_S = tl.constexpr(16)
 # fmt: off
 @triton.jit
 def _walk(
-    acc, acc_rest, m, l, q, q_rest,                             # the running softmax, the queries
+    acc, acc_rest, m, l, q, q_rest, t,                          # the running softmax, the queries
     low, high, low_tiles, tiles,                                # the keys to visit
-    k_ptr, v_ptr, k_stride_s, v_stride_s, mask,
-    t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
+    k_ptr, v_ptr, k_stride_s, v_stride_s, scoring, blocks,
     SPEC: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on; or along a list."""
-    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, SPEC.BLOCK_DV)
+    factor = scoring.factor
     k_offsets = s[:, None] * k_stride_s + d[None, :]
     v_offsets = s[:, None] * v_stride_s + dv[None, :]
     if SPEC.REST_D:
@@ -76,48 +79,30 @@ def _walk(
         v_rest_offsets = s[:, None] * v_stride_s + (SPEC.BLOCK_DV + tl.arange(0, SPEC.REST_DV))[None, :]
     for n in tl.range(0, tiles, num_stages=STAGES):
         if SPEC.BLOCKS:
-            j_0 = first_of_listed(n, blocks.entries, S, SPEC.LIST_S, BLOCK_S, 1)
+            j_0 = first_of_listed(n, blocks.entries, scoring.S, SPEC.LIST_S, BLOCK_S, 1)
         else:
             j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
         # int64: position times stride passes 2**31 in a long context
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
         j = j_0 + s
-        if MASKED:
-            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
-        elif SPEC.D < SPEC.BLOCK_D:
-            k = tl.load(k_tile, mask=(d < SPEC.D)[None, :], other=0.0)
-        else:
-            k = tl.load(k_tile)
+        there = j < scoring.S
+        k = load_rows(k_tile, there, d, SPEC.D, MASKED)
         if NAN_SAFE:
             x = tl.dot(q, tl.trans(zero_non_finite(k)), input_precision=SPEC.PRECISION) + nan_if_non_finite(k, 1)[None, :]
         else:
             x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)  # (BLOCK_T, BLOCK_S)
         if SPEC.REST_D:
             k_rest_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_rest_offsets
-            k_rest = tl.load(k_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(k_rest_tile)
+            k_rest = tl.load(k_rest_tile, mask=there[:, None], other=0.0) if MASKED else tl.load(k_rest_tile)
             if NAN_SAFE:
                 x += nan_if_non_finite(k_rest, 1)[None, :]
                 k_rest = zero_non_finite(k_rest)
             x = tl.dot(q_rest, tl.trans(k_rest), x, input_precision=SPEC.PRECISION)
-        if SPEC.SOFTCAP:
-            x = scaled_tanh(x, scale, softcap) * (softcap * UNIT)
-        elif not SPEC.FOLD:
-            x = x * (scale * UNIT)
-        x = add_bias(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
-        )
+        x, _ = score(x, t[:, None], j[None, :], scoring, SPEC)
+        v = load_rows(v_tile, there, dv, SPEC.DV, MASKED)
         if MASKED:
-            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
-        elif SPEC.DV < SPEC.BLOCK_DV:
-            v = tl.load(v_tile, mask=(dv < SPEC.DV)[None, :], other=0.0)
-        else:
-            v = tl.load(v_tile)
-        if MASKED:
-            sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
-            if SPEC.BITS:
-                place = n // (SPEC.LIST_S // BLOCK_S)
-                sees = sees & seen_bits(blocks.bits, place, blocks.part, t[:, None], j[None, :], S, SPEC)
+            sees = seen(t[:, None], j[None, :], n, scoring, blocks, SPEC, BLOCK_S)
             x = tl.where(sees, x, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -131,13 +116,13 @@ def _walk(
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if SPEC.DROPOUT:
-            p = tl.where(dropout_mask(seed, dropout[0], b, h, t[:, None], j[None, :]), p * dropout[1], 0.0)
+            p = drop(p, t[:, None], j[None, :], scoring)
         if NAN_SAFE:
             p = tl.where(sees, p + nan_if_non_finite(v, 1)[None, :], 0.0)
             v = zero_non_finite(v)
         if SPEC.REST_DV:
             v_rest_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_rest_offsets
-            v_rest = tl.load(v_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(v_rest_tile)
+            v_rest = tl.load(v_rest_tile, mask=there[:, None], other=0.0) if MASKED else tl.load(v_rest_tile)
             if NAN_SAFE:
                 p = tl.where(sees, p + nan_if_non_finite(v_rest, 1)[None, :], 0.0)
                 v_rest = zero_non_finite(v_rest)
@@ -164,44 +149,21 @@ def _forward(
     STAGES: tl.constexpr = TILE.num_stages
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     REST_DV: tl.constexpr = SPEC.REST_DV
-    q_stride_b, q_stride_t, q_stride_h = q_strides
-    k_stride_b, k_stride_s, k_stride_h = k_strides
-    v_stride_b, v_stride_s, v_stride_h = v_strides
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
-    alibi_stride_b, alibi_stride_h = alibi_strides
-    mask = Mask(left, right, prefix, chunk)
-    dropout = (threshold, keep_scale)
     total = T
+    b, h, i_t, bh, row_0, key_0, T, S = place_of(
+        tl.program_id(0), cu_q_ptr, cu_q_ptr, cu_k_ptr, B, H, T, S, tiles, wave, BLOCK_T, SPEC.RIGHT or SPEC.PREFIX, SPEC.PACKED
+    )
     if SPEC.PACKED:
-        slot = tl.program_id(0) // H
-        h = tl.program_id(0) % H
-        b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
-        row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
-        key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
-        T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
-        S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
         if i_t * BLOCK_T >= T:
             return
-        q_ptr += row_0 * q_stride_t
-        k_ptr += key_0 * k_stride_s
-        v_ptr += key_0 * v_stride_s
-        o_ptr += (row_0 * H + h) * SPEC.DV
         lse_ptr += h.to(tl.int64) * total + row_0
-        bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, SPEC.RIGHT or SPEC.PREFIX)
-        b = bh // H
-        h = bh % H
-        q_ptr += b.to(tl.int64) * q_stride_b
-        k_ptr += b.to(tl.int64) * k_stride_b
-        v_ptr += b.to(tl.int64) * v_stride_b
-        o_ptr += (b.to(tl.int64) * T * H + h) * SPEC.DV
         lse_ptr += bh.to(tl.int64) * T
-        bias_ptr += b.to(tl.int64) * bias_stride_b
-    q_ptr += h.to(tl.int64) * q_stride_h
-    k_ptr += (h // SPEC.GROUP).to(tl.int64) * k_stride_h
-    v_ptr += (h // SPEC.GROUP).to(tl.int64) * v_stride_h
-    bias_ptr += h.to(tl.int64) * bias_stride_h
+    o_ptr += (row_0 * H + h) * SPEC.DV
+    q_ptr = first_of_head(q_ptr, q_strides, b, row_0, h, SPEC.PACKED)
+    k_ptr = first_of_head(k_ptr, k_strides, b, key_0, h // SPEC.GROUP, SPEC.PACKED)
+    v_ptr = first_of_head(v_ptr, v_strides, b, key_0, h // SPEC.GROUP, SPEC.PACKED)
+    q_stride_t, k_stride_s, v_stride_s = q_strides[1], k_strides[1], v_strides[1]
 
     t_0 = i_t * BLOCK_T
     t = t_0 + tl.arange(0, BLOCK_T)
@@ -216,25 +178,10 @@ def _forward(
         q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (SPEC.BLOCK_D + tl.arange(0, SPEC.REST_D))[None, :]
         q_rest = tl.load(q_rest_tile, mask=(t < T)[:, None], other=0.0)
 
-    # the keys that some row sees, [start, stop), and within them those that every row sees
-    offset = S - T
-    top = t_0 + offset
-    bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
-    start = first_key(top, mask, SPEC) // BLOCK_S * BLOCK_S
-    stop = last_key(bottom, S, mask, SPEC) + 1
-    clear_start = tl.cdiv(first_key(bottom, mask, SPEC), BLOCK_S) * BLOCK_S
-    clear_stop = tl.maximum(last_key(top, S, mask, SPEC) + 1, 0) // BLOCK_S * BLOCK_S
-    stop = tl.maximum(stop, start)
-    clear_start = tl.minimum(clear_start, tl.cdiv(stop, BLOCK_S) * BLOCK_S)
-    clear_stop = tl.maximum(clear_stop, clear_start)
-
-    slope = 0.0
-    if SPEC.ALIBI:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
-    seed = 0
-    if SPEC.DROPOUT:
-        seed = tl.load(seed_ptr)
-    factor = scale * LOG2E if SPEC.FOLD else 1.0
+    numbers = OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale)
+    options = OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr)
+    scoring = scoring_of(T, S, numbers, options, seed_of(options, SPEC), b, row_0, h, SPEC)
+    factor = scoring.factor
 
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_T,), tl.float32)
@@ -242,34 +189,15 @@ def _forward(
     acc_rest = 0.0
     if REST_DV:
         acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
+    lists = Lists(counts_ptr, indices_ptr, bits_ptr, list_numbers)
+    walk = key_tiles(t_0, T, S, numbers.mask, lists, cu_q_ptr, b, h, SPEC, BLOCK_T, BLOCK_S, NAN_SAFE_S)
     # fmt: off
-    low_tiles = (clear_start - start) // BLOCK_S
-    right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
-    clear_tiles = (clear_stop - clear_start) // BLOCK_S
-    safe_tiles = tl.cdiv(stop - start, NAN_SAFE_S)
-    list_stride_b, list_stride_h, list_per, list_most, list_part = list_numbers
-    blocks = List(indices_ptr, bits_ptr, list_part)
-    if SPEC.BLOCKS:
-        list_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + t_0 // SPEC.LIST_T
-        if SPEC.PACKED:
-            list_row += tl.load(cu_q_ptr + b).to(tl.int32) // SPEC.LIST_T + b
-        # a slot past the end has no list
-        count = tl.load(counts_ptr + tl.where(S > 0, list_row, 0))
-        listed = tl.where(S > 0, tl.maximum(tl.minimum(count, list_most), 0), 0)
-        clear_tiles = 0
-        low_tiles = 0
-        right_tiles = listed * (SPEC.LIST_S // BLOCK_S)
-        safe_tiles = listed * (SPEC.LIST_S // NAN_SAFE_S)
-        bits_row = list_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
-        blocks = List(indices_ptr + list_row * list_most, bits_ptr + bits_row, list_part)
     acc, acc_rest, m, l = _walk(
-        acc, acc_rest, m, l, q, q_rest, clear_start, clear_start, 0, clear_tiles,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, False, False, STAGES)
+        acc, acc_rest, m, l, q, q_rest, t, walk.clear_start, walk.clear_start, 0, walk.clear,
+        k_ptr, v_ptr, k_stride_s, v_stride_s, scoring, walk.blocks, SPEC, BLOCK_S, False, False, STAGES)
     acc, acc_rest, m, l = _walk(
-        acc, acc_rest, m, l, q, q_rest, start, clear_stop, low_tiles, low_tiles + right_tiles,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, True, False, STAGES)
+        acc, acc_rest, m, l, q, q_rest, t, walk.start, walk.clear_stop, walk.left, walk.left + walk.right,
+        k_ptr, v_ptr, k_stride_s, v_stride_s, scoring, walk.blocks, SPEC, BLOCK_S, True, False, STAGES)
     if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS:
         has_nan = tl.max(tl.where(acc == acc, 0, 1))
         if REST_DV:
@@ -281,9 +209,8 @@ def _forward(
             if REST_DV:
                 acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
             acc, acc_rest, m, l = _walk(
-                acc, acc_rest, m, l, q, q_rest, start, start, 0, safe_tiles,
-                k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, NAN_SAFE_S, True, True, 1)
+                acc, acc_rest, m, l, q, q_rest, t, walk.start, walk.start, 0, walk.safe,
+                k_ptr, v_ptr, k_stride_s, v_stride_s, scoring, walk.blocks, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
 
     m = m * factor

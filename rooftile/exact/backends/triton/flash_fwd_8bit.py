@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftile.exact.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.exact.backends.triton.call import constants_of
-from rooftile.exact.backends.triton.schedule import dense_tile, packed_tile
+from rooftile.exact.backends.triton.schedule import place_of
 from rooftile.exact.backends.triton.scores import LN2, LOG2E, scaled_tanh
 from rooftile.exact.spec import Options, Spec
 from rooftile.numerics import softmax
@@ -124,23 +124,14 @@ def _forward(
     mask = Mask(left, right, prefix, chunk)
     total = T
     Hk = H // SPEC.GROUP
+    b, h, i_t, bh, row_0, key_0, T, S = place_of(
+        tl.program_id(0), cu_q_ptr, cu_q_ptr, cu_k_ptr, B, H, T, S, tiles, B * H, BLOCK_T, SPEC.RIGHT or SPEC.PREFIX, SPEC.PACKED
+    )
     if SPEC.PACKED:
-        slot = tl.program_id(0) // H
-        h = tl.program_id(0) % H
-        b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
-        row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
-        key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
-        T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
-        S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
         if i_t * BLOCK_T >= T:
             return
         lse_ptr += h.to(tl.int64) * total + row_0
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, B * H, SPEC.RIGHT or SPEC.PREFIX)
-        b = bh // H
-        h = bh % H
-        row_0 = b.to(tl.int64) * T
-        key_0 = b.to(tl.int64) * S
         lse_ptr += bh.to(tl.int64) * T
     # all are contiguous: rows of all heads
     h_k = h // SPEC.GROUP

@@ -6,12 +6,124 @@ number of its dtype would become -inf. Positions come as broadcastable tensors, 
 along each axis of the tile, so the same code serves a tile and its transpose.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from rooftile.exact.backends.device.listed import seen_bits
+from rooftile.exact.backends.device.visibility import Mask, visible
 from rooftile.numerics import softmax
 
 LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
+
+
+class OptionNumbers(NamedTuple):
+    """The numbers of a call's options."""
+
+    scale: tl.tensor
+    softcap: tl.tensor
+    mask: Mask
+    threshold: tl.tensor  # dropout's
+    keep_scale: tl.tensor
+
+
+class OptionTensors(NamedTuple):
+    """The tensors of a call's options."""
+
+    bias_ptr: tl.tensor
+    bias_strides: tl.tuple
+    alibi_ptr: tl.tensor
+    alibi_strides: tl.tuple
+    sinks_ptr: tl.tensor
+    seed_ptr: tl.tensor
+
+
+class Problem(NamedTuple):
+    """A backward's arguments, all but its outputs."""
+
+    tensors: tl.tuple  # q, k, v, do, and the words and rests of rows
+    strides: tl.tuple  # (batch, row, head) for q, k, v and do
+    sizes: tl.tuple  # B, H, T, S and padded T; packed: T and S are totals
+    offsets: tl.tuple  # cu_q and cu_k of packed sequences
+    numbers: OptionNumbers
+    options: OptionTensors
+
+
+class Scoring(NamedTuple):
+    """How products become scores and weights in a head of a sequence: the same for all tiles of a walk."""
+
+    numbers: OptionNumbers
+    T: tl.tensor
+    S: tl.tensor
+    offset: tl.tensor  # query 0 on the axis of keys
+    factor: tl.tensor  # what scores are multiplied by in an exponential
+    bias_ptr: tl.tensor  # the head's first
+    bias_stride_t: tl.tensor
+    bias_stride_s: tl.tensor
+    slope: tl.tensor  # ALiBi's
+    seed: tl.tensor  # dropout's
+    b: tl.tensor
+    h: tl.tensor
+
+
+@triton.jit
+def seed_of(options, SPEC: tl.constexpr):
+    """Loads dropout's seed, if there is dropout."""
+    seed = 0
+    if SPEC.DROPOUT:
+        seed = tl.load(options.seed_ptr)
+    return seed
+
+
+@triton.jit
+def scoring_of(T, S, numbers, options, seed, b, row_0, h, SPEC: tl.constexpr):
+    """Returns the scoring of head h of sequence b, whose first query is row_0."""
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = options.bias_strides
+    first = row_0 * bias_stride_t if SPEC.PACKED else b.to(tl.int64) * bias_stride_b
+    bias_ptr = options.bias_ptr + first + h.to(tl.int64) * bias_stride_h
+    slope = 0.0
+    if SPEC.ALIBI:
+        slope = tl.load(options.alibi_ptr + b * options.alibi_strides[0] + h * options.alibi_strides[1]).to(tl.float32)
+    factor = numbers.scale * LOG2E if SPEC.FOLD else 1.0
+    return Scoring(numbers, T, S, S - T, factor, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, b, h)
+
+
+@triton.jit
+def load_rows(tile, there, column, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Loads a tile of rows, with zeros in columns past DIM and, if MASKED, in rows that are not there."""
+    if MASKED:
+        return tl.load(tile, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
+    if column.shape[0] > DIM:
+        return tl.load(tile, mask=(column < DIM)[None, :], other=0.0)
+    return tl.load(tile)
+
+
+@triton.jit
+def score(x, t, j, scoring, SPEC: tl.constexpr):
+    """Turns products of queries t and keys j into scores without a mask; returns also the tanh of a softcap, for its derivative."""
+    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
+    cap = x
+    if SPEC.SOFTCAP:
+        cap = scaled_tanh(x, scoring.numbers.scale, scoring.numbers.softcap)
+        x = cap * (scoring.numbers.softcap * UNIT)
+    elif not SPEC.FOLD:
+        x = x * (scoring.numbers.scale * UNIT)
+    x = add_bias(
+        x, t, j, scoring.T, scoring.S, scoring.offset, scoring.bias_ptr, scoring.bias_stride_t, scoring.bias_stride_s,
+        scoring.slope, SPEC.BIAS, SPEC.ALIBI, UNIT,
+    )  # fmt: skip
+    return x, cap
+
+
+@triton.jit
+def seen(t, j, n, scoring, blocks, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Says whether query t sees key j, in tile number n of a walk over keys."""
+    sees = visible(t + scoring.offset, j, scoring.S, scoring.numbers.mask, SPEC)
+    if SPEC.BITS:
+        place = n // (SPEC.LIST_S // BLOCK_S)
+        sees = sees & seen_bits(blocks.bits, place, blocks.part, t, j, scoring.S, SPEC)
+    return sees
 
 
 @triton.jit
@@ -56,6 +168,13 @@ def dropout_mask(seed, threshold, b, h, t, j):
         seed, zero + j.to(tl.uint32), zero + t.to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32)
     )
     return bits >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def drop(x, t, j, scoring):
+    """Sets the weights that dropout takes to 0, and scales the rest."""
+    keep = dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t, j)
+    return tl.where(keep, x * scoring.numbers.keep_scale, 0.0)
 
 
 @triton.jit

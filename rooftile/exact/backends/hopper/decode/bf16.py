@@ -196,7 +196,8 @@ def paged_decode(
     dtype: gl.constexpr = k_desc.dtype
     LINES: gl.constexpr = k_desc.block_type.shape[1]
     config = KernelConfig(
-        GROUP, D, D, D, D, KEYS, 1, 1, False, 0, False, False, False, PAGE_SIZE, LEFT or CHUNK, SOFTCAP, SINKS, LINES, LINES
+        GROUP=GROUP, D=D, DV=D, DIM=D, DIM_V=D, KEYS=KEYS, PAGE_SIZE=PAGE_SIZE, MASKED=LEFT or CHUNK, SOFTCAP=SOFTCAP,
+        SINKS=SINKS, K_TMA_LINES=LINES, V_TMA_LINES=LINES,
     )  # fmt: skip
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
     mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)

@@ -247,7 +247,8 @@ def paged_decode_8bit(
     # fmt: on
     codes: gl.constexpr = k_desc.dtype
     config = KernelConfig(
-        GROUP, D, D, D, D, KEYS, 1, 1, False, 0, False, False, False, PAGE_SIZE, LEFT or CHUNK, SOFTCAP, SINKS, 1, 1
+        GROUP=GROUP, D=D, DV=D, DIM=D, DIM_V=D, KEYS=KEYS, PAGE_SIZE=PAGE_SIZE, MASKED=LEFT or CHUNK, SOFTCAP=SOFTCAP,
+        SINKS=SINKS, K_TMA_LINES=1, V_TMA_LINES=1,
     )  # fmt: skip
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
     mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)

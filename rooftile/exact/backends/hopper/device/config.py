@@ -69,34 +69,15 @@ class KernelConfig:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST,
-        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES, BIAS=None, LIST_S=0, LIST_BITS=False,
-    ):  # fmt: skip
-        self.GROUP = gl.constexpr(GROUP)
-        self.D = gl.constexpr(D)
-        self.DV = gl.constexpr(DV)
-        self.DIM = gl.constexpr(DIM)
-        self.DIM_V = gl.constexpr(DIM_V)
-        self.KEYS = gl.constexpr(KEYS)
-        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
-        self.HEADS_PER_TILE = gl.constexpr(HEADS_PER_TILE)
-        self.ROWS = gl.constexpr(WARPGROUP // HEADS_PER_TILE)
-        self.PING_PONG = gl.constexpr(PING_PONG)
-        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
-        self.LAZY = gl.constexpr(LAZY)
-        self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
-        self.PACKED = gl.constexpr(PACKED)
-        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
-        self.TMA_TOKENS = gl.constexpr(min(PAGE_SIZE, KEYS))
-        self.K_TMA_LINES = gl.constexpr(K_TMA_LINES)
-        self.V_TMA_LINES = gl.constexpr(V_TMA_LINES)
-        self.MASKED = gl.constexpr(MASKED)
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.SINKS = gl.constexpr(SINKS)
-        self.BIAS = gl.constexpr(BIAS)
-        self.LIST_S = gl.constexpr(LIST_S)
-        self.LIST_BITS = gl.constexpr(LIST_BITS)
+    def __init__(self, **fields):
+        """Takes the fields by name; those of a kernel with one warpgroup and rows of keys need no word."""
+        plain = {"PING_PONG": False, "LAZY": False, "SOFTMAX_FIRST": False, "PACKED": False, "LIST_BITS": False}
+        plain |= {"NUM_CONSUMERS": 1, "HEADS_PER_TILE": 1, "Q_IN_REGISTERS": 0, "BIAS": None, "LIST_S": 0}
+        for name, value in {**plain, **fields}.items():
+            setattr(self, name, gl.constexpr(value))
+        KEYS, DV = fields["KEYS"], fields["DV"]
+        self.ROWS = gl.constexpr(WARPGROUP // self.HEADS_PER_TILE.value)
+        self.TMA_TOKENS = gl.constexpr(min(fields["PAGE_SIZE"], KEYS))
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.o_layout = gl.constexpr(o_layout)

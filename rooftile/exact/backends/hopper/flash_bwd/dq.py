@@ -174,8 +174,8 @@ def flash_bwd_q(
 ):
     dtype: gl.constexpr = q_desc.dtype
     config = BackwardConfig(
-        GROUP, 1, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
-        FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
+        GROUP=GROUP, GROUP_SPLITS=1, BLOCKS_PER_TILE=NUM_CONSUMERS, D=D, DIM=FLAGS.DIM, DIM_V=FLAGS.DIM_V, PACKED=FLAGS.PACKED,
+        MASKED=FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, SOFTCAP=FLAGS.SOFTCAP, FP16=FP16,
     )  # fmt: skip
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -76,27 +76,13 @@ class BackwardConfig:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, GROUP, GROUP_SPLITS, BLOCKS_PER_TILE, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, FP16, ACCUMULATE_DQ=False,
-        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False, LIST_T=0, LIST_S=0, LIST_BITS=False,
-    ):  # fmt: skip
-        self.GROUP = gl.constexpr(GROUP)
-        self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
-        self.BLOCKS_PER_TILE = gl.constexpr(BLOCKS_PER_TILE)
-        self.D = gl.constexpr(D)
-        self.DIM = gl.constexpr(DIM)
-        self.DIM_V = gl.constexpr(DIM_V)
-        self.PACKED = gl.constexpr(PACKED)
-        self.MASKED = gl.constexpr(MASKED)
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.BIAS = gl.constexpr(BIAS)
-        self.FP16 = gl.constexpr(FP16)
-        self.ACCUMULATE_DQ = gl.constexpr(ACCUMULATE_DQ)
-        self.DV_AFTER_DS = gl.constexpr(DV_AFTER_DS)
-        self.SCORES_AHEAD = gl.constexpr(SCORES_AHEAD)
-        self.LIST_T = gl.constexpr(LIST_T)
-        self.LIST_S = gl.constexpr(LIST_S)
-        self.LIST_BITS = gl.constexpr(LIST_BITS)
+    def __init__(self, **fields):
+        """Takes the fields by name; a kernel leaves out those of parts that it has not."""
+        plain = {"ACCUMULATE_DQ": False, "DV_AFTER_DS": False, "SCORES_AHEAD": False, "BIAS": False}
+        plain |= {"LIST_T": 0, "LIST_S": 0, "LIST_BITS": False}
+        for name, value in {**plain, **fields}.items():
+            setattr(self, name, gl.constexpr(value))
+        D, DIM_V = fields["D"], fields["DIM_V"]
         self.DQ_WARPGROUP = gl.constexpr(D <= 64)
         acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

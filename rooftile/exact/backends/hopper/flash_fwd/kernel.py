@@ -262,11 +262,22 @@ def _step(
 
 
 @gluon.jit
+def _own_queries(queries: Ring, tile, WG: gl.constexpr, config: KernelConfig):
+    """Slices a warpgroup's queries out of a tile in shared memory."""
+    return queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
+
+
+@gluon.jit
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, lists, words, outputs, spilled, o_desc,
     o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
 ):  # fmt: skip
-    """A warpgroup's role: 64 queries of every tile."""
+    """A warpgroup's role: 64 queries of every tile.
+
+    A tile's last product is issued together with the next one's first scores. So scores, weights and maxima cross from tile to
+    tile, and there is no function of one tile. The address of the queries is computed anew before each loop over blocks, since
+    ptxas would compute what two loops share in the first alone (see `pipeline.hide_from_ptxas`).
+    """
     # the named barriers of the ping-pong, one a warpgroup
     MINE: gl.constexpr = PING_PONG_BARRIER + WG
     OTHER: gl.constexpr = PING_PONG_BARRIER + (WG + 1) % config.NUM_CONSUMERS
@@ -286,7 +297,7 @@ def _compute(
     keys.wait_full(0, work.is_valid != 0)
     if config.PING_PONG:
         named_barrier("sync", MINE)
-    q = queries.buffers.index(WG).reshape([WG_ROWS, config.D])
+    q = _own_queries(queries, 0, WG, config)
     s = mma_qk(q, config.key_block(keys, 0), config.DIM, config.s_layout)
     if config.PING_PONG:
         named_barrier("arrive", OTHER)
@@ -304,9 +315,7 @@ def _compute(
         acc = gl.zeros([WG_ROWS, config.DV], gl.float32, config.o_layout)
         q_registers = 0
         if config.Q_IN_REGISTERS > 0:
-            q = queries.buffers.index(
-                hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG
-            ).reshape([WG_ROWS, config.D])  # fmt: skip
+            q = _own_queries(queries, hide_from_ptxas(tile), WG, config)
             q_registers = q.slice(0, config.Q_IN_REGISTERS, 1).load(gl.DotOperandLayout(0, config.s_layout, 2))
         row = work.t + WG * config.ROWS
         i_0 = row + work.S - work.T
@@ -317,7 +326,7 @@ def _compute(
         if config.MASKED and config.LIST_S == 0:
             clear_stop = (mask.last_key(i_0, work.S) + 1) // config.KEYS
             right = gl.minimum(gl.maximum(work.last_block + 1 - clear_stop, 1), blocks)
-            q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
+            q = _own_queries(queries, tile, WG, config)
             for i in range(1, right):
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
@@ -328,7 +337,7 @@ def _compute(
         if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
             clear_first = gl.maximum(mask.first_key(i_0 + (config.ROWS - 1)) + (config.KEYS - 1), 0) // config.KEYS
             left = gl.maximum(gl.minimum(work.last_block + 1 - clear_first, blocks), right)
-        q = queries.buffers.index(hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
+        q = _own_queries(queries, hide_from_ptxas(tile), WG, config)
         for _ in range(right, left):
             fill += 1
             p, acc, m, l = _step(
@@ -336,9 +345,7 @@ def _compute(
                 WG, MINE, OTHER, config, False,
             )  # fmt: skip
         if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
-            q = queries.buffers.index(
-                hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG
-            ).reshape([WG_ROWS, config.D])  # fmt: skip
+            q = _own_queries(queries, hide_from_ptxas(tile), WG, config)
             for i in range(left, blocks):
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
@@ -354,7 +361,7 @@ def _compute(
         next_work = consume(work_tiles, tile)
         has_next = next_work.is_valid != 0
         queries.wait_full(tile, has_next)
-        q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
+        q = _own_queries(queries, tile, WG, config)
         s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
         read = _read_words(words, lists, fill, next_work.t + WG * config.ROWS, keys, config, has_next)
         # scores with a bias stay natural: log2(e) times the smallest number of a dtype would be -inf
@@ -422,11 +429,11 @@ def _program(
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK
     config = KernelConfig(
-        GROUP, D, DV, FLAGS.DIM, FLAGS.DIM_V, TILE.KEYS, TILE.NUM_CONSUMERS, TILE.HEADS_PER_TILE, TILE.PING_PONG,
-        TILE.Q_IN_REGISTERS, TILE.LAZY, TILE.SOFTMAX_FIRST, FLAGS.PACKED,
-        PAGE_SIZE, masked, FLAGS.SOFTCAP,
-        SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1], bias_desc.dtype if BIAS else None,
-        TILE.LIST_S, TILE.LIST_BITS,
+        GROUP=GROUP, D=D, DV=DV, DIM=FLAGS.DIM, DIM_V=FLAGS.DIM_V, KEYS=TILE.KEYS, NUM_CONSUMERS=TILE.NUM_CONSUMERS,
+        HEADS_PER_TILE=TILE.HEADS_PER_TILE, PING_PONG=TILE.PING_PONG, Q_IN_REGISTERS=TILE.Q_IN_REGISTERS, LAZY=TILE.LAZY,
+        SOFTMAX_FIRST=TILE.SOFTMAX_FIRST, PACKED=FLAGS.PACKED, PAGE_SIZE=PAGE_SIZE, MASKED=masked, SOFTCAP=FLAGS.SOFTCAP,
+        SINKS=SINKS, K_TMA_LINES=k_desc.block_type.shape[1], V_TMA_LINES=v_desc.block_type.shape[1],
+        BIAS=bias_desc.dtype if BIAS else None, LIST_S=TILE.LIST_S, LIST_BITS=TILE.LIST_BITS,
     )
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(

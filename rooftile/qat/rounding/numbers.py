@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rooftile.numerics.block_floating import Rule
-from rooftile.qat.codes import Held, Rounding, Taken, clipped, taken_from
-from rooftile.qat.finite import flag_for
-from rooftile.qat.learned import gradients_of
+from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
+from rooftile.qat.rounding.finite import flag_for
+from rooftile.qat.rounding.learned import gradients_of
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 from rooftile.weights import dequantise
 
@@ -20,7 +20,7 @@ def numbers(
     w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: Tensor | None = None, in_training: bool = False
 ) -> Tensor:  # fmt: skip
     """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales; the rest is as in
-    `rooftile.qat.product.linear`."""
+    `rooftile.qat.rounding.product.linear`."""
     if torch.compiler.is_compiling():
         found: Tensor = weight_rounded(w, scales, *rounding, in_training)
         return found

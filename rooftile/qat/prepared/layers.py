@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.nn import reading
-from rooftile.qat import masking, steps
-from rooftile.qat.described import Preparation, described
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.prepared.described import Preparation, described
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.rounding import masking, steps
 from rooftile.qat.sharded import is_sharded
 
 _WRAPPED = (

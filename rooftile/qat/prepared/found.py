@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.layers import Prepared
-from rooftile.qat.rounded import Rounded
-from rooftile.qat.tensors import PreparedModule
+from rooftile.qat.prepared.layers import Prepared
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.prepared.tensors import PreparedModule
 
 
 def prepared_layers(model: nn.Module) -> list[tuple[str, Rounded]]:

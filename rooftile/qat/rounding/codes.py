@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.numerics.block_floating import Rule
-from rooftile.qat.learned import with_scales
+from rooftile.qat.rounding.learned import with_scales
 from rooftile.runtime.operators import replaced
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.packing import OFFSET
@@ -23,7 +23,7 @@ _E4M3 = (-448, 448)
 class Rounding(NamedTuple):
     """How a layer is rounded: a word of `quantise_weight`, its group, the estimator of the gradient, and a format of activations.
 
-    activations: one of ACTIVATIONS; None where they are what the format of the weight says.
+    activations: one of `block_floating.MX_ACTIVATIONS`; None where they are what the format of the weight says.
     rule: of the powers of two of mxfp8 and mxfp4, of weights and of activations.
     """
 

@@ -12,13 +12,13 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.nn.converted import Converted
 from rooftile.nn.reading import ReadWeight
-from rooftile.qat.codes import Rounding
-from rooftile.qat.codes_saved import check_converted, converted_layers, roundings, stored
-from rooftile.qat.described import described
-from rooftile.qat.found import prepared_layers
-from rooftile.qat.layers import parameter_of
-from rooftile.qat.quantised_linear import sparse_weight
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.convert import sparse_weight
+from rooftile.qat.prepared.described import described
+from rooftile.qat.prepared.found import prepared_layers
+from rooftile.qat.prepared.layers import parameter_of
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.rounding.codes import Rounding
+from rooftile.qat.saving.codes_saved import check_converted, converted_layers, roundings, stored
 from rooftile.qat.sharded import shards, whole, writes
 from rooftile.qat.shared import check_shared
 from rooftile.runtime.words import answers_foreign_words

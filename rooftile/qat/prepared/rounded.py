@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, distributed
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import masking, product
-from rooftile.qat.codes import Taken, taken_from
-from rooftile.qat.described import Preparation
-from rooftile.qat.finite import flag_for
-from rooftile.qat.numbers import numbers
+from rooftile.qat.prepared.described import Preparation
+from rooftile.qat.rounding import masking, product
+from rooftile.qat.rounding.codes import Taken, taken_from
+from rooftile.qat.rounding.finite import flag_for
+from rooftile.qat.rounding.numbers import numbers
+from rooftile.qat.rounding.slow import tell
 from rooftile.qat.sharded import whole
-from rooftile.qat.slow import tell
 from rooftile.runtime.launch import is_capturing
 from rooftile.runtime.operators import autocast_on, transforms_active
 from rooftile.weights import QuantisedWeight

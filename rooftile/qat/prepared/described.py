@@ -6,10 +6,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftile.qat.codes import Rounding, Taken
-from rooftile.qat.finite import Raised
-from rooftile.qat.masking import Masking
-from rooftile.qat.slow import Told
+from rooftile.qat.rounding.codes import Rounding, Taken
+from rooftile.qat.rounding.finite import Raised
+from rooftile.qat.rounding.masking import Masking
+from rooftile.qat.rounding.slow import Told
 from rooftile.weights.formats import ROW
 
 

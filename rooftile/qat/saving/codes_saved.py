@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.nn.converted import Converted
+from rooftile.nn.quantised_linear import QuantisedLinear
 from rooftile.nn.sparse_linear import SparseLinear
-from rooftile.qat.codes import Rounding
-from rooftile.qat.quantised_linear import QuantisedLinear
+from rooftile.qat.rounding.codes import Rounding
 from rooftile.weights.files import two_four
 from rooftile.weights.files.compressed_tensors import tensors_of
 from rooftile.weights.files.two_four import LAYOUT

@@ -17,10 +17,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rooftile.errors import InvalidInput
 from rooftile.nn import reading
-from rooftile.qat import steps
-from rooftile.qat.described import Preparation
-from rooftile.qat.numbers import numbers
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.prepared.described import Preparation
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.rounding import steps
+from rooftile.qat.rounding.numbers import numbers
 from rooftile.qat.sharded import is_sharded
 
 
@@ -176,14 +176,6 @@ def restore_module(module: PreparedModule) -> None:
         del tensor.qat
     del module.qat_tensors
     module.__class__ = module.qat_from  # type: ignore[assignment]
-
-
-def tensors_in(model: nn.Module) -> Iterator[tuple[str, PreparedTensor]]:
-    """Yields the prepared weights of modules that stay, by their names in the model."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, PreparedModule):
-            for name, tensor in module.qat_tensors.items():
-                yield prefix if name == "weight" else f"{prefix}.{name}".lstrip("."), tensor
 
 
 @functools.cache

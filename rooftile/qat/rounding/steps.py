@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import finite, masking
-from rooftile.qat.learned import LEAST, first_scales
+from rooftile.qat.rounding import finite, masking
+from rooftile.qat.rounding.learned import LEAST, first_scales
 from rooftile.qat.sharded import local
 
 

@@ -20,21 +20,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.numerics.block_floating import BLOCK_FORMATS, SHARED, Rule, quantise_blocks
+from rooftile.numerics.block_floating import BLOCK_FORMATS, MX_ACTIVATIONS, SHARED, Rule, quantise_blocks, rounded_activations
 from rooftile.numerics.rows import rounded_rows
-from rooftile.qat.codes import Held, Taken, clipped, taken_from
-
-# the plan of formats takes it from here
-from rooftile.qat.codes import Rounding as Rounding
-from rooftile.qat.finite import flag_for
-from rooftile.qat.learned import gradients_of
-from rooftile.qat.slow import COMPILED, backend_for, tell
+from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
+from rooftile.qat.rounding.finite import flag_for
+from rooftile.qat.rounding.learned import gradients_of
+from rooftile.qat.rounding.slow import COMPILED, backend_for, tell
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 from rooftile.weights import QuantisedWeight, dequantise, multiply, weight_format
 
 ESTIMATORS = ("straight", "clip", "lsq")
-# formats of activations beside those that a format of weights brings, as `rooftile.numerics` names them: for hardware to come
-ACTIVATIONS = {"mxfp4": "mxfp4", "mxfp8": "mxfp8_e4m3"}
 
 
 def linear(
@@ -55,14 +50,9 @@ def linear(
     return made
 
 
-def rounded_activations(x: Tensor, activations: str | None, rule: Rule = "floor") -> Tensor:
-    """Returns x (..., K) rounded to a format of ACTIVATIONS, in its dtype; x itself for None."""
-    return x if activations is None else quantise_blocks(x, ACTIVATIONS[activations], rule=rule).dequantise(x.dtype)
-
-
 def _inside_blocks(x: Tensor, activations: str, rule: Rule) -> Tensor:
     """Returns which activations lie among the format's numbers, or at most half a code beyond them."""
-    name = ACTIVATIONS[activations]
+    name = MX_ACTIVATIONS[activations]
     exponents = quantise_blocks(x, name, rule=rule).exponents
     power = torch.exp2(exponents.float() - 127).repeat_interleave(SHARED, -1)
     return x.float().abs() <= power * (BLOCK_FORMATS[name].largest + 0.5)

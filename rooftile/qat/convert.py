@@ -1,4 +1,4 @@
-"""`convert`: quantised weights in place of a prepared model's parameters."""
+"""`convert`: quantised weights in place of a prepared model's parameters; and `dequantise`, the way back."""
 
 from __future__ import annotations
 
@@ -6,87 +6,22 @@ from collections.abc import Mapping
 from typing import TypeGuard, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rooftile import weights as matmul
 from rooftile.errors import InvalidInput
 from rooftile.nn.converted import Converted, guard_saving, unguard_saving
+from rooftile.nn.quantised_linear import QuantisedLinear
 from rooftile.nn.sparse_linear import SparseLinear
-from rooftile.numerics.block_floating import Rule
-from rooftile.qat import fast_paths
-from rooftile.qat.found import prepared_layers
-from rooftile.qat.layers import Prepared, PreparedEmbedding
-from rooftile.qat.product import rounded_activations
-from rooftile.qat.rounded import Rounded
+from rooftile.qat.prepared import fast_paths
+from rooftile.qat.prepared.found import prepared_layers
+from rooftile.qat.prepared.layers import Prepared, PreparedEmbedding
+from rooftile.qat.prepared.rounded import Rounded
+from rooftile.qat.prepared.tensors import PreparedModule, PreparedTensor, restore_module
 from rooftile.qat.sharded import shards
-from rooftile.qat.tensors import PreparedModule, PreparedTensor, restore_module
-from rooftile.runtime.operators import autocast_on
 from rooftile.runtime.words import answers_foreign_words
-from rooftile.weights import QuantisedWeight
-from rooftile.weights.linear import linear
 from rooftile.weights.two_four import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
-_PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
-
-
-class QuantisedLinear(Converted):
-    """A linear layer with a quantised weight: `rooftile.linear` as a module. The weight has no gradient, x and the bias have one.
-
-    Args:
-        weight: (out_features, in_features), from `rooftile.quantise_weight`.
-        bias: (out_features,).
-        activations: a format that x is rounded to before the product, where `rooftile.qat.prepare` was given one.
-        rule: of the powers of two of such activations, as there.
-        dtype: of `layer.weight`, the dequantised weight, for those who read it; None for the dtype of the bias, or PyTorch's
-            default without one. `.to(dtype)` changes it.
-
-    Its state dict holds the tensors of the weight (codes, scales, ...), the bias, and a `weight` of one number, at which a plain
-    layer refuses to load it. `to_linear()` gives an `nn.Linear`.
-
-    Example:
-        >>> layer = QuantisedLinear(rooftile.quantise_weight(torch.randn(8, 64), "int4:32"), None)
-        >>> layer(torch.randn(3, 64)).shape
-        torch.Size([3, 8])
-    """
-
-    def __init__(
-        self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None, rule: Rule = "floor",
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(weight.shape, dtype, bias)
-        self.format, self.group, self.activations, self.rule = weight.format, weight.group, activations, rule
-        for name in _PARTS:
-            self.register_buffer(name, getattr(weight, name))
-
-    @property
-    def quantised(self) -> QuantisedWeight:
-        """The weight."""
-        codes, scales, zeros, order, outer, given = (getattr(self, name) for name in _PARTS)
-        shape = (self.out_features, self.in_features)
-        return QuantisedWeight(codes, scales, zeros, order, self.format, self.group, shape, outer, given)
-
-    def numbers(self) -> Tensor:
-        """Returns the weight in `dtype`."""
-        return matmul.dequantise(self.quantised, self.dtype)
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the product of the layer with another bias."""
-        return linear(self._rounded(x), self.quantised, bias)
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        if self.activations is None:
-            return x
-        kind = x.device.type
-        if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(kind))
-        return rounded_activations(x, self.activations, self.rule)
-
-    def extra_repr(self) -> str:
-        """The sizes and the format."""
-        activations = "" if self.activations is None else f", activations in {self.activations}"
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.format}{activations}"
 
 
 @answers_foreign_words
