@@ -7,7 +7,8 @@ from pathlib import Path
 
 # each brings its operators
 import rooftile.approximate
-import rooftile.engine.runner
+import rooftile.engine.mixers.registry
+import rooftile.engine.steps.runner
 import rooftile.optim
 import rooftile.qat  # noqa: F401
 from rooftile.runtime.operators import DEFINED

@@ -37,7 +37,7 @@ def calibrate(
 
     Example: rooftile calibrate Llama-3.2-1B --text book.txt --dims 0.25 --keep 0.25 --out loki.pt
     """
-    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.start.checkpoint import find_folder
 
     dtype = dtype_word(dtype, has=("bf16", "fp16", "fp32"), auto=True)
     for name, share in (("--dims", dims), ("--keep", keep)):
@@ -47,7 +47,7 @@ def calibrate(
         raise InvalidInput(f"--out is {out}, where no file can be written; give a file in a folder that is there")
     words, folder = _words_of(text), find_folder(model, download=download)
     # all that can be refused without torch is refused by now, before its import
-    from rooftile.engine import calibration
+    from rooftile.engine.mixers.loki import calibration
     from rooftile.engine.text.tokenizer import Tokenizer
     from rooftile.hardware.device import device_of
     from rooftile.models import Decoder

@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from rooftile.cli.vllm_flags import SERVER_REFUSED
-from rooftile.engine.settings import FLAGS
+from rooftile.engine.settings.table import FLAGS
 from rooftile.engine.vllm_names import LLM_REFUSED, Refused
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rooftile.engine.settings import SETTINGS, Setting, check_settings
+from rooftile.engine.settings.table import SETTINGS, Setting, check_settings
 from rooftile.errors import InvalidInput
 
 # vLLM's short spellings

@@ -56,8 +56,8 @@ def generate(
     prompts = [*(prompt or []), *([] if prompt_file is None else [_text_of(prompt_file)])]
     if not prompts:
         raise InvalidInput("generate got no prompt; give one with -p or --prompt-file")
-    from rooftile.engine.checkpoint import find_folder
     from rooftile.engine.sampling.params import SamplingParams
+    from rooftile.engine.start.checkpoint import find_folder
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
@@ -66,7 +66,7 @@ def generate(
     folder = find_folder(model, download=settings.get("download", False))
     # all that can be refused without torch is refused by now, before its import and the model's
     from rooftile.engine import LLM
-    from rooftile.engine.build import TOKENIZER_FILES
+    from rooftile.engine.start.build import TOKENIZER_FILES
 
     if "tokenizer" not in settings and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidInput(f"{model} has no tokenizer.json; text prompts need a tokenizer")

@@ -57,7 +57,7 @@ def plan(
         raise InvalidInput(f"--prompt-share is {share}; must be from 0 to 1")
     if prompt_share is not None and not prompt:
         raise InvalidInput(f"--prompt-share is {share} and no step reads prompts; give --prompt, or leave it out")
-    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.start.checkpoint import find_folder
 
     text = None if data is None else _read(data)
     folder = find_folder(model, download=download)

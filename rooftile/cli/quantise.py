@@ -33,7 +33,7 @@ def quantise(
 
     Example: rooftile quantise Llama-3.2-1B Llama-3.2-1B-int4 --format int4 --group 128
     """
-    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.start.checkpoint import find_folder
 
     folder = find_folder(model, download=download)
     from rooftile.models.checkpoints.write import quantise_folder

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
-from rooftile.engine.checkpoint import is_hub_name
+from rooftile.engine.start.checkpoint import is_hub_name
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
 

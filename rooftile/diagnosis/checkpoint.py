@@ -12,10 +12,10 @@ from rooftile.diagnosis.decode_step import DecodeSizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.diagnosis.run import diagnose
-from rooftile.engine.build import build_engine
-from rooftile.engine.config import EngineConfig
 from rooftile.engine.engine import Engine
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.start.build import build_engine
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 

@@ -2,29 +2,19 @@
 
 llm            LLM: prompts in, answers out
 async_engine   AsyncEngine: the same for many callers at once, as in a server
-checkpoint     finds the folder of a model's name, and its authors' sampling parameters
-config         EngineConfig: the settings of an engine
-settings       the table of all settings, for Python and for the commands
-build          builds an engine from a checkpoint folder
 engine         one step at a time: requests in, tokens out
-scheduler      which requests the model reads in the next step (continuous batching)
-runner         runs a step on a device
-request        a request and its answers while they are being computed
-grammar        structured output, and in grammar_errors what is wrong with one
-output         what a caller gets back
 growth         outputs that hold only what is new
-stats          how an engine stands after a step
-beam_search    which beams go on
 process_lock   keeps forked processes out
-progress       a progress bar
 vllm_names     vLLM's keywords that have another name here, or none
-memory         how many blocks fit into memory
-warm_up        compiles kernels while weights load
-calibration    fits Loki to a model's keys
 
-attention/     the attention of a decoder's layers to the cache
+settings/      EngineConfig, and the table of all settings
+start/         builds an engine from a model's name; compiles kernels while weights load
+requests/      a request, its answers, and the outputs that a caller gets back
+steps/         which tokens the model reads in a step (scheduler), and how a device computes them (runner)
+mixers/        what each kind of layer brings: its attention, what it keeps, its kernels, its checks
+caches/        what a block, a row and a running sequence hold, and how many blocks fit into memory
 text/          prompts, chat templates, tokenizer, detokenizer
-sampling/      parameters, sampler, its kernels
+sampling/      how the next token is chosen: parameters, sampler, forbidden tokens, grammars, beams
 """
 
 from typing import TYPE_CHECKING
@@ -33,12 +23,12 @@ from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
     from rooftile.engine.async_engine import AsyncEngine, Overloaded
-    from rooftile.engine.config import EngineConfig
     from rooftile.engine.llm import LLM
-    from rooftile.engine.output import CompletionOutput, RequestOutput
-    from rooftile.engine.request import Logprob
+    from rooftile.engine.requests.output import CompletionOutput, RequestOutput
+    from rooftile.engine.requests.request import Logprob
+    from rooftile.engine.requests.stats import EngineStats
     from rooftile.engine.sampling.params import SamplingParams
-    from rooftile.engine.stats import EngineStats
+    from rooftile.engine.settings.config import EngineConfig
 
 __all__ = [
     "LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded", "RequestOutput",
@@ -50,9 +40,9 @@ __getattr__ = late_names(
     "rooftile.engine",
     {
         "LLM": "rooftile.engine.llm", "AsyncEngine": "rooftile.engine.async_engine", "Overloaded": "rooftile.engine.async_engine",
-        "CompletionOutput": "rooftile.engine.output", "RequestOutput": "rooftile.engine.output",
-        "EngineConfig": "rooftile.engine.config", "Logprob": "rooftile.engine.request",
-        "SamplingParams": "rooftile.engine.sampling.params", "EngineStats": "rooftile.engine.stats",
+        "CompletionOutput": "rooftile.engine.requests.output", "RequestOutput": "rooftile.engine.requests.output",
+        "EngineConfig": "rooftile.engine.settings.config", "Logprob": "rooftile.engine.requests.request",
+        "SamplingParams": "rooftile.engine.sampling.params", "EngineStats": "rooftile.engine.requests.stats",
     },
 )  # fmt: skip
 

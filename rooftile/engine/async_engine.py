@@ -25,9 +25,9 @@ import torch
 from rooftile.engine.calls import Call, Order, notify, stopped
 from rooftile.engine.growth import growth_of
 from rooftile.engine.llm import ASKED, LLM
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.requests.output import RequestOutput
+from rooftile.engine.requests.stats import EngineStats, stats_of, waiting_in
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.stats import EngineStats, stats_of, waiting_in
 from rooftile.engine.text.prompt import Prompt, parse_prompt
 from rooftile.errors import InvalidInput
 from rooftile.runtime.words import answers_with, answers_words

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from rooftile.engine.output import RequestOutput
-from rooftile.engine.request import Request
+from rooftile.engine.requests.output import RequestOutput
+from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.prompt import ParsedPrompt
 

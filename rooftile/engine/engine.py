@@ -8,20 +8,21 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random, SystemRandom
 
-from rooftile.engine.beam_search import BeamSearch
-from rooftile.engine.forbidden import emptied_by
-from rooftile.engine.grammar import GrammarFailed, Grammars, Matcher
-from rooftile.engine.output import RequestOutput, output_of
-from rooftile.engine.request import Answer, FinishReason, Request, Top
-from rooftile.engine.runner import Result, Runner, top_rows
+from rooftile.engine.requests.output import RequestOutput, output_of
+from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
+from rooftile.engine.sampling.beam_search import BeamSearch
+from rooftile.engine.sampling.forbidden import emptied_by
+from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
-from rooftile.engine.scheduler import Scheduler
+from rooftile.engine.steps.runner import Result, Runner, top_rows
+from rooftile.engine.steps.scheduler import Scheduler
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.prompt import banned_sequences, check_tokens
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
+from rooftile.kvcache.states import StateRows
 
 
 class Engine:
@@ -40,18 +41,20 @@ class Engine:
         tokenizer: the model's tokenizer; without one answers have no text, and stop strings are refused.
         seed: draws the seeds of requests that have none; None for random ones.
         shares_answers: whether the prefix cache holds the tokens of answers, too (see `Scheduler`).
+        states: the rows of states; None if no layer has a state.
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
         tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
+        states: StateRows | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
         self.pool = pool
         self.max_len = max_len
         self.max_answers = max_answers
-        self.scheduler = Scheduler(pool, max_answers, max_batched_tokens, shares_answers=shares_answers)
+        self.scheduler = Scheduler(pool, max_answers, max_batched_tokens, shares_answers=shares_answers, states=states)
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from rooftile.engine.output import CompletionOutput, RequestOutput
+from rooftile.engine.requests.output import CompletionOutput, RequestOutput
 from rooftile.engine.text.growing import TextSnapshot
 
 

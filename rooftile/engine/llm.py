@@ -10,15 +10,15 @@ from typing import Any, Literal, cast
 
 import torch
 
-from rooftile.approximate import LokiLayers
-from rooftile.engine.build import build_engine, current_device
-from rooftile.engine.checkpoint import RECOMMENDED, find_folder, recommended_params
-from rooftile.engine.config import EngineConfig
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.mixers.approximation import Approximation
 from rooftile.engine.process_lock import ProcessLock
-from rooftile.engine.progress import progress_bar
-from rooftile.engine.request import Request
+from rooftile.engine.requests.output import RequestOutput
+from rooftile.engine.requests.progress import progress_bar
+from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.start.build import build_engine, current_device
+from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
@@ -78,8 +78,8 @@ class LLM:
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
-        approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
-            then read only a share of the cached keys. Prompts are read exactly. None for exact attention.
+        approximate: what `rooftile calibrate` fitted to the model, as the file that it wrote or as the object: answers then read
+            only a share of the cached keys. Prompts are read exactly. None for exact attention.
         weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
             word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
             the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
@@ -106,7 +106,7 @@ class LLM:
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
-        generation_config: Literal["auto", "none"] = "auto", approximate: LokiLayers | str | Path | None = None,
+        generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from rooftile.engine.settings import SETTINGS
+from rooftile.engine.settings.table import SETTINGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import unknown_word
 

@@ -1,6 +1,9 @@
 """Exact attention: the functions of `rooftile`, and the way from a call to a kernel.
 
+    api -> normalise -> validate -> Spec -> dispatch -> ops -> a backend's kernel
+
 api          `attention` and its relatives
+normalise    padding, nested tensors and lists of blocks become dense or packed calls
 validate     what a call may hold; makes a Spec
 spec         a problem without its lengths
 masks        masks as intervals of keys

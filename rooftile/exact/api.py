@@ -70,12 +70,12 @@ def attention(
         blocks: lists of the key blocks that each block of queries sees; the mask hides more inside of them.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
-        key_padding_mask: booleans (B, S) as PyTorch's modules take them, True for keys that nobody sees. Where the answer is the
+        key_padding_mask: booleans (B, S) as PyTorch's modules take them, True for keys that none sees. Where the answer is the
             same, the other keys are computed as packed sequences, on any backend; else it is a boolean bias. To choose, it is
             read, which waits for a GPU; torch.compile and CUDA graphs take the bias. Queries stay as they are.
-        precision: formats of the two products: "native", that of the inputs; "fp8"; "int8" (of queries and keys; weights and
-            values are FP8 then); or a `Precision`. Gradients are those of native attention on the same inputs: its forward is run
-            again for them.
+        precision: formats of the two products: "native", the inputs' own; "fp8"; "int8" (of queries and keys; weights and
+            values are FP8 then); or a `Precision`. Gradients are native attention's on the same inputs: its forward is
+            run again for them.
         scale: of the scores; 1 / sqrt(D) if None.
         seed: for dropout: an int, or an int64 tensor of one element (CUDA graphs); None draws one from torch's generator.
             The same seed gives the same mask on every backend.
@@ -169,7 +169,7 @@ def attention_packed(
         blocks: lists for the blocks of each sequence, in the places that `rooftile.Blocks` says.
         validate: read the offsets back and check them, which waits for the GPU.
 
-    The other arguments are those of `attention`; masks and ALiBi count positions within a sequence.
+    The other arguments are as in `attention`; masks and ALiBi count positions within a sequence.
 
     Returns:
         o (total_q, H, Dv).
@@ -265,7 +265,7 @@ def attention_quantised(
 ) -> Tensor:
     """`attention` on what `quantise_qkv` made: o (B, T, H, Dv), or packed (total_q, H, Dv), in the dtype of the original.
 
-    The arguments are those of `attention`. A backend that cannot read the order of the values refuses.
+    The arguments are as in `attention`. A backend that cannot read the order of the values refuses.
 
     Example:
         >>> qkv = quantise_qkv(*(torch.randn(1, 300, 8, 64) for _ in range(3)))
@@ -322,7 +322,7 @@ def attention_paged(
             for all queries together, and what was found is merged with the rest (cascade attention). Queries come after them;
             mask FULL or CAUSAL, no ALiBi.
 
-    The other arguments are those of `attention`. There are no gradients: a backward through the result raises Unsupported.
+    The other arguments are as in `attention`. There are no gradients: a backward through the result raises Unsupported.
 
     Returns:
         o (B, T, H, Dv) or (total_q, H, Dv), in the dtype of q.

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
+from rooftile.kvcache.states import Snapshots
 from rooftile.runtime.words import answers_words
 
 
@@ -101,6 +102,9 @@ class BlockPool:
     shares = True
     """Whether forked tables go on sharing the blocks that they have in common."""
 
+    snapshots: Snapshots | None = None
+    """The states that are kept, where layers have states: a prefix then begins where one of them is."""
+
     def __init__(self, total: int, block_size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
         if total < 1:
             raise InvalidInput(f"a pool of {total} blocks; it needs at least one")
@@ -129,6 +133,8 @@ class BlockPool:
         self._contents: dict[int, _Contents] = {}
         self._found: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
+        if self.snapshots is not None:
+            self.snapshots.reset()
 
     def __repr__(self) -> str:
         held = f"{self.used_blocks:,} used, {self.cached_blocks:,} cached, {self.free_blocks:,} free"
@@ -198,8 +204,13 @@ class BlockPool:
             self._owners[block] += 1
             table.blocks.append(block)
             table.digest = digest
-        table.sealed = len(table.blocks)
-        table.length = table.sealed * self.size
+        keep = self._complete(table.blocks)
+        if keep < len(table.blocks):
+            self._give_up(table.blocks[keep:])
+            del table.blocks[keep:]
+            table.digest = self._contents[table.blocks[-1]].digest if keep else self._salted(salt)
+        table.sealed = keep
+        table.length = keep * self.size
         self._tables.add(table)
         return table
 
@@ -296,7 +307,9 @@ class BlockPool:
         table.length = table.sealed = 0
 
     def next_step(self) -> None:
-        """Tells the pool that a step is about to be planned; see `WindowPool`."""
+        """Tells the pool that a step is about to be planned; see `WindowPool` and `Snapshots`."""
+        if self.snapshots is not None:
+            self.snapshots.next_step()
 
     def cover(self, table: BlockTable, start: int, tokens: int) -> None:
         """Makes rows for tokens that a step reads; only a `WindowPool` has rows."""
@@ -315,6 +328,8 @@ class BlockPool:
         self._contents.clear()
         self._free.extend(self._cached)
         self._cached.clear()
+        if self.snapshots is not None:
+            self.snapshots.reset()
 
     def live_tokens(self) -> int:
         """Counts the tokens in tables; tokens in a shared block count once."""
@@ -353,6 +368,8 @@ class BlockPool:
             assert block not in free or block not in self._contents, f"block {block} is free and can be found"
         assert self.free_blocks + self.used_blocks + self.cached_blocks == self.total
         assert {block: known.digest for block, known in self._contents.items()} == {b: d for d, b in self._found.items()}
+        if self.snapshots is not None:
+            self.snapshots.check()
 
     def _due(self, length: int) -> int:
         """Returns how many blocks a table of `length` tokens should have."""
@@ -384,6 +401,12 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._found[self._contents.pop(block).digest]
+
+    def _complete(self, blocks: list[int]) -> int:
+        """Returns how many of the first blocks a text can begin with: those up to the last one after which a state was kept."""
+        if self.snapshots is None:
+            return len(blocks)
+        return next((n for n in range(len(blocks), 0, -1) if self.snapshots.has(self._contents[blocks[n - 1]].digest)), 0)
 
     def _salted(self, salt: str) -> bytes:
         """Returns the hash before the first token."""

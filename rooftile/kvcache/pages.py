@@ -212,7 +212,7 @@ class Pages:
     def _memories(self) -> list[Tensor]:
         """Returns all tensors whose first axis is the block."""
         scales = [] if self.scales is None else [self.scales]
-        return [self.storage, *scales, *self.planes.values()]
+        return [memory for memory in (self.storage, *scales, *self.planes.values()) if memory.numel()]
 
     def __repr__(self) -> str:
         return f"Pages({self})"

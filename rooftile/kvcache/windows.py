@@ -77,6 +77,7 @@ class WindowPool(BlockPool):
 
     def next_step(self) -> None:
         """Gives back what the step before has read for the last time; call it before a step is planned."""
+        super().next_step()
         for table, position in self._next.items():
             held = self._held[table]
             self._hold(table, range(self._first(position), held.stop))
@@ -107,12 +108,6 @@ class WindowPool(BlockPool):
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
         table = super().begin(tokens, salt)
-        keep = self._complete(table.blocks)
-        if keep < len(table.blocks):
-            self._give_up(table.blocks[keep:])
-            del table.blocks[keep:]
-            table.digest = self._contents[table.blocks[-1]].digest if keep else self._salted(salt)
-            table.sealed, table.length = keep, keep * self.size
         self._hold_window(table)
         return table
 
@@ -166,6 +161,14 @@ class WindowPool(BlockPool):
 
     def _complete(self, blocks: list[int]) -> int:
         """Returns how many of the first blocks a text can begin with: blocks in the window of the next query have rows."""
+        keep, due = len(blocks), -1
+        # the cut for a state may be one at which a row is missing
+        while keep != due:
+            due = super()._complete(blocks[:keep])
+            keep = self._with_rows(blocks[:due])
+        return keep
+
+    def _with_rows(self, blocks: list[int]) -> int:
         keep = run = 0
         for n, block in enumerate(blocks, 1):
             run = run + 1 if block in self._row_of else 0

@@ -11,7 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.families import fields_of
-from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
+from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.folder import check_folder
@@ -77,7 +77,7 @@ class ModelConfig:
     scale: float
     windows: tuple[int | None, ...]
     rotary: Rotary | None
-    mixers: tuple[Mixer, ...] = ()
+    mixers: tuple[str, ...] = ()
     native_sparse: NativeSparseSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
@@ -137,7 +137,7 @@ class ModelConfig:
         self._check_mixers()
 
     def _check_mixers(self) -> None:
-        if len(self.mixers) != self.layers or any(mixer not in MIXERS for mixer in self.mixers):
+        if len(self.mixers) != self.layers or any(mixer not in list(MIXERS) for mixer in self.mixers):
             raise InvalidInput(
                 f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
             )

@@ -15,7 +15,8 @@ from rooftile.fused.rope import Rotation
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
+from rooftile.models.layers import Attend, Layer, Multiply, Norm, Rows, capped
+from rooftile.models.placement import Placement
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_foreign_words, answers_words
 from rooftile.weights.files.folder import files_of
@@ -48,16 +49,18 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        memory = Memory(dtype, torch.get_default_device() if device is None else torch.device(device))
-        self.embedding = memory.parameter(config.vocab_size, config.hidden)
-        self.positions = memory.parameter(config.max_len, config.hidden) if config.rotary is None else None
+        placement = Placement(dtype, torch.get_default_device() if device is None else torch.device(device))
+        self.embedding = placement.parameter(config.vocab_size, config.hidden)
+        self.positions = placement.parameter(config.max_len, config.hidden) if config.rotary is None else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
-        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory, mixer, waits=waits) for mixer in config.mixers))
-        self.norm = Norm(config, config.hidden, memory=memory)
-        self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
+        self.layers = cast(
+            "Sequence[Layer]", nn.ModuleList(Layer(config, placement, mixer, waits=waits) for mixer in config.mixers)
+        )
+        self.norm = Norm(config, config.hidden, placement=placement)
+        self.head = self.embedding if config.tie else placement.parameter(config.vocab_size, config.hidden)
         length = config.max_len if max_len is None else min(max_len, config.max_len)
         for name, rotary in (("rotary", config.rotary), ("local_rotary", config.local_rotary)):
-            table = None if rotary is None else rotary.table(length, dtype=dtype, device=memory.device)
+            table = None if rotary is None else rotary.table(length, dtype=dtype, device=placement.device)
             self.register_buffer(name, table, persistent=False)
         # a number on the host, so that multiplying by it needs no copy; it is rounded like in Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
@@ -188,12 +191,8 @@ class Decoder(nn.Module):
         beta, length = self.config.query_growth
         factor = (1 + beta * torch.log(1 + torch.floor(positions / length))).to(self.embedding.dtype)[:, None, None]
 
-        def grown(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
-        ) -> Tensor:  # fmt: skip
-            if gates is None:
-                return attend(layer, q * factor, k, v, rotation)
-            return attend(layer, q * factor, k, v, rotation, gates)
+        def grown(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
+            return attend(layer, q * factor, k, v, rotation, *more)
 
         return grown
 

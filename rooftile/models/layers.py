@@ -16,7 +16,8 @@ from rooftile.fused import ACTIVATIONS, gated, gated_quantised
 from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
+from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
+from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights.gated import takes as takes_gates
@@ -28,17 +29,6 @@ from rooftile.weights.two_four.product import multiply_two_four
 Part = QuantisedWeight | TwoFour | Tensor
 # x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class Memory(NamedTuple):
-    """The dtype and device that a model's tensors are made with."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def parameter(self, *size: int) -> nn.Parameter:
-        """Returns an uninitialised parameter, to be filled with weights later; it has no gradient."""
-        return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 class Rows(NamedTuple):
@@ -55,17 +45,17 @@ class Projection(nn.Module):
     projection whose weight comes later (`fill`).
     """
 
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, memory: Memory, waits: bool = False) -> None:
+    def __init__(self, outputs: int, inputs: int, *, bias: bool, placement: Placement, waits: bool = False) -> None:
         super().__init__()
-        self.outputs, self.inputs, self.memory = outputs, inputs, memory
-        self.weight = None if waits else memory.parameter(outputs, inputs)
-        self.bias = memory.parameter(outputs) if bias else None
+        self.outputs, self.inputs, self.placement = outputs, inputs, placement
+        self.weight = None if waits else placement.parameter(outputs, inputs)
+        self.bias = placement.parameter(outputs) if bias else None
         self.parts: tuple[Part, ...] = ()
 
     def fill(self, parts: Sequence[Part] | None) -> None:
         """Takes the rows of the weight, or with None makes an uninitialised one."""
-        self.weight = self.memory.parameter(self.outputs, self.inputs) if parts is None else None
-        self.parts = () if parts is None else tuple(_in_dtype(self.memory.dtype, part) for part in parts)
+        self.weight = self.placement.parameter(self.outputs, self.inputs) if parts is None else None
+        self.parts = () if parts is None else tuple(_in_dtype(self.placement.dtype, part) for part in parts)
 
     def rows(self, x: Tensor) -> Rows:
         """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
@@ -82,7 +72,7 @@ class Projection(nn.Module):
         """Returns the weight (out, in), dequantised if it is quantised."""
         if self.weight is not None:
             return self.weight
-        return torch.cat([numbers_of(part, self.memory.dtype) for part in self.parts])
+        return torch.cat([numbers_of(part, self.placement.dtype) for part in self.parts])
 
     def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
@@ -148,14 +138,14 @@ def _multiply_part(
 class Norm(nn.Module):
     """The weights of a norm, and its kind."""
 
-    def __init__(self, config: ModelConfig, size: int, *, memory: Memory) -> None:
+    def __init__(self, config: ModelConfig, size: int, *, placement: Placement) -> None:
         super().__init__()
         self.kind = config.norm
         self.eps = config.norm_eps
         self.plus_one = config.norm_plus_one
         self.rounds_once = config.norm_rounds_once
-        self.weight = memory.parameter(size)
-        self.bias = memory.parameter(size) if self.kind == "layer" else None
+        self.weight = placement.parameter(size)
+        self.bias = placement.parameter(size) if self.kind == "layer" else None
 
 
 class Compression(nn.Module):
@@ -164,20 +154,20 @@ class Compression(nn.Module):
     Yuan et al., Native Sparse Attention, arXiv:2502.11089, section 3.3.1.
     """
 
-    def __init__(self, sizes: NativeSparseSizes, dim: int, memory: Memory) -> None:
+    def __init__(self, sizes: NativeSparseSizes, dim: int, placement: Placement) -> None:
         super().__init__()
         self.length, self.stride = sizes.length, sizes.stride
         inner = sizes.length * dim
         # keys, then values
-        self.places = None if sizes.compression == "mean" else memory.parameter(2, sizes.length, dim)
+        self.places = None if sizes.compression == "mean" else placement.parameter(2, sizes.length, dim)
         self.up: Sequence[Projection] | None = None
         self.down: Sequence[Projection] | None = None
         if sizes.compression == "mlp":
             wide = 4 * dim if sizes.hidden is None else sizes.hidden
-            self.up = _pair(wide, inner, memory)
+            self.up = _pair(wide, inner, placement)
             inner = wide
         if sizes.compression != "mean":
-            self.down = _pair(dim, inner, memory)
+            self.down = _pair(dim, inner, placement)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with their names in a checkpoint."""
@@ -201,9 +191,9 @@ class Compression(nn.Module):
         return compress(blocks, length=self.length, stride=self.stride, phi=phi, places=self.places[which])[:, 0]
 
 
-def _pair(outputs: int, inputs: int, memory: Memory) -> Sequence[Projection]:
+def _pair(outputs: int, inputs: int, placement: Placement) -> Sequence[Projection]:
     """Returns a projection for keys and one for values."""
-    modules = nn.ModuleList(Projection(outputs, inputs, bias=True, memory=memory) for _ in range(2))
+    modules = nn.ModuleList(Projection(outputs, inputs, bias=True, placement=placement) for _ in range(2))
     # a ModuleList is a sequence of its modules, but torch's types do not say so
     return cast("Sequence[Projection]", modules)
 
@@ -215,8 +205,9 @@ class Attend(Protocol):
     are written into a cache. All three tensors are views with gaps between their tokens. Scale, softcap and windows are in the
     decoder's configuration: config.scale, config.softcap, config.windows[layer].
 
-    A layer whose mixer is "native_sparse" has gates besides, and three times as many heads of keys and values: the heads of the
-    compressed, the selected and the near branch, one branch after the other. `Layer.compression` maps blocks of the first.
+    A kind of layer may give more tensors, and several keys and values for each key head (`rooftile.models.mixers.MIXERS`). A
+    layer whose mixer is "native_sparse" gives gates (total, H, 3), and three times as many heads of keys and values: the heads of
+    the compressed, the selected and the near branch, one branch after the other. `Layer.compression` maps blocks of the first.
     """
 
     def __call__(
@@ -226,7 +217,7 @@ class Attend(Protocol):
         k: Tensor,  # (total, Hk, D)
         v: Tensor,  # (total, Hk, D)
         rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
-        gates: Tensor | None = None,  # (total, H, 3) for Native Sparse Attention
+        *more: Tensor,  # what else a layer of this kind gives
     ) -> Tensor:  # (total, H, D)
         """Computes the attention of one layer."""
         ...
@@ -235,26 +226,26 @@ class Attend(Protocol):
 class Layer(nn.Module):
     """One layer: attention and feed-forward with their norms. q, k and v are one projection, gate and up another."""
 
-    def __init__(self, config: ModelConfig, memory: Memory, mixer: Mixer = "attention", *, waits: bool = False) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, mixer: str = "attention", *, waits: bool = False) -> None:
         super().__init__()
         self.config = config
         sizes = config.native_sparse if mixer == "native_sparse" else None
         H, D, hidden, ffn = config.heads, config.head_dim, config.hidden, config.ffn
-        Hk = config.kv_heads if sizes is None else BRANCHES * config.kv_heads
-        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory, waits=waits)
-        self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, memory=memory)
-        self.compression = None if sizes is None else Compression(sizes, D, memory)
-        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory, waits=waits)
+        Hk = self.kv_heads = MIXERS[mixer] * config.kv_heads
+        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, placement=placement, waits=waits)
+        self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, placement=placement)
+        self.compression = None if sizes is None else Compression(sizes, D, placement)
+        self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits)
         up = 2 * ffn if config.gated else ffn
-        self.up = Projection(up, hidden, bias=config.mlp_bias, memory=memory, waits=waits)
-        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory, waits=waits)
-        self.attention_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
-        self.ffn_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
+        self.up = Projection(up, hidden, bias=config.mlp_bias, placement=placement, waits=waits)
+        self.down = Projection(hidden, ffn, bias=config.mlp_bias, placement=placement, waits=waits)
+        self.attention_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
+        self.ffn_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
         per_head = not config.qk_norm_of_all_heads
-        self.q_norm = Norm(config, D if per_head else H * D, memory=memory) if config.qk_norm else None
-        self.k_norm = Norm(config, D if per_head else Hk * D, memory=memory) if config.qk_norm else None
-        self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
-        self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
+        self.q_norm = Norm(config, D if per_head else H * D, placement=placement) if config.qk_norm else None
+        self.k_norm = Norm(config, D if per_head else Hk * D, placement=placement) if config.qk_norm else None
+        self.attention_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
+        self.ffn_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -270,8 +261,7 @@ class Layer(nn.Module):
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
-        H, D = self.config.heads, self.config.head_dim
-        Hk = self.config.kv_heads if self.gates is None else BRANCHES * self.config.kv_heads
+        H, Hk, D = self.config.heads, self.kv_heads, self.config.head_dim
         q, k, v = self.qkv(x, multiply).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_of_all_heads:

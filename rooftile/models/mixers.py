@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.approximate.native_sparse.compression import check_lengths
@@ -19,10 +19,10 @@ from rooftile.errors import InvalidInput
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.settings import Settings
 
-Mixer = Literal["attention", "native_sparse"]
-MIXERS = ("attention", "native_sparse")
 # keys and values of the compressed, the selected and the near branch
 BRANCHES = 3
+# the kinds of layers by their names, with how many keys and values a layer of the kind projects for each key head
+MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES}
 
 
 @answers_words
@@ -74,7 +74,7 @@ def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
         if sizes:
             raise settings.refused("has native_sparse and no layer_mixers, which must name the mixer of each layer")
         return {}
-    if not isinstance(said, list) or len(said) != layers or any(name not in MIXERS for name in said):
+    if not isinstance(said, list) or len(said) != layers or any(name not in list(MIXERS) for name in said):
         raise settings.refused(
             f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {layers} layers"
         )

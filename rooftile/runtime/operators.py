@@ -1,7 +1,7 @@
 """The torch operators of this package (`torch.ops.rooftile`): how one is defined, and when a call goes through it.
 
 An operator is what the rest of PyTorch sees of a kernel: `torch.compile`, a `TorchDispatchMode`, the profiler. A trip through
-PyTorch's dispatcher costs several microseconds of the host's time, so a call that nobody watches runs the operator's function
+PyTorch's dispatcher costs several microseconds of the host's time, so a call that is not watched runs the operator's function
 directly. Private names of PyTorch's dispatcher are used in this file alone.
 """
 
@@ -54,7 +54,7 @@ def define(
 
 
 def call(operator: OpOverload, run: Callable[..., Any], *arguments: Any) -> Any:
-    """The operator where somebody watches, `run` where nobody does; the results carry no gradient."""
+    """The operator where a compiler, mode or profiler watches, else `run`; the results carry no gradient."""
     if torch.compiler.is_compiling() or watched(*arguments):
         with torch.no_grad():
             return operator(*arguments)

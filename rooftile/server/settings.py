@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rooftile.engine.settings import check_settings
+from rooftile.engine.settings.table import check_settings
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.keys import Keys

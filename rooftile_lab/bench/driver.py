@@ -12,9 +12,9 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Literal, Protocol, cast
 
 from rooftile.engine.engine import Engine
-from rooftile.engine.request import Request
-from rooftile.engine.runner import Result, Runner
-from rooftile.engine.scheduler import Plan
+from rooftile.engine.requests.request import Request
+from rooftile.engine.steps.runner import Result, Runner
+from rooftile.engine.steps.scheduler import Plan
 from rooftile.errors import InvalidInput
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Workload, WorkloadRequest

@@ -138,7 +138,7 @@ def hidden_states(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Returns the hidden states (tokens, hidden) of one sequence."""
     config = decoder.config
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         window = config.windows[layer]

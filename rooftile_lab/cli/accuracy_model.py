@@ -20,7 +20,7 @@ def formats_lose(
     json: bool,
 ) -> None:  # fmt: skip
     """Prints what each format loses on a text."""
-    from rooftile.engine.checkpoint import find_folder
+    from rooftile.engine.start.checkpoint import find_folder
 
     if model is None or data is None:
         there, missing = ("--data", "no model") if model is None else ("a model", "no --data")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rooftile.engine.engine import Engine
-from rooftile.engine.runner import Result
-from rooftile.engine.scheduler import Plan
+from rooftile.engine.steps.runner import Result
+from rooftile.engine.steps.scheduler import Plan
 
 BLOCK = 16
 

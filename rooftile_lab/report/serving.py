@@ -22,9 +22,9 @@ from typing import Any, Literal, cast
 import torch
 
 from rooftile.engine.llm import LLM
-from rooftile.engine.output import RequestOutput
-from rooftile.engine.runner import Runner
+from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.steps.runner import Runner
 from rooftile_lab.bench.workloads import WorkloadRequest
 from rooftile_lab.report.block_tables import BLOCK, Frame, Recorder, Samples
 from rooftile_lab.report.plan import ServingPlan

@@ -14,9 +14,9 @@ import torch
 from rooftile.cost.decoder import DecoderCost
 from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
-from rooftile.engine.runner import Result
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.scheduler import Plan
+from rooftile.engine.steps.runner import Result
+from rooftile.engine.steps.scheduler import Plan
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
 from rooftile.kvcache import BlockPool, ReservedPool

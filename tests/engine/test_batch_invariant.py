@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.engine.batch_invariant import TILE, tiles_of
 from rooftile.engine.llm import LLM
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.step_inputs import StepInputs
+from rooftile.engine.steps.batch_invariant import TILE, tiles_of
+from rooftile.engine.steps.step_inputs import StepInputs
 from rooftile.errors import InvalidInput
 from rooftile.fused import linear
 from tests.engine.asking import ROOM, assert_clean, prompts

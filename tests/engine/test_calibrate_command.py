@@ -12,7 +12,7 @@ import transformers
 from rooftile.approximate import LokiLayers
 from rooftile.cli import main
 from rooftile.engine import LLM, SamplingParams
-from rooftile.engine.calibration import calibrate
+from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.models import Decoder
 from tests.engine.folders import CORPUS, save

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rooftile.cli import main
 from rooftile.engine import LLM, AsyncEngine, SamplingParams
-from rooftile.engine.checkpoint import FILES, find_folder
+from rooftile.engine.start.checkpoint import FILES, find_folder
 from rooftile.errors import InvalidInput
 from tests.engine.asking import GREEDY, ROOM, tokens_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from rooftile.engine import grammar
 from rooftile.engine.llm import LLM
+from rooftile.engine.sampling import grammar
 from rooftile.engine.sampling.params import SamplingParams
 from tests.engine.asking import ROOM, assert_clean
 from tests.engine.folders import save

@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from rooftile.engine.request import Answer, Request
+from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.border import prompt_text
 from rooftile.engine.text.detokenizer import Detokenizer

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from rooftile.engine import runner
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.steps import runner
 from tests.engine.asking import FAMILIES, GREEDY, MORE_FAMILIES, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.grids import swept
 from tests.models.checkpoints import VOCABULARY

@@ -15,12 +15,12 @@ import torch
 import transformers
 
 from rooftile.engine import AsyncEngine
-from rooftile.engine.beam_search import BeamSearch
 from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
-from rooftile.engine.runner import Result
+from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.scheduler import Plan, Scheduler
+from rooftile.engine.steps.runner import Result
+from rooftile.engine.steps.scheduler import Plan, Scheduler
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rooftile.engine.async_engine import AsyncEngine
 from rooftile.engine.llm import LLM
-from rooftile.engine.output import CompletionOutput
+from rooftile.engine.requests.output import CompletionOutput
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput
 from tests.engine.asking import ROOM, assert_clean

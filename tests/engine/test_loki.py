@@ -14,8 +14,8 @@ import rooftile
 from rooftile import approximate as ap
 from rooftile.approximate.loki import definition
 from rooftile.engine import LLM, SamplingParams
-from rooftile.engine.attention import masks_of
-from rooftile.engine.calibration import calibrate
+from rooftile.engine.mixers.exact.masks import masks_of
+from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
 from rooftile.fused.rope import Rotation, rotate

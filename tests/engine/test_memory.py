@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.engine import memory
-from rooftile.engine.attention.layout import CacheLayout
+from rooftile.engine import EngineConfig
+from rooftile.engine.caches import memory
+from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.mixers.exact.mixer import Exact
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile_lab.bench.models import MODELS
@@ -25,8 +27,15 @@ def decoder(monkeypatch) -> SimpleNamespace:
     """32 layers with 8 heads of 128 in bf16 take 4,096 bytes per token and layer. 70 GB of 80 are free, and a step takes 2."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
     monkeypatch.setattr(memory, "_working_bytes", lambda *_: WORKING)
-    config = SimpleNamespace(layers=32, heads=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY, native_sparse=None)
+    config = SimpleNamespace(layers=32, heads=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY)
     return SimpleNamespace(config=config, embedding=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+
+
+def blocks_of(decoder: SimpleNamespace, size: int, dtype: torch.dtype, batched: int, longest: int) -> int:
+    """The blocks of a model whose layers all have exact attention."""
+    exact = Exact(decoder.config, tuple(range(32)), EngineConfig(block_size=size))
+    layout, load = CacheLayout(size, exact.specs()), Load(256, batched)
+    return memory.blocks_that_fit(decoder, layout, [exact], dtype, load, utilization=0.9, longest=longest)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +52,7 @@ def decoder(monkeypatch) -> SimpleNamespace:
     ],
 )
 def test_what_prompts_are_copied_to_stays_free(decoder, size: int, dtype, batched: int, max_len: int, copied: int) -> None:
-    blocks = memory.blocks_that_fit(
-        decoder, CacheLayout(32, 8, 128, size), dtype, utilization=0.9, max_batched_tokens=batched, max_answers=256,
-        max_len=max_len,
-    )  # fmt: skip
+    blocks = blocks_of(decoder, size, dtype, batched, max_len)
     each = 32 * 2 * size * 8 * (128 * 2 if dtype == torch.bfloat16 else 128 + 4)
     room = 70 * GB - 8 * GB - WORKING - memory.SPARE_BYTES - copied - TABLES
     assert blocks == room // each
@@ -66,7 +72,4 @@ def test_a_step_takes_what_it_gives_back(monkeypatch) -> None:
 def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
     with pytest.raises(InvalidInput, match=r"of 80\.0 GB 10\.0 are free, 10% stay so"):
-        memory.blocks_that_fit(
-            decoder, CacheLayout(32, 8, 128, 16), torch.bfloat16, utilization=0.9, max_batched_tokens=2048, max_answers=256,
-            max_len=4096,
-        )  # fmt: skip
+        blocks_of(decoder, 16, torch.bfloat16, 2048, 4096)

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from rooftile.approximate import Loki, LokiLayers
-from rooftile.engine import LLM, SamplingParams
-from rooftile.engine.attention import CacheAttention, Step
-from rooftile.engine.attention.layout import COMPRESSED, CacheLayout
-from rooftile.engine.calibration import calibrate
+from rooftile.engine import LLM, EngineConfig, SamplingParams
+from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.mixers.layers import Layers
+from rooftile.engine.mixers.loki.calibration import calibrate
+from rooftile.engine.mixers.mixer import Largest
+from rooftile.engine.mixers.native_sparse import mixer as native_sparse
+from rooftile.engine.mixers.native_sparse.step import COMPRESSED
+from rooftile.engine.mixers.registry import mixers_of
+from rooftile.engine.mixers.step import Step
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder, ModelConfig
@@ -75,13 +80,13 @@ def test_tokens_depend_on_no_schedule(how: str, folder: Path, alone) -> None:
 
 def test_a_step_that_a_graph_could_hold_finds_the_same_tokens(folder: Path, alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in it asks the host: tables have all their columns, and each token makes a compressed key, complete or not."""
-    on, count = CacheAttention.on, []
+    on, count = Layers.on, []
 
-    def without_a_host(self: CacheAttention, step: Step) -> object:
+    def without_a_host(self: Layers, step: Step) -> object:
         count.append(step.chunks is None)
         return on(self, step._replace(on_host=None) if step.chunks is None else step)
 
-    monkeypatch.setattr(CacheAttention, "on", without_a_host)
+    monkeypatch.setattr(Layers, "on", without_a_host)
     assert tokens_of(LLM(folder, block_size=SIZE, **ROOM), prompts(9), GREEDY) == alone
     assert sum(count) > 10
 
@@ -155,20 +160,26 @@ def test_the_cache_says_what_it_holds(folder: Path) -> None:
     assert "= 1.84 MB, and 307 kB of compressed keys and values, and windows in 15 blocks of 8 tokens, 120 in all" in str(few)
 
 
-def test_memory_is_shared_out_between_blocks_and_rows(folder: Path) -> None:
-    layout = CacheLayout.of(ModelConfig.from_folder(folder), SIZE)
-    block, row = layout.block_bytes(torch.float32), layout.row_bytes(torch.float32)
+def test_memory_is_shared_out_between_blocks_and_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_folder(folder)
+    mixers = mixers_of(config, EngineConfig(block_size=SIZE))
+    layout = CacheLayout(SIZE, tuple(spec for mixer in mixers for spec in mixer.specs()))
+    block, row, load = layout.block_bytes(torch.float32), layout.row_bytes(torch.float32), Load(answers=3, tokens=24)
     assert (block, row) == (3 * 2 * SIZE * 2 * 8 * 4 + 2 * 2 * 2 * 2 * 8 * 4, 4 * 2 * SIZE * 2 * 8 * 4)
     for room in (5 * (block + row) + 1, 500 * block):
-        blocks = layout.blocks_in(room, torch.float32, answers=3, tokens=24)
-        taken = blocks * block + layout.rows(blocks, 3, 24) * row
+        blocks = layout.blocks_in(room, torch.float32, load)
+        assert blocks is not None
+        taken = blocks * block + layout.rows(blocks, load) * row
         assert room - block - row < taken <= room
-    assert layout.rows(500, 3, 24, paged=False) == 500
+    assert layout.rows(500, Load(answers=3, tokens=24, paged=False)) == 500
     # a copy of a prompt's keys and values; sums of two blocks of 16 tokens for each of 3 answers' 4 heads, and ten parts
-    assert layout.working_bytes(32, 3, 4, torch.float32) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
+    (sparse,) = (mixer for mixer in mixers if isinstance(mixer, native_sparse.NativeSparse))
+    largest = Largest(32, 3, 24, torch.float32, torch.float32, torch.device("cpu"))
+    assert sparse.working_bytes(largest) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
     # in place: a copy of 32 / 4 compressed keys and values, lists of 3 blocks for each of 24 tokens and 2 heads, and 4 tensors of
     # the size of queries
-    found = layout.working_bytes(32, 3, 4, torch.float32, step=24, in_place=True)
+    monkeypatch.setattr(native_sparse, "reads_in_place", lambda *_: True)
+    found = sparse.working_bytes(largest)
     assert found == 2 * 8 * 2 * 8 * 4 + 64 * 24 * 2 * 3 + 4 * 24 * 4 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
 
 

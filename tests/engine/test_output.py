@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rooftile.engine.output import CompletionOutput, output_of
-from rooftile.engine.request import Answer, Request, Top
+from rooftile.engine.requests.output import CompletionOutput, output_of
+from rooftile.engine.requests.request import Answer, Request, Top
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.growing import PIECES, GrowingText
 

@@ -9,8 +9,8 @@ import pytest
 
 from rooftile.engine.async_engine import AsyncEngine
 from rooftile.engine.llm import LLM
+from rooftile.engine.requests.stats import stats_of
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.stats import stats_of
 from tests.engine.asking import ROOM, assert_clean, prompts, tokens_of
 from tests.grids import swept
 from tests.models.checkpoints import VOCABULARY

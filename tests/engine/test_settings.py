@@ -19,7 +19,7 @@ from rooftile.cli.app import app
 from rooftile.cli.command import REFUSED
 from rooftile.cli.vllm_flags import SERVER_REFUSED
 from rooftile.engine import LLM, EngineConfig
-from rooftile.engine.settings import SETTINGS, WEIGHT_WORDS
+from rooftile.engine.settings.table import SETTINGS, WEIGHT_WORDS
 from rooftile.engine.vllm_names import LLM_REFUSED
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rooftile.engine.request import Answer, Request
+from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.scheduler import Work
-from rooftile.engine.step_inputs import StepInputs
+from rooftile.engine.steps.scheduler import Work
+from rooftile.engine.steps.step_inputs import StepInputs
 
 
 def answer_of(ids: list[int], slot: int) -> Answer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rooftile.engine import output as telling
-from rooftile.engine import runner
 from rooftile.engine.llm import LLM
+from rooftile.engine.requests import output as telling
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.steps import runner
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.models.checkpoints import VOCABULARY
 

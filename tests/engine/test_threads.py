@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rooftile.engine.llm import LLM
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.requests.output import RequestOutput
 from rooftile.errors import InvalidInput
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, preempted_or_not, prompts
 

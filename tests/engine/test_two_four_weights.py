@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import rooftile as rt
 from rooftile.cli.app import app
-from rooftile.engine import build
+from rooftile.engine.start import build
 from rooftile.models import Decoder
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.two_four import TwoFour

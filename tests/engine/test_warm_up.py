@@ -11,11 +11,15 @@ from threading import Event, Lock
 import pytest
 import torch
 
-from rooftile.engine import build, llm, warm_up
-from rooftile.engine import compilation as compilation_module
-from rooftile.engine.attention.native_sparse import SparseStep
-from rooftile.engine.compilation import Compilation
-from rooftile.engine.warm_up_sparse import SparseLayer
+from rooftile.engine import llm
+from rooftile.engine.mixers import trial
+from rooftile.engine.mixers.exact import trials as exact_trials
+from rooftile.engine.mixers.native_sparse.step import SparseStep
+from rooftile.engine.mixers.native_sparse.trials import SparseLayer
+from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.start import build, warm_up
+from rooftile.engine.start import compilation as compilation_module
+from rooftile.engine.start.compilation import Compilation
 from rooftile.errors import InvalidInput
 from rooftile.exact import paged_route as route
 from rooftile.models import Decoder, ModelConfig
@@ -34,7 +38,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 PROGRAM = """
 import sys
-from rooftile.engine.warm_up import import_kernels
+from rooftile.engine.start.warm_up import import_kernels
 import_kernels()
 print(*sorted(name for name in sys.modules if name.startswith("rooftile.")))
 """
@@ -67,7 +71,7 @@ def test_threads_find_all_modules_imported() -> None:
 def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain operations here; a long prompt and a short longest one."""
     config = config_of(CONFIGS[name]().to_dict(), "here")
-    monkeypatch.setattr(warm_up, "LONG_PROMPT", 200)
+    monkeypatch.setattr(exact_trials, "LONG_PROMPT", 200)
     monkeypatch.setattr(route, "LONG_PROMPT", 200)
     for longest, size in ((40, 16), (300, 16), (300, 8)):
         found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=size, kv_dtype=kv_dtype, longest=longest)
@@ -97,11 +101,11 @@ def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: 
         monkeypatch.setattr(SparseStep, name, lambda self, layer, q, *x, run=run: read.append(len(q)) or run(self, layer, q, *x))
     found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
     exact = "attention" in mixers
-    assert len(found) == 2 + 3 * exact + 5
+    assert len(found) == 2 + 4 * exact + 4
     with torch.inference_mode():
         for job in found:
             job()
-    assert read == [100, warm_up.USUAL, warm_up.SHORT, warm_up.ROWS]
+    assert read == [100, trial.USUAL, trial.SHORT, trial.ROWS]
 
 
 def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, said))
     assert config.native_sparse is not None
     with recorded(90) as found, torch.inference_mode():
-        layer = SparseLayer(warm_up._small(config), torch.bfloat16, torch.device("cpu"), 16)
+        layer = SparseLayer(Trial(config, torch.bfloat16, torch.device("cpu"), 16, torch.bfloat16, 100))
         assert layer.attention.in_place
         layer.read_prompts((100, 8))
         prompts = {one.name for one in found.values()}

@@ -13,7 +13,7 @@ import torch
 
 from rooftile.engine.async_engine import AsyncEngine
 from rooftile.engine.llm import LLM
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.models import Decoder
 from rooftile.models.config import config_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rooftile.engine import LLM, AsyncEngine, SamplingParams
-from rooftile.engine.output import RequestOutput
+from rooftile.engine.requests.output import RequestOutput
 from tests.engine.asking import ROOM, assert_clean, prompts
 from tests.models.quantised import plain, quantised
 

@@ -9,7 +9,7 @@ import torch
 
 from rooftile.approximate.loki import decoding as paged
 from rooftile.engine import LLM
-from rooftile.engine.calibration import calibrate
+from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder
 from tests.engine.asking import GREEDY, ROOM, assert_clean, prompts

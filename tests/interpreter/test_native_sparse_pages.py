@@ -16,13 +16,14 @@ from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse import decoding_kernels as sparse_kernels
 from rooftile.approximate.native_sparse.decoding_kernels import choice, shape
 from rooftile.engine import LLM, SamplingParams
-from rooftile.engine.attention.native_sparse import SparseStep, reads_in_place
+from rooftile.engine.mixers.native_sparse.step import SparseStep, reads_in_place
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.launch import observe
 from tests.models.sparse import checkpoint, likeliest, settings
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = {"length": 32, "stride": 16, "block_size": 64, "count": 16, "first": 1, "local": 2, "window": 512}
@@ -216,8 +217,8 @@ def test_what_is_read_in_place() -> None:
         windows=(None,), mixers=("native_sparse",), native_sparse=NativeSparseSizes(), rotary=Rotary(dim=256),
     )  # fmt: skip
     for dtype, due in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
-        assert reads_in_place(config, torch.empty(0, dtype=dtype)) == due
+        assert reads_in_place(config, dtype, CPU) == due
     # 32 heads of 512 numbers do not fit in fp32
     more = replace(config, heads=64)
-    assert reads_in_place(more, torch.empty(0, dtype=torch.bfloat16))
-    assert not reads_in_place(more, torch.empty(0))
+    assert reads_in_place(more, torch.bfloat16, CPU)
+    assert not reads_in_place(more, torch.float32, CPU)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.engine import graphs, runner, warm_up
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.sampler import SamplingFeatures
-from rooftile.engine.scheduler import Work
-from rooftile.engine.step_inputs import StepInputs
+from rooftile.engine.start import warm_up
+from rooftile.engine.steps import graphs, runner
+from rooftile.engine.steps.scheduler import Work
+from rooftile.engine.steps.step_inputs import StepInputs
 from rooftile.exact.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile.models.config import config_of
-from rooftile.models.layers import Memory, Norm
+from rooftile.models.layers import Norm
+from rooftile.models.placement import Placement
 from tests.models.checkpoints import CONFIGS
 
 # the kind, and a family that has it
@@ -16,7 +17,7 @@ KINDS = {"rms": "llama", "plus one": "gemma2", "rounds once": "olmo2", "layer": 
 def norm_of(kind: str, size: int, dtype: torch.dtype, device: str = "cpu", eps: float = 1e-2) -> Norm:
     """A norm whose weights are random and whose eps can be seen in the result."""
     config = config_of(CONFIGS[KINDS[kind]]().to_dict(), "here")
-    norm = Norm(config, size, memory=Memory(dtype, torch.device(device)))
+    norm = Norm(config, size, placement=Placement(dtype, torch.device(device)))
     norm.eps = eps
     norm.weight.copy_(torch.randn(size))
     if norm.bias is not None:

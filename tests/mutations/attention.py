@@ -67,7 +67,7 @@ MUTATIONS = {
         interpreted=True,
     ),
     "planes, copied": Mutation(
-        "kvcache/pages.py", "*scales, *self.planes.values()]", "*scales]",
+        "kvcache/pages.py", "*scales, *self.planes.values())", "*scales)",
         ("tests/engine/test_loki.py", "tests/engine/test_native_sparse.py", "-k", "forks"),
     ),
     "rows, given back early": Mutation(
@@ -79,7 +79,7 @@ MUTATIONS = {
         ("tests/unit/test_windows.py", "tests/engine/test_native_sparse.py", "-k", "forks or whatever"),
     ),
     "rows, of a prefix": Mutation(
-        "kvcache/windows.py", "keep = self._complete(table.blocks)", "keep = len(table.blocks)",
+        "kvcache/windows.py", "keep = self._with_rows(blocks[:due])", "keep = due",
         ("tests/unit/test_windows.py", "tests/engine/test_native_sparse.py", "-k", "prefix or whatever"),
     ),
     "page offset, write": Mutation(

@@ -10,11 +10,19 @@ MUTATIONS = {
         "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),
     ),
     "loki, recomputed": Mutation(
-        "engine/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
+        "engine/steps/runner.py", "works = apart(plan.work) if self.layers.prompts_apart else plan.work", "works = plan.work",
         ("tests/engine/test_loki.py", "-k", "schedule"),
     ),
+    "states, of a beam's parent": Mutation(
+        "engine/steps/scheduler.py", "answers[parents[n]].slot", "answer.slot",
+        ("tests/engine/test_state_mixer.py", "-k", "beams"),
+    ),
+    "states, found in their step": Mutation(
+        "kvcache/states.py", "place = self._coming[digest]", "place = self._place[digest]",
+        ("tests/engine/test_state_mixer.py", "tests/unit/test_snapshots.py", "-k", "alike or last"),
+    ),
     "compressed keys, row": Mutation(
-        "engine/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
+        "engine/mixers/native_sparse/step.py", "ends % self.size // stride", "0 * ends",
         ("tests/engine/test_native_sparse.py", "-k", "without_a_cache"),
     ),
     "stop string, overlap": Mutation(
@@ -62,7 +70,7 @@ MUTATIONS = {
         ("tests/models/test_reading_memory.py", "-k", "stay_in"),
     ),
     "fp8 on a gpu without it": Mutation(
-        "engine/build.py", "        check_device(reader, device)", "        pass",
+        "engine/start/build.py", "        check_device(reader, device)", "        pass",
         ("tests/engine/test_quantised_weights.py", "-k", "without_it"),
     ),
     "awq, order in a word": Mutation(
@@ -82,7 +90,7 @@ MUTATIONS = {
         ("tests/engine/test_two_four_weights.py", "-k", "one_product or patterns"),
     ),
     "2:4, layouts counted twice": Mutation(
-        "engine/memory.py", "return peak - kept", "return peak", ("tests/engine/test_memory.py",),
+        "engine/caches/memory.py", "return peak - kept", "return peak", ("tests/engine/test_memory.py",),
     ),
     "requests ahead": Mutation(
         "server/http/protocol.py", "if len(self.pipeline) > limits.PIPELINED:", "if len(self.pipeline) > 9999:",
@@ -111,7 +119,7 @@ MUTATIONS = {
         ("tests/interpreter/test_sampling.py", "-k", "without_a_token"),
     ),
     "masks, on the host": Mutation(
-        "engine/forbidden.py", "left[banned + never] = False", "left[never] = False",
+        "engine/sampling/forbidden.py", "left[banned + never] = False", "left[never] = False",
         ("tests/engine/test_forbidden.py", "-k", "known"),
     ),
     "bad words, inside a text": Mutation(
@@ -119,20 +127,20 @@ MUTATIONS = {
         ("tests/engine/test_bad_words.py", "-k", "every_spelling"),
     ),
     "bad words, begun in the prompt": Mutation(
-        "engine/forbidden.py", "request, ids = answer.request, answer.ids",
+        "engine/sampling/forbidden.py", "request, ids = answer.request, answer.ids",
         "request, ids = answer.request, answer.ids[len(answer.request.prompt) :]",
         ("tests/engine/test_bad_words.py", "-k", "in_the_prompt"),
     ),
     "samples, a kept prompt": Mutation(
-        "engine/scheduler.py", "self.pool.truncate(request.kept, len(request.prompt) - 1)", "pass",
+        "engine/steps/scheduler.py", "self.pool.truncate(request.kept, len(request.prompt) - 1)", "pass",
         ("tests/engine/test_queued_samples.py", "-k", "read_once"),
     ),
     "samples, a prompt that is being read": Mutation(
-        "engine/scheduler.py", "        self._read_now = request", "        pass",
+        "engine/steps/scheduler.py", "        self._read_now = request", "        pass",
         ("tests/engine/test_queued_samples.py", "-k", "being_read"),
     ),
     "order of a schema": Mutation(
-        "engine/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
+        "engine/sampling/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
         ("tests/server/test_structured.py", "-k", "properties_come"),
     ),
     "metrics before tokens": Mutation(

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rooftile.engine import SamplingParams
-from rooftile.engine.stats import stats_of
+from rooftile.engine.requests.stats import stats_of
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import Abort, Add, StepNews

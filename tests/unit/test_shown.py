@@ -13,7 +13,7 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.drawing import notebook as shown
-from rooftile.engine.output import CompletionOutput, RequestOutput
+from rooftile.engine.requests.output import CompletionOutput, RequestOutput
 from rooftile.exact import masks
 from rooftile.integrations.fusion.report import Fused
 from rooftile.kvcache import PagedKV, Pages

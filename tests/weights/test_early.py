@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.engine.graphs import DecodeGraphs
 from rooftile.engine.sampling.state import SamplingFeatures
+from rooftile.engine.steps.graphs import DecodeGraphs
 from rooftile.weights.hopper import early
 from rooftile.weights.hopper.early import may_read_early, may_read_early_in_graphs, weights_stay
 

@@ -42,9 +42,9 @@ class NativeSparse(Projections):
     @answers_foreign_words
     def __init__(
         self, dim: int, heads: int, *, backend: str | None = None, bias: bool = True, block_size: int = 64,
-        compression: str = "mlp", count: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None, first: int = 1,
-        head_dim: int | None = None, hidden: int | None = None, kv_heads: int | None = None, length: int = 32, local: int = 2,
-        stride: int = 16, window: int = 512,
+        compression: str = "mlp", count: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        first: int = 1, head_dim: int | None = None, hidden: int | None = None, kv_heads: int | None = None, length: int = 32,
+        local: int = 2, stride: int = 16, window: int = 512,
     ) -> None:  # fmt: skip
         super().__init__(dim, heads, kv_heads, head_dim, bias, None, device, dtype)
         self.length, self.stride, self.block_size = check_lengths(length, stride, block_size)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rooftile.engine.changed import changed
+from rooftile.engine.settings.changed import changed
 from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED, takes_vllm_names
 from rooftile.errors import InvalidInput
 

@@ -28,7 +28,7 @@ from rooftile.runtime.operators import autocast_on, below_autograd, define, tran
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
-    """The operator, or what it would run where nobody watches: two trips through the dispatcher cost host time."""
+    """The operator, or its function where nothing watches the call: two trips through the dispatcher cost host time."""
     given = listed(options)
     # on meta the operator gives shapes and dtypes
     if torch.compiler.is_compiling() or watched(q, k, v, *given) or q.is_meta:
@@ -56,7 +56,7 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Optio
     """Everything that a plain call depends on besides its tensors' contents; None for a call that is not plain.
 
     A call whose signature is known was checked when it was first made. A plain call may carry sinks, and offsets of packed
-    sequences that are on a GPU. It has no bias, ALiBi, dropout or recipe, and nobody watches it.
+    sequences that are on a GPU. It has no bias, ALiBi, dropout or recipe, and nothing watches it.
     """
     if mask is None:
         mask = FULL
@@ -181,7 +181,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
     problem = decode(spec)
     named = named_options(problem, options)
     if problem.precision is not None:
-        # rounding has no gradient: that of attention in the inputs' dtype is taken, which needs its own output and lse
+        # rounding has no gradient: attention in the inputs' dtype gives the gradient, which needs its own output and lse
         problem = replace(problem, precision=None)
         o, lse = dispatch.BACKENDS[backend].forward(q, k, v, named, problem)
     grads = dispatch.backward_of(backend)(do, dlse, q, k, v, o, lse, named, problem)

@@ -14,7 +14,7 @@ from rooftile.runtime.operators import define, watched
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
-    """The operator where somebody watches, the backend's function where nobody does."""
+    """The operator where a compiler, mode or profiler watches; the backend's function elsewhere."""
     given = listed(options)
     # on meta the operator gives shapes and dtypes
     if torch.compiler.is_compiling() or watched(q, cache.k, cache.v, cache.table, cache.lengths, *given) or q.is_meta:

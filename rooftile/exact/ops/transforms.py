@@ -1,6 +1,6 @@
 """Attention under the transforms of torch.func: `grad`, `vjp`, `jacrev`, `vmap`, and their compositions.
 
-The kernels are those of an ordinary call, run where the tensors are plain. An axis that `vmap` maps joins the batch, which copies
+The kernels are an ordinary call's, run where the tensors are plain. An axis that `vmap` maps joins the batch, which copies
 no tensor that is mapped along its first axis. Samples are computed one after the other where joining them would change the
 answer: with dropout, whose mask depends on the position in the batch; with a recipe, whose scales may span the batch; with
 packed sequences; and with sinks that differ between samples, or whose gradient is wanted per sample.

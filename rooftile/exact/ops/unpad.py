@@ -1,6 +1,6 @@
 """Moves rows out of a padded batch and back, each row once in either direction.
 
-PyTorch's own rules for these gradients cost more than the moves: that of `index_select` adds rows atomically into zeros, as rows
+PyTorch's own rules for these gradients cost more than the moves: `index_select`'s adds rows atomically into zeros, as rows
 might occur twice, and `index_copy` copies what it writes into.
 """
 
@@ -33,7 +33,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def put_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Zeros (count, ...) whose given rows are those of x (M, ...): the transpose of `take_rows`.
+    """Zeros (count, ...) with the rows of x (M, ...) in the given places: the transpose of `take_rows`.
 
     Example:
         >>> put_rows(torch.tensor([7, 8]), torch.tensor([3, 1]), 5)

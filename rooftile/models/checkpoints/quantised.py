@@ -182,7 +182,7 @@ def _fill(
                 found = _read(config, reader, name, tensors, (rows, projection.inputs))
                 parts.append(_owned(found, tensors.values(), decoder.embedding.device))
             else:
-                apart[f"{name}.weight"] = projection.memory.parameter(rows, projection.inputs).detach()
+                apart[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
                 parts.append(apart[f"{name}.weight"])
         projection.fill(merged(parts))
     return apart

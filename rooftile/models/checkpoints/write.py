@@ -13,7 +13,8 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Memory
+from rooftile.models.layers import Layer
+from rooftile.models.placement import Placement
 from rooftile.weights.files import two_four
 from rooftile.weights.files.compressed_tensors import configuration, tensors_of
 from rooftile.weights.files.folder import files_of
@@ -71,7 +72,7 @@ def quantise_folder(
 
 def _modules(config: ModelConfig) -> dict[str, int]:
     """Names the projections, with the numbers of their rows."""
-    layer = Layer(config, Memory(config.dtype, torch.device("meta")), waits=True)
+    layer = Layer(config, Placement(config.dtype, torch.device("meta")), waits=True)
     inputs = {name: projection.inputs for projection, parts in projections_of(layer, config) for name in parts}
     return {f"model.layers.{n}.{name}": K for n in range(config.layers) for name, K in inputs.items()}
 

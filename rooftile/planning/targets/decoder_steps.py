@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rooftile.engine.attention import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.errors import InvalidInput
 from rooftile.exact.api import attention, attention_packed
 from rooftile.fused.rope import Rotation, rotate
@@ -65,9 +65,7 @@ def decoding(decoder: Decoder, rows: int, context: int) -> Callable[[], Any]:
     shape = (rows, context, config.kv_heads, config.head_dim)
     keys, values = (torch.randn(shape, device=device).to(decoder.embedding.dtype) for _ in range(2))
 
-    def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
         seen = min(config.windows[layer] or context, context)
         o = attention(q[:, None], keys[:, -seen:], values[:, -seen:], scale=config.scale, softcap=config.softcap)
@@ -85,9 +83,7 @@ def _causal(decoder: Decoder, lengths: Sequence[int]) -> Attend:
     config, masks = decoder.config, masks_of(decoder.config)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
-    def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
         return attention_packed(q, k, v, cu, cu, masks[layer], scale=config.scale, softcap=config.softcap)
 

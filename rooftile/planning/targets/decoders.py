@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile.cost import flops, io, traffic
 from rooftile.cost.io import Traffic
-from rooftile.engine.attention import masks_of
+from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.models import Decoder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rooftile.engine.grammar import Grammars, Matcher
+from rooftile.engine.sampling.grammar import Grammars, Matcher
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import Add

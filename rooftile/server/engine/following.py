@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rooftile.engine.output import logprobs_at
-from rooftile.engine.request import Answer, Request
+from rooftile.engine.requests.output import logprobs_at
+from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.server.engine.messages import AnswerPiece, News, Ranked, Scored
 

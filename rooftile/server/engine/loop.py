@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rooftile.engine.engine import Engine
-from rooftile.engine.grammar import Matcher
-from rooftile.engine.request import Request
+from rooftile.engine.requests.request import Request
+from rooftile.engine.requests.stats import stats_of
+from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.stats import stats_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed

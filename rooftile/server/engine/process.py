@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftile.engine.settings import FLAGS
+from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
@@ -68,7 +68,7 @@ def exit_with(connection: socket.socket) -> None:
 
 def ready_message(llm: LLM, folder: str | None) -> Ready:
     """Describes the engine to the server."""
-    from rooftile.engine.checkpoint import RECOMMENDED
+    from rooftile.engine.start.checkpoint import RECOMMENDED
 
     engine, params = llm.engine, llm.get_default_sampling_params()
     return Ready(
@@ -90,8 +90,8 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
             link.send(Reading(reported))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
-    from rooftile.engine.checkpoint import find_folder
     from rooftile.engine.llm import LLM
+    from rooftile.engine.start.checkpoint import find_folder
     from rooftile.models.checkpoints.weights import reporting_progress
     from rooftile.server.engine.loop import Loop
 

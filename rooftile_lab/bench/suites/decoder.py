@@ -19,7 +19,8 @@ from rooftile.fused import gated
 from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
 from rooftile.hardware.clock import Work, clock_for
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Memory, Norm
+from rooftile.models.layers import Norm
+from rooftile.models.placement import Placement
 from rooftile.numerics.activations import gated_halves
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
@@ -98,7 +99,7 @@ def contest_of(device: torch.device, what: str, rows: int, size: int) -> Contest
 
 def norm_of(config: ModelConfig, size: int, device: torch.device) -> Norm:
     """A norm with random weights."""
-    norm = Norm(config, size, memory=Memory(torch.bfloat16, device))
+    norm = Norm(config, size, placement=Placement(torch.bfloat16, device))
     for weight in norm.parameters():
         weight.normal_()
     return norm

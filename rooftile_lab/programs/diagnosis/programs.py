@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rooftile.diagnosis.decode_step import DecodeSizes, decoding
-from rooftile.engine.build import build_engine
-from rooftile.engine.config import EngineConfig
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.start.build import build_engine
 from rooftile_lab.bench.models import decoder_named
 
 Step = Callable[[], Any]

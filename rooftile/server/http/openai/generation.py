@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rooftile.engine.settings import FLAGS
+from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 from rooftile.server import limits

@@ -1,0 +1,152 @@
+"""`CacheLayout`: what a block, a row and a running sequence of an engine hold, for all layers together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
+from rooftile.kvcache.caches import Caches
+from rooftile.kvcache.specs import CacheSpec, PagedKeys, Plane, State, WindowedKeys
+from rooftile.kvcache.states import Snapshots, StateRows, States
+
+Spec = TypeVar("Spec", bound=CacheSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The most that an engine runs at once.
+
+    Args:
+        answers: the most answers that run at once.
+        tokens: the most tokens that a step reads.
+        paged: whether blocks are shared and give their rows back; else each sequence reserves its own.
+        prefixes: whether prefixes are found again.
+    """
+
+    answers: int
+    tokens: int
+    paged: bool = True
+    prefixes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The caches of a model.
+
+    Args:
+        size: tokens per block.
+        specs: what its kinds of layers keep.
+
+    Raises:
+        InvalidInput: layers keep keys of different sizes, or windows of different lengths.
+    """
+
+    size: int
+    specs: tuple[CacheSpec, ...]
+
+    def __post_init__(self) -> None:
+        pages = {(spec.heads, spec.dim) for spec in self._of(PagedKeys)}
+        rows = {(spec.heads, spec.dim, spec.window) for spec in self._of(WindowedKeys)}
+        for found, what in ((pages, "keys of the sizes"), (rows, "windows of keys of the sizes")):
+            if len(found) > 1:
+                raise InvalidInput(f"the model's layers keep {what} {sorted(found)}; all must have the same")
+
+    def _of(self, kind: type[Spec]) -> list[Spec]:
+        return [spec for spec in self.specs if isinstance(spec, kind)]
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The place of each layer that has pages, among all that have."""
+        return {layer: place for place, layer in enumerate(_layers(self._of(PagedKeys)))}
+
+    @property
+    def window(self) -> int | None:
+        """The keys that a window sees; None if nothing is in rows."""
+        return next((spec.window for spec in self._of(WindowedKeys)), None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether running sequences have states."""
+        return bool(self._of(State))
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of one block, for a cache in `dtype`."""
+        return sum(spec.block_bytes(self.size, dtype) for spec in self.specs)
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of one row: the keys and values of a block that only a window reads."""
+        return sum(spec.row_bytes(self.size, dtype) for spec in self.specs)
+
+    def state_bytes(self, load: Load) -> int:
+        """Returns the bytes of all states."""
+        rows = self.state_rows(load)
+        return 0 if rows is None else rows.total * sum(spec.sequence_bytes() for spec in self.specs)
+
+    def state_rows(self, load: Load) -> StateRows | None:
+        """Returns the rows of states; None if no layer has a state."""
+        if not self.has_states:
+            return None
+        return StateRows(load.answers, StateRows.snapshots_for(load.answers) if load.prefixes and load.paged else 0)
+
+    def rows(self, blocks: int, load: Load) -> int:
+        """Returns how many rows `blocks` blocks have: enough for all windows at once, and at most one per block."""
+        if self.window is None or not load.paged:
+            return blocks
+        # a prompt that is kept for further answers holds the rows of one more
+        return min(blocks, WindowPool.rows_for(self.window, self.size, answers=load.answers + 1, tokens=load.tokens))
+
+    def blocks_in(self, room: int, dtype: torch.dtype, load: Load) -> int | None:
+        """Returns how many blocks, with rows and states, fit into `room` bytes; None if blocks take no memory."""
+        each, row = self.block_bytes(dtype), self.row_bytes(dtype)
+        room -= self.state_bytes(load)
+        if not each + row:
+            return None if room >= 0 else 0
+        blocks = max(room, 0) // (each + row)
+        rows = self.rows(blocks, load)
+        return blocks if rows == blocks else (room - rows * row) // each
+
+    def pool(self, blocks: int, load: Load, longest: int) -> BlockPool:
+        """Returns the books of this many blocks.
+
+        Args:
+            blocks: the number of blocks.
+            load: the most that runs at once.
+            longest: the longest sequence in tokens.
+        """
+        if not load.paged:
+            return ReservedPool(blocks, self.size, reserve=longest)
+        rows, states, prefixes = self.rows(blocks, load), self.state_rows(load), load.prefixes
+        pool: BlockPool
+        if rows < blocks and self.window is not None:
+            pool = WindowPool(blocks, self.size, rows=rows, window=self.window, prefixes=prefixes)
+        else:
+            pool = BlockPool(blocks, self.size, prefixes=prefixes)
+        if states is not None and prefixes:
+            pool.snapshots = Snapshots(states.total - states.first_snapshot)
+        return pool
+
+    def allocate(self, blocks: int, load: Load, dtype: torch.dtype, device: torch.device) -> Caches:
+        """Returns the memory of this many blocks, with their rows, and of all states."""
+        places = self.places
+        # without a layer that has pages a block is a number in the books, and no memory
+        sizes = next(((spec.heads, spec.dim) for spec in self._of(PagedKeys)), (1, 1))
+        pages = Pages(blocks, len(places), *sizes, block_size=self.size, dtype=dtype, device=device)
+        for plane in self._of(Plane):
+            pages.add_plane(plane.name, *plane.shape)
+        for windowed in self._of(WindowedKeys):
+            pairs = windowed.pairs * len(windowed.layers)
+            pages.near = Pages(
+                self.rows(blocks, load), pairs, windowed.heads, windowed.dim, block_size=self.size, dtype=dtype, device=device
+            )  # fmt: skip
+        rows = self.state_rows(load)
+        return Caches(pages, places, None if rows is None else States(self._of(State), rows.total, device))
+
+
+def _layers(specs: Iterable[CacheSpec]) -> list[int]:
+    return sorted(chain.from_iterable(spec.layers for spec in specs))

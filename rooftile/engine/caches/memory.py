@@ -1,0 +1,99 @@
+"""Decides how many blocks the KV cache gets, from the memory that a device has left beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.mixers.mixer import Largest, Mixer
+from rooftile.engine.sampling.state import SamplingState
+from rooftile.errors import InvalidInput
+from rooftile.kvcache import Rotation
+from rooftile.models import Decoder
+
+# the cache's memory on a CPU, unless num_blocks is given
+HOST_BYTES = 1 << 30
+# kept free on a GPU for CUDA graphs and libraries
+SPARE_BYTES = 768 << 20
+
+
+def blocks_that_fit(
+    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: Load, *, utilization: float,
+    longest: int,
+) -> int:  # fmt: skip
+    """Returns how many blocks fit into memory, but no more than all sequences together could use.
+
+    On a GPU the cache gets the share `utilization` of its memory, less the model, less what the largest step takes, which is run
+    once to measure it, less the tables of penalties and biases.
+
+    Args:
+        decoder: the model.
+        layout: what a block, a row and a sequence hold.
+        mixers: the kinds of layers.
+        dtype: the dtype of the cache.
+        load: the most that runs at once.
+        utilization: a share of the memory of a GPU.
+        longest: the longest sequence in tokens.
+
+    Raises:
+        InvalidInput: there is no room for a single block.
+    """
+    each = layout.block_bytes(dtype) + layout.row_bytes(dtype)
+    useful = load.answers * -(-longest // layout.size)
+    device, computed = decoder.embedding.device, decoder.embedding.dtype
+    if device.type != "cuda":
+        return max(_least(layout.blocks_in(HOST_BYTES, dtype, load), useful), -(-longest // layout.size))
+    working = _working_bytes(decoder, min(load.tokens, load.answers * longest), load.answers)
+    # layers run one after the other
+    largest = Largest(longest, load.answers, load.tokens, dtype, computed, device)
+    working += max(mixer.working_bytes(largest) for mixer in mixers)
+    free, total = torch.cuda.mem_get_info(device)
+    # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
+    working += SamplingState.table_bytes(load.answers + 1, decoder.config.vocab_size)
+    room = free - int(total * (1 - utilization)) - working - SPARE_BYTES
+    if room < each + layout.state_bytes(load):
+        raise InvalidInput(
+            f"no memory for a cache: of {total / 1e9:.1f} GB {free / 1e9:.1f} are free, {1 - utilization:.0%} stay so "
+            f"(gpu_memory_utilization {utilization}), a step of {load.tokens:,} tokens takes {working / 1e9:.1f}, and "
+            f"{SPARE_BYTES / 1e9:.1f} are kept for graphs{_states(layout, load)}: make max_batched_tokens smaller or "
+            "gpu_memory_utilization larger"
+        )
+    return _least(layout.blocks_in(room, dtype, load), useful)
+
+
+def _least(fit: int | None, useful: int) -> int:
+    return useful if fit is None else min(fit, useful)
+
+
+def _states(layout: CacheLayout, load: Load) -> str:
+    states = layout.state_bytes(load)
+    return f", and the states of {load.answers} answers take {states / 1e9:.1f} (max_num_seqs)" if states else ""
+
+
+@torch.inference_mode()
+def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
+    """Returns the most memory that a step takes besides model and cache, in bytes."""
+    device = decoder.embedding.device
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
+        # running attention would compile a kernel for nothing: beside its output it only takes an lse
+        return torch.empty_like(q).clone()
+
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    hidden = decoder(ids, ids, attend)
+    # logits of all rows, and as many numbers again for the sampler's scores
+    logits = decoder.logits(hidden[:rows])
+    scores = logits.clone()
+    torch.cuda.synchronize(device)
+    del logits, scores, hidden
+    # the first step leaves layouts of 2:4 weights that libraries keep: they are no longer free
+    kept = torch.cuda.memory_allocated(device) - before
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak - kept

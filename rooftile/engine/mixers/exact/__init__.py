@@ -1,0 +1,1 @@
+"""Exact attention, with or without windows."""

@@ -1,0 +1,47 @@
+"""`Layers`: the layers of a model in an engine, each with the mixer of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rooftile.engine.mixers.mixer import Mixer
+from rooftile.engine.mixers.step import Step
+from rooftile.exact.spec import Asked
+from rooftile.kvcache import Rotation
+from rooftile.kvcache.caches import Caches
+from rooftile.models import Attend, Decoder
+
+
+class Layers:
+    """Mixes the tokens of all layers in a step.
+
+    Args:
+        mixers: one for each kind of layer.
+        decoder: the model.
+        caches: what its layers keep.
+        asked: scale, softcap and the like.
+    """
+
+    def __init__(self, mixers: Sequence[Mixer], decoder: Decoder, caches: Caches, asked: Asked) -> None:
+        self.mixers = tuple(mixers)
+        for mixer in mixers:
+            mixer.begin(decoder, caches, asked)
+        kinds = {layer: kind for kind, mixer in enumerate(mixers) for layer in mixer.layers}
+        self._kinds = [kinds[layer] for layer in range(decoder.config.layers)]
+        self.captures = all(mixer.captures for mixer in mixers)
+        """Whether steps that only decode can be captured in graphs."""
+        self.prompts_apart = any(mixer.prompts_apart for mixer in mixers)
+        """Whether some layer computes a prompt's tokens otherwise than an answer's, whatever a step reads together."""
+
+    def on(self, step: Step) -> Attend:
+        """Returns what mixes tokens in one step."""
+        if len(self.mixers) == 1:
+            return self.mixers[0].on(step)
+        each = [mixer.on(step) for mixer in self.mixers]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
+            return each[self._kinds[layer]](layer, q, k, v, rotation, *more)
+
+        return attend

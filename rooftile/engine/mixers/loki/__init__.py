@@ -1,0 +1,1 @@
+"""Loki in the steps that decode; `calibration` fits it to the keys of a model."""

@@ -1,0 +1,1 @@
+"""Native Sparse Attention: its caches, its steps and its kernels."""

@@ -1,0 +1,39 @@
+"""The kinds of layers that an engine has, and the choice of one for each layer of a model."""
+
+from __future__ import annotations
+
+from rooftile.engine.mixers.exact.mixer import Exact
+from rooftile.engine.mixers.loki.mixer import Loki
+from rooftile.engine.mixers.mixer import Mixer
+from rooftile.engine.mixers.native_sparse.mixer import NativeSparse
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.errors import Unsupported
+from rooftile.kvcache.specs import State
+from rooftile.models import ModelConfig
+
+# the mixer of each kind of layer, by the name that the model has for it (`rooftile.models.mixers.MIXERS`)
+MIXERS: dict[str, type[Mixer]] = {"attention": Exact, "native_sparse": NativeSparse}
+# the mixers that `approximate=` puts in the place of others
+APPROXIMATE: dict[str, type[Mixer]] = {"attention": Loki}
+
+
+def kind_of(name: str, *, approximate: bool = False) -> type[Mixer]:
+    """Returns the mixer of layers that have a name in the model."""
+    return APPROXIMATE.get(name, MIXERS[name]) if approximate else MIXERS[name]
+
+
+def mixers_of(shape: ModelConfig, config: EngineConfig) -> tuple[Mixer, ...]:
+    """Returns one mixer for each kind of layer that a model has.
+
+    Raises:
+        InvalidInput: a setting does not go with a layer of the model.
+        Unsupported: the same, for what is not supported.
+    """
+    found = []
+    # what a kind of layer refuses for itself is said first, and then what is put in the place of others
+    for name in sorted(dict.fromkeys(shape.mixers), key=lambda name: name in APPROXIMATE):
+        layers = tuple(n for n, own in enumerate(shape.mixers) if own == name)
+        found.append(kind_of(name, approximate=config.approximate is not None)(shape, layers, config))
+    if any(mixer.prompts_apart for mixer in found) and any(isinstance(s, State) for mixer in found for s in mixer.specs()):
+        raise Unsupported("approximate is given and the model has layers with a state, which read no answer token by token again")
+    return tuple(found)

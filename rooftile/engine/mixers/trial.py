@@ -1,0 +1,46 @@
+"""`Trial`: what a mixer knows when it runs its kernels so that they are compiled, on very little memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from rooftile.models import ModelConfig
+
+# tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
+SHORT, USUAL = 8, 64
+# rows of the decode step
+ROWS = 16
+
+
+class Trial(NamedTuple):
+    """An engine that is being built: its model, and what its kernels depend on.
+
+    Args:
+        config: the model's configuration.
+        dtype: the dtype of weights and computation.
+        device: a GPU.
+        size: tokens per block of the cache.
+        kv_dtype: the dtype of the cache.
+        longest: the most tokens of one prompt that a step reads.
+        deterministic: whether an engine is (see `batch_invariant`).
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    size: int
+    kv_dtype: torch.dtype
+    longest: int
+    deterministic: bool = False
+
+    def small(self, mixer: str = "attention") -> ModelConfig:
+        """Returns the configuration with one layer: all layers of a kind have the same kernels.
+
+        Embedding and head have no kernels of ours.
+        """
+        return replace(
+            self.config, layers=1, windows=(None,), mixers=(mixer,), unrotated=(), vocab_size=1, max_len=ROWS
+        )  # fmt: skip

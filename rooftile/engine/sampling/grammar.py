@@ -1,0 +1,236 @@
+"""Structured output: a grammar says which tokens an answer may have next.
+
+llguidance compiles the grammar and walks along it. Its work is bounded by `LLParserLimits` and not by a clock, so a grammar that
+is too complex is refused on a slow machine and on a fast one alike. `Grammars.compile` may run in any thread and lets the
+interpreter go on; a `Matcher` belongs to one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftile.engine.sampling.grammar_errors import reason_of
+from rooftile.engine.text.tokenizer import Tokenizer
+from rooftile.errors import InvalidInput
+
+# compiled grammars that are kept, and their bytes together
+KEPT = 64
+KEPT_BYTES = 256 * 2**20
+# what a compiled grammar takes, by the characters of its source: llguidance does not say, and 64 schemas of 1,300 properties with
+# patterns have taken 97
+BYTES_PER_CHARACTER = 128
+# between two parts of JSON; without a bound a model may write spaces until its answer is full
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+# the classes that a JSON schema's pattern has in ASCII alone; sets may stand inside of sets
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
+# the first version of llguidance with the arguments used here
+OLDEST = (1, 9)
+
+
+class GrammarFailed(RuntimeError):
+    """A grammar has failed while an answer followed it; this ends the answer's request, and no other."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the last ones.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocabulary: the number of the model's logits, which may be more than the tokenizer has tokens.
+        ends: the tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = sorted(ends)
+        self._no_end = next(id for id in count(tokenizer.vocab_size) if not tokenizer.token(id))
+        self._theirs: Any = None
+        self._kept: OrderedDict[str, Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structured: Mapping[str, Any]) -> Matcher:
+        """Returns the beginning of a grammar.
+
+        Args:
+            structured: see `SamplingParams`.
+
+        Raises:
+            InvalidInput: the package llguidance is missing or too old, or the grammar is wrong or too complex.
+        """
+        # with its own order, which the answer follows
+        key = json.dumps(structured)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found.fork()
+        made = self._compile(structured)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > KEPT or BYTES_PER_CHARACTER * sum(map(len, self._kept)) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return made.fork()
+
+    def _compile(self, structured: Mapping[str, Any]) -> Matcher:
+        try:
+            # before the import: what an old version lacks is an ImportError, too
+            check_version(version("llguidance"))
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise InvalidInput("the grammar needs the package llguidance; pip install llguidance") from None
+        try:
+            # an error of many words would show a client the state of the parser
+            limits = LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(self._tokens(), grammar_of(structured, LLMatcher), log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:
+            raise refused(str(error)) from None
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        try:
+            made = Matcher(matcher, self._vocabulary, None if self._ends else self._no_end)
+        except GrammarFailed as error:
+            raise InvalidInput(f"the grammar cannot be used: {str(error).rpartition(': ')[2]}") from None
+        if not made.mask.any():
+            raise InvalidInput(
+                "the grammar cannot be used: it allows no token of this model where an answer begins: is there a text that "
+                "it allows?"
+            )
+        return made
+
+    def _tokens(self) -> Any:
+        """Returns llguidance's tree of the tokenizer's tokens, made at the first use."""
+        with self._lock:
+            if self._theirs is None:
+                from llguidance import LLTokenizer
+
+                self._theirs = LLTokenizer(self._with_an_end(), eos_token=self._ends or [self._no_end])
+            return self._theirs
+
+    def _with_an_end(self) -> str:
+        """Returns the tokenizer, with a token to end a text if the model has none: llguidance asks for one.
+
+        The model never gives this token, so that an answer ends where nothing more is allowed.
+        """
+        written = self._tokenizer.to_json()
+        if self._ends:
+            return written
+        known = json.loads(written)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        known["added_tokens"].append({"id": self._no_end, "content": f"<|no end {self._no_end}|>", "special": True} | flags)
+        return json.dumps(known)
+
+
+class Matcher:
+    """The place of one answer in its grammar.
+
+    Args:
+        matcher: an LLMatcher.
+        vocabulary: the number of the model's logits.
+        end: the token that stands for the end of a text, where the model has none.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, end: int | None) -> None:
+        self._matcher = matcher
+        self._vocabulary, self._end = vocabulary, end
+        self.over = False
+        """Whether the grammar allows nothing more, since the text is complete."""
+        self.mask: npt.NDArray[np.int32] = self._next_mask()
+        """One bit per token that may come next, in words of 32, the lowest first; no other bit is set. It has none where the
+        grammar goes on with a text for which the tokenizer has no token."""
+
+    def fork(self) -> Matcher:
+        """Returns the same place for another answer."""
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._end)
+
+    def take(self, token: int) -> None:
+        """Takes an answer's next token.
+
+        Raises:
+            GrammarFailed: the grammar does not have it, or has become too complex.
+        """
+        if not self._matcher.consume_token(token):
+            raise self._failure()
+        self.over = self._matcher.is_stopped()
+        if not self.over:
+            self.mask = self._next_mask()
+
+    def _next_mask(self) -> npt.NDArray[np.int32]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        mask = np.zeros(-(-self._vocabulary // 32), dtype=np.int32)
+        if self._matcher.is_error():
+            # llguidance calls it a failure if no token is left
+            if self._matcher.get_error().startswith("NoExtensionBias"):
+                return mask
+            raise self._failure()
+        mask[: len(bits)] = bits[: len(mask)]
+        if self._vocabulary % 32:
+            mask[-1] &= (1 << self._vocabulary % 32) - 1
+        if self._end is not None:
+            word, bit = self._end // 32, 1 << self._end % 32
+            if word < len(mask):
+                mask.view(np.uint32)[word] &= ~np.uint32(bit)
+            # nothing but the end is left, and no model gives it
+            self.over = bool(bits.view(np.uint32)[word] & bit) and not mask.any()
+        return mask
+
+    def _failure(self) -> GrammarFailed:
+        if self._matcher.stop_reason() in ("LexerTooComplex", "ParserTooComplex"):
+            return GrammarFailed("the answer's grammar has become too complex to follow")
+        return GrammarFailed(f"the answer's grammar has failed: {reason_of(self._matcher.get_error()) or 'it has stopped'}")
+
+
+def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
+    """Returns a grammar in llguidance's words."""
+    ((kind, value),) = structured.items()
+    grammar: str
+    if kind == "json":
+        schema = value if isinstance(value, str) else json.dumps(value)
+        if schema.strip() == "true":
+            # any JSON at all: llguidance bounds white space where a schema is an object
+            schema = "{}"
+        grammar = compiler.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    elif kind == "regex":
+        grammar = compiler.grammar_from_regex(with_ascii_classes(value))
+    else:
+        texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        grammar = compiler.grammar_from_lark(f"start: {texts}")
+    return grammar
+
+
+def with_ascii_classes(regex: str) -> str:
+    r"""Writes the classes \d, \D, \w and \W out, with the characters that they have in a JSON schema's pattern.
+
+    llguidance would take the digits and letters of every script.
+
+    Example:
+        >>> with_ascii_classes(r"\d+[\w-]\\d")
+        '[0-9]+[[A-Za-z0-9_]-]\\\\d'
+    """
+    return re.sub(r"\\(.)", lambda found: CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
+
+
+def check_version(installed: str) -> None:
+    """Raises InvalidInput for a version of llguidance that is older than the one due.
+
+    Example:
+        >>> check_version("1.9.1")
+    """
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < OLDEST:
+        due = "llguidance " + ".".join(map(str, OLDEST))
+        raise InvalidInput(f"the grammar needs {due} or newer, and {installed} is installed; pip install -U llguidance")
+
+
+def refused(why: str) -> InvalidInput:
+    """Returns the error for a grammar that cannot be used, with the reason in our words."""
+    return InvalidInput(f"the grammar cannot be used: {reason_of(why)}")

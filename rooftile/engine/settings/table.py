@@ -1,0 +1,204 @@
+"""The settings of an engine: one table, from which `EngineConfig` takes its checks, and the commands take their flags.
+
+Nothing here imports torch, so that a command refuses a wrong value before it listens or loads anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rooftile.engine.mixers.settings import check_approximate
+from rooftile.engine.text.chat_template import template_of
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.runtime.dtypes import dtype_word
+
+# each answer has a row in tables of blocks and of sampling parameters
+MOST_SEQS = 1 << 16
+MOST_SEED = 2**63 - 1
+# words for an FP8 cache, of which the longer ones are vLLM's and torch's
+FP8_WORDS = ("fp8", "fp8_e4m3", "float8_e4m3fn")
+Check = Callable[[str, Any], None]
+
+
+class Setting(NamedTuple):
+    """One setting.
+
+    Args:
+        name: the keyword of `LLM`, and the flag with hyphens.
+        kind: the type that a flag's text becomes.
+        default: the value that `LLM` takes if none is given.
+        help: one line for the commands' help.
+        check: raises InvalidInput or Unsupported for a wrong value; called with the name and the value.
+        vllm: vLLM's name for it, if that is another.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    check: Check
+    vllm: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The flag of the commands."""
+        return "--" + self.name.replace("_", "-")
+
+
+def is_whole(value: object) -> bool:
+    """Tells whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(least: int, most: int | None = None, *, optional: bool = False) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value is None and optional:
+            return
+        if not is_whole(value) or value < least:
+            raise InvalidInput(f"{name} is {value!r}; must be a whole number of at least {least}")
+        if most is not None and value > most:
+            raise InvalidInput(f"{name} is {value:,}; may be at most {most:,}")
+
+    return check
+
+
+def _seed(name: str, value: Any) -> None:
+    if value is not None and not (is_whole(value) and 0 <= value <= MOST_SEED):
+        raise InvalidInput(f"{name} is {value!r}; must be a whole number from 0 to {MOST_SEED}, or None")
+
+
+def _max_model_len(name: str, value: Any) -> None:
+    if value is not None and not is_whole(value):
+        raise InvalidInput(f"{name} is {value!r}; must be a whole number")
+
+
+def _block_size(name: str, value: Any) -> None:
+    if not is_whole(value) or value < 8 or value & (value - 1):
+        raise InvalidInput(f"{name} is {value}; must be a power of two of at least 8")
+
+
+def _share(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value <= 1:
+        raise InvalidInput(f"{name} is {value!r}; must be above 0 and at most 1")
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {value!r}; must be True or False")
+
+
+def _one_of(*words: str) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value not in words:
+            raise InvalidInput(f"{name} is {value!r}; must be {' or '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}")
+
+    return check
+
+
+def _dtype(name: str, value: Any) -> None:
+    dtype_word(value, name=name, auto=True)
+
+
+def _kv_dtype(name: str, value: Any) -> None:
+    if str(value).removeprefix("torch.") in FP8_WORDS:
+        return
+    try:
+        dtype_word(value, name=name, auto=True)
+    except InvalidInput:
+        raise Unsupported(f'{name} is {str(value)!r}; has "auto", the dtype of the model, and "fp8"') from None
+
+
+def _device(name: str, value: Any) -> None:
+    if isinstance(value, str) and value != "auto" and not re.fullmatch(r"(cpu|cuda(:\d+)?)", value):
+        raise InvalidInput(f"{name} is {value!r}; must be cpu, cuda or cuda:N")
+
+
+def _tensor_parallel(name: str, value: Any) -> None:
+    if value != 1:
+        raise Unsupported(f"{name} is {value}; has 1")
+
+
+def _folder(name: str, value: Any) -> None:
+    if not isinstance(value, str | Path | None):
+        raise InvalidInput(f"{name} is {value!r}; must be a folder with one, or None for the model's")
+    if value is not None and not Path(value).is_dir():
+        raise InvalidInput(f"{name} is {str(value)!r}, which is not a folder; a tokenizer is read from a checkpoint's folder")
+
+
+def _file(name: str, value: Any) -> None:
+    # objects are checked where their class is known
+    if isinstance(value, str | Path) and not Path(value).is_file():
+        raise InvalidInput(f"{name} is {str(value)!r}, which is no file; give one of `rooftile calibrate`")
+
+
+def _template(name: str, value: Any) -> None:
+    if value is not None:
+        template_of(value, name)
+
+
+# a model's formats need torch, which checks them later once more, with their groups and patterns
+_FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
+WEIGHT_WORDS = ("auto", *_FORMATS, "2:4")
+
+
+def _weights(name: str, value: Any) -> None:
+    for word in value.values() if isinstance(value, Mapping) else (value,):
+        if isinstance(word, str) and word not in WEIGHT_WORDS and word.partition(":")[0] not in _FORMATS:
+            raise InvalidInput(f"{name} is {word!r}; must be one of {', '.join(WEIGHT_WORDS)}, also with its group as in int4:64")
+
+
+SETTINGS = {
+    each.name: each
+    for each in (
+        Setting("dtype", str, "auto", "Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.", _dtype),
+        Setting("device", str, None, "cpu, cuda or cuda:N; auto uses CUDA if there is a GPU.", _device),
+        Setting("max_model_len", int, None, "Most tokens of a prompt and its answer together.", _max_model_len),
+        Setting("block_size", int, 16, "Tokens per block of the KV cache.", _block_size),
+        Setting(
+            "num_blocks", int, None, "Blocks of the KV cache; left out, as many as fit into memory.",
+            _whole(1, optional=True), "num_gpu_blocks_override",
+        ),
+        Setting("max_batched_tokens", int, 8192, "Most tokens read in one step.", _whole(1), "max_num_batched_tokens"),
+        Setting("gpu_memory_utilization", float, 0.9, "Share of the GPU's memory for model and cache.", _share),
+        Setting("kv_dtype", str, "auto", "Dtype of the KV cache: fp8; auto for the model's.", _kv_dtype, "kv_cache_dtype"),
+        Setting("allocator", str, "paged", "paged, or contiguous for comparison.", _one_of("paged", "contiguous")),
+        Setting("tensor_parallel_size", int, 1, "Must be 1.", _tensor_parallel),
+        Setting("max_num_seqs", int, 256, "Most answers that run at once.", _whole(1, MOST_SEQS)),
+        Setting("enforce_eager", bool, False, "Run without CUDA graphs.", _switch),
+        Setting("enable_prefix_caching", bool, True, "Let prompts that begin alike share what is cached.", _switch),
+        Setting("deterministic", bool, False, "The same bits whatever runs beside a prompt, at the price of speed.", _switch),
+        Setting("seed", int, None, "The same samples in each run, for requests without a seed of their own.", _seed),
+        Setting("tokenizer", str, None, "A folder with another tokenizer than the model's.", _folder),
+        Setting("chat_template", str, None, "A file with a chat template, or its text, in place of the model's.", _template),
+        Setting("download", bool, False, "Download a named model that is not in the Hugging Face Hub's cache here.", _switch),
+        Setting(
+            "generation_config", str, "auto", "auto takes sampling parameters from generation_config.json; none does not.",
+            _one_of("auto", "none"),
+        ),
+        Setting(
+            "approximate", str, None, "A file of `rooftile calibrate`: answers read a share of the keys.", _file
+        ),
+        Setting("weights", str, "auto", "Format of the projections: fp8, int8, w8, int4:64, 2:4; auto takes theirs.", _weights),
+    )
+}  # fmt: skip
+FLAGS = {name: each.flag for name, each in SETTINGS.items()}
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Checks settings, alone and together, as far as neither torch nor the model is needed.
+
+    Raises:
+        InvalidInput: a value makes no sense; the sentence says which one and what it must be.
+        Unsupported: a value names a feature that is missing here.
+    """
+    for name, value in given.items():
+        SETTINGS[name].check(name, value)
+    check_approximate(given, fp8=is_fp8(given.get("kv_dtype")))
+
+
+def is_fp8(kv_dtype: object) -> bool:
+    """Tells whether a cache is in FP8."""
+    return str(kv_dtype).removeprefix("torch.") in FP8_WORDS

@@ -1,0 +1,113 @@
+"""The jobs that compile an engine's kernels, by running each once on very little memory; `compilation` runs them in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftile.engine.mixers.registry import MIXERS, kind_of
+from rooftile.engine.mixers.trial import ROWS, Trial
+from rooftile.engine.sampling.sampler import SamplingFeatures, SamplingState, sample
+from rooftile.exact.backends import hopper
+from rooftile.fused import linear
+from rooftile.fused.norm import add_norm, normalise
+from rooftile.models import Decoder, ModelConfig
+from rooftile.models.layers import Layer, Multiply, Part
+from rooftile.weights import QuantisedWeight
+
+# rows of products with quantised weights: one of each tile that the kernels have for a decode step and prompts
+PRODUCT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# the features that most requests ask for, and all others: each of the three has kernels of its own. A draw at temperature 0 is
+# the most likely token.
+FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncation=True))
+RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=True, mask=True),)
+
+
+# the modules with kernels, besides those of mixers
+KERNELS = (
+    "fused.kernels.norm", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
+    "weights.hopper.launch", "weights.two_four.product.kernels", "weights.two_four.product.hopper",
+    "weights.two_four.product.transposed", "numerics.kernels", "engine.sampling.kernels",
+)  # fmt: skip
+
+
+def jobs(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
+    deterministic: bool = False,
+) -> list[Callable[[], None]]:  # fmt: skip
+    """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
+    trial = Trial(config, dtype, device, size, kv_dtype, longest, deterministic)
+    decoder = Decoder(trial.small(), dtype=dtype, device=device)
+    # the kernels of what `approximate=` puts in the place of exact layers are compiled at their first step
+    mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name).trials(trial)]
+    sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
+    return [*mixing, partial(_decode_without_mixing, decoder, linear if deterministic else functional.linear), *sampling]
+
+
+def jobs_of_products(layer: Layer, *, deterministic: bool = False) -> list[Callable[[], None]]:
+    """Returns the jobs that compile a layer's products with quantised weights, and what writes codes for them; longest first.
+
+    The layer's weights need not have been read: kernels depend on their formats.
+    """
+    multiply = linear if deterministic else functional.linear
+    return [partial(_multiply, layer, M, multiply) for M in reversed(PRODUCT_ROWS)]
+
+
+def kind_of_products(layer: Layer) -> tuple[Any, ...]:
+    """Returns what the kernels of a layer's products depend on; () if none of its weights is quantised or 2:4."""
+    found = tuple(_kind_of(part) for projection in layer.projections for part in projection.parts)
+    return found if any(found) else ()
+
+
+def _kind_of(part: Part) -> tuple[Any, ...]:
+    if isinstance(part, QuantisedWeight):
+        there = tuple(x is not None for x in (part.zeros, part.order, part.outer, part.input_scale))
+        return part.format, part.group, part.shape, part.scales.dtype, *there
+    return () if isinstance(part, Tensor) else ("2:4", part.shape, part.dtype)
+
+
+def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
+    """Runs what a layer does besides attention, on M rows."""
+    placement = layer.o.placement
+    stream = torch.zeros(M, layer.config.hidden, dtype=placement.dtype, device=placement.device)
+    heads = torch.zeros(M, layer.o.inputs, dtype=placement.dtype, device=placement.device)
+    norms = [norm for norm in (layer.attention_norm, layer.ffn_norm) if norm is not None]
+    for norm, projection in zip(norms, (layer.qkv, layer.up), strict=False):
+        projection(normalise(stream, norm, *projection.rows(stream)), multiply)
+        add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
+    layer.o(heads, multiply)
+    # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
+    last = layer.ffn_norm
+    layer.feed_forward(stream if last is None else normalise(stream, last, *layer.up.rows(stream)), multiply)
+
+
+def import_kernels() -> None:
+    """Imports all modules that the threads need, in one thread: threads that import the same module at once can fail."""
+    for name in dict.fromkeys((*KERNELS, *(name for mixer in MIXERS.values() for name in mixer.kernels))):
+        import_module(f"rooftile.{name}")
+    hopper.import_kernels()
+
+
+def _decode_without_mixing(decoder: Decoder, multiply: Multiply) -> None:
+    """Runs what layers do besides mixing tokens."""
+    rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
+    decoder(rows, rows, lambda layer, q, k, v, rotation, *more: q, multiply)
+
+
+def _sample(decoder: Decoder, vocabulary: int, kinds: Sequence[SamplingFeatures]) -> None:
+    """Runs the sampler for each kind of batch."""
+    device = decoder.embedding.device
+    rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
+    if decoder.config.logit_softcap is not None:
+        logits = logits.float()
+    state = SamplingState(1, vocabulary, device)
+    for features in kinds:
+        state.prepare(features)
+        sample(logits, rows, rows, state, features)

@@ -1,0 +1,435 @@
+"""Decides what the model reads in the next step (continuous batching), in plain Python without a tensor.
+
+A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
+comes first, then prompts that are partly read, then new requests.
+
+The samples of a request run and wait like requests of one prompt that came one after the other: as many run as there are slots
+and blocks for, and the others follow. The prompt is read once: it stays in the cache until the last sample has begun, and one
+that begins later reads only the prompt's last token again. The beams of a search run and wait together.
+
+When the pool has no block left for a running answer, the newest answer is preempted: it gives up its blocks and waits again, at
+the head of the queue. Later it is computed again, except for what the cache still holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rooftile.engine.requests.request import Answer, Request
+from rooftile.engine.steps.state_plan import StatePlan
+from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
+from rooftile.kvcache.states import StateRows
+
+
+class Work(NamedTuple):
+    """Tokens of one answer for the model to read: `tokens` of them from position `start`."""
+
+    answer: Answer
+    start: int
+    tokens: int
+    outputs: tuple[Answer, ...]
+    """The answers that get their next token from the last of these tokens; none while the prompt goes on."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: what the model reads, and what must be done before."""
+
+    work: list[Work] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    """Blocks to copy before the step writes into them (copy-on-write)."""
+    entries: dict[tuple[int, int], int] = field(default_factory=dict)
+    """New entries of the block tables on the device: a block by (slot, column)."""
+    rows: dict[int, int] = field(default_factory=dict)
+    """Rows that blocks have got, by block, where blocks share rows (see `WindowPool`)."""
+    row_copies: list[Copy] = field(default_factory=list)
+    """Rows to copy with the blocks."""
+    started: list[Answer] = field(default_factory=list)
+    """Answers that have got a slot."""
+    states: dict[int, int] = field(default_factory=dict)
+    """Rows of states to copy before the step, the source by its target: for sequences that begin, and beams."""
+    states_after: dict[int, int] = field(default_factory=dict)
+    """Rows of states to copy after the step: for forks, and to keep them."""
+
+
+class Scheduler:
+    """The requests that wait and the requests that run.
+
+    Args:
+        pool: the blocks of the KV cache.
+        max_answers: the most answers that run at once; each has a slot of its own.
+        max_batched_tokens: the most tokens that the model reads in one step.
+        shares_answers: whether the tokens of answers, too, enter the prefix cache and are found there. They must not where they
+            are computed otherwise than a prompt's: what a request finds would depend on what ran before it.
+        states: the rows of states; None if no layer has a state.
+    """
+
+    def __init__(
+        self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True,
+        states: StateRows | None = None,
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        self.states = None if states is None else StatePlan(pool, states)
+        self.max_batched_tokens = max_batched_tokens
+        self.shares_answers = shares_answers
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.preemptions = 0
+        # slots are taken from the end, so the lowest is used first
+        self._all_slots = tuple(range(max_answers - 1, -1, -1))
+        self._slots = list(self._all_slots)
+        self._forked: dict[tuple[int, int], int] = {}
+        self._forked_states: dict[int, int] = {}
+        # the request whose prompt the step reads to its end, for answers that begin later
+        self._read_now: Request | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self.waiting and not self.running
+
+    @property
+    def free_slots(self) -> int:
+        """How many more answers may run."""
+        return len(self._slots)
+
+    @property
+    def _runs(self) -> bool:
+        """Whether any answer runs."""
+        return len(self._slots) < len(self._all_slots)
+
+    def add(self, request: Request) -> None:
+        """Puts a request at the end of the queue."""
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
+        plan = Plan(entries=self._forked, states=self._forked_states)
+        self._forked, self._forked_states = {}, {}
+        self._read_now = None
+        self.pool.next_step()
+        budget = self._decode(plan, self.max_batched_tokens)
+        budget = self._continue_prefill(plan, budget)
+        self._admit(plan, budget)
+        plan.row_copies = self.pool.row_copies()
+        if plan.work:
+            # a plan without work is not run, and the next one has to tell of its rows
+            plan.rows = self.pool.new_rows()
+        return plan
+
+    def seal(self, answer: Answer, length: int) -> None:
+        """Enters an answer's first `length` tokens, which the model has read or is about to read, into the prefix cache."""
+        assert answer.table is not None
+        self.pool.seal(answer.table, answer.ids[: length if self.shares_answers else min(length, len(answer.request.prompt))])
+
+    def finish(self, answer: Answer) -> None:
+        """Takes back the blocks and the slot of a complete answer."""
+        self._release(answer)
+        request = answer.request
+        if not request.live:
+            self._remove(request)
+
+    def abort(self, request: Request) -> None:
+        """Takes back everything that a request has, whether it runs or waits."""
+        for answer in request.answers:
+            self._release(answer)
+        self._remove(request)
+
+    def reset(self) -> list[Request]:
+        """Takes everything back from everybody, also after an interruption in the middle of the books; returns the requests."""
+        # a request that was on its way from one queue to the other is in both
+        requests = list(dict.fromkeys([*self.running, *self.waiting]))
+        for answer in (answer for request in requests for answer in request.answers):
+            answer.table, answer.slot, answer.planned, answer.pending = None, -1, 0, 0
+        for request in requests:
+            request.kept = None
+        self.running.clear()
+        self.waiting.clear()
+        self.pool.reset()
+        self._slots = list(self._all_slots)
+        self._forked, self._forked_states = {}, {}
+        return requests
+
+    def fork_beams(self, answers: list[Answer], parents: list[int]) -> None:
+        """Gives each answer the blocks of its parent, after a beam search has chosen which beams go on.
+
+        Args:
+            answers: the beams.
+            parents: for each beam the index of the beam that it continues.
+        """
+        stays = [parent == n and parents.count(n) == 1 for n, parent in enumerate(parents)]
+        old = [(answer.table, answer.planned) for answer in answers]
+        new = [None if (table := old[parent][0]) is None else self.pool.fork(table) for parent in parents]
+        for n, answer in enumerate(answers):
+            spare = new[n] if stays[n] else old[n][0]
+            if spare is not None:
+                self.pool.free(spare)
+            if not stays[n]:
+                answer.table, answer.planned = new[n], old[parents[n]][1]
+                if answer.table is not None:
+                    self._forked |= entries_of(answer)
+                    if self.states is not None:
+                        self._forked_states[answer.slot] = answers[parents[n]].slot
+
+    def _decode(self, plan: Plan, budget: int) -> int:
+        """Plans one token of each answer that has one unread token; returns the budget that is left."""
+        for request in self.running.copy():
+            for answer in request.answers:
+                if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
+                    continue
+                if answer.pending and request.sits_out:
+                    continue
+                if not self._ensure_block(plan, answer):
+                    break
+                self._cover(answer, 1)
+                plan.work.append(Work(answer, answer.planned, 1, (answer,)))
+                budget -= 1
+        for work in plan.work:
+            work.answer.planned += 1
+            work.answer.pending += 1
+        return budget
+
+    def _ensure_block(self, plan: Plan, answer: Answer) -> bool:
+        """Makes room for the answer's next token, if need be by preempting the newest answers.
+
+        Returns False if the answer itself was preempted.
+        """
+        while True:
+            assert answer.table is not None
+            try:
+                # an answer that is computed again after a preemption has its room already
+                self._append(plan, answer, answer.planned + 1 - answer.table.length)
+            except OutOfBlocks:
+                preempted = self._preempt_newest()
+                if answer in preempted:
+                    # other beams of its search may have been planned already
+                    plan.work = [work for work in plan.work if work.answer not in preempted]
+                    return False
+            else:
+                return True
+
+    def _append(self, plan: Plan, answer: Answer, tokens: int) -> None:
+        """Gives an answer room for more tokens and notes the new table entries in the plan."""
+        table = answer.table
+        assert table is not None
+        before, count = table.blocks, len(table.blocks)
+        copies = self.pool.append(table, tokens)
+        plan.copies += copies
+        # new are the blocks at the end, and the last old one if it was shared; a reserving pool makes all of them new
+        for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
+            plan.entries[answer.slot, column] = table.blocks[column]
+
+    def _cover(self, answer: Answer, tokens: int) -> None:
+        """Makes rows for the next tokens of an answer, where blocks share rows."""
+        assert answer.table is not None
+        self.pool.cover(answer.table, answer.planned, tokens)
+
+    def _continue_prefill(self, plan: Plan, budget: int) -> int:
+        """Plans further chunks of running prompts; returns the budget that is left."""
+        for request in self.running:
+            for answer in request.answers:
+                reads = answer.table is not None and answer.wants_more and (answer.unread > 1 or not request.prefilled)
+                if reads and budget:
+                    budget -= self._prefill(plan, answer, budget)
+        return budget
+
+    def _prefill(self, plan: Plan, answer: Answer, budget: int) -> int:
+        """Plans as many unread tokens of an answer as the budget allows; returns how many.
+
+        When the last token of a prompt is read, the request's other answers start from the same blocks, and the blocks are kept
+        for those that have no slot yet.
+        """
+        tokens = min(answer.unread, budget)
+        if self.states is not None:
+            tokens = self.states.to_a_border(answer, tokens)
+        start = answer.planned
+        self._cover(answer, tokens)
+        answer.planned += tokens
+        assert answer.table is not None
+        request = answer.request
+        outputs: tuple[Answer, ...] = () if answer.unread else (answer,)
+        if outputs and not request.prefilled:
+            outputs = tuple(each for each in request.live if each.slot >= 0)
+            if request.queued:
+                # this step has yet to write what an answer would copy
+                self._read_now = request
+                if self.states is None:
+                    self._keep_prompt(request, answer.table)
+            request.prefilled = True
+        self.seal(answer, answer.planned)
+        for output in outputs:
+            output.pending += 1
+            if output is not answer:
+                output.table = self.pool.fork(answer.table)
+                output.planned = answer.planned
+                plan.entries |= entries_of(output)
+        plan.work.append(Work(answer, start, tokens, outputs))
+        if self.states is not None:
+            plan.states_after |= self.states.after(answer, outputs)
+        return tokens
+
+    def _keep_prompt(self, request: Request, table: BlockTable) -> None:
+        """Keeps the blocks of a prompt that is being read, for answers that follow."""
+        # before they are sealed: without the last token the last block is not full
+        request.kept = self.pool.fork(table)
+        self.pool.truncate(request.kept, len(request.prompt) - 1)
+
+    def _drop_prompt(self, request: Request) -> None:
+        if request.kept is not None:
+            self.pool.free(request.kept)
+            request.kept = None
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Starts what waits, in order, while there are slots, blocks and budget for it."""
+        for request in self.running:
+            budget = self._start(plan, request, budget)
+            if request.queued:
+                return
+        while self.waiting and budget:
+            request = self.waiting[0]
+            # in this order an interruption cannot lose the request
+            self.running.append(request)
+            budget = self._start(plan, request, budget)
+            if len(request.queued) == len(request.live):
+                self.running.pop()
+                return
+            self.waiting.popleft()
+            if request.queued:
+                return
+
+    def _start(self, plan: Plan, request: Request, budget: int) -> int:
+        """Starts answers of a request that wait, in order and as many as fit; returns the budget that is left."""
+        starting = self._next_of(request)
+        readers = starting
+        if not request.prefilled:
+            # one reads the prompt for all
+            readers = [] if any(answer.table is not None for answer in request.answers) else starting[:1]
+        reserved = self._reserve(plan, request, readers if budget else [])
+        if len(reserved) < len(readers):
+            starting = reserved
+        for answer in starting:
+            answer.slot = self._slots.pop()
+            plan.started.append(answer)
+            if answer.table is not None:
+                plan.entries |= entries_of(answer)
+                if self.states is not None:
+                    plan.states[answer.slot] = self.states.before(answer)
+        if not request.queued:
+            self._drop_prompt(request)
+        for answer in reserved:
+            if budget:
+                budget -= self._prefill(plan, answer, budget)
+        return budget
+
+    def _next_of(self, request: Request) -> list[Answer]:
+        """Returns the answers of a request that may start now: all beams of a search, or as many samples as there are slots."""
+        queued = request.queued
+        if request is self._read_now:
+            return []
+        # a preempted answer waits for its token in flight, which it must read again too
+        ready = queued[: next((n for n, answer in enumerate(queued) if answer.pending), len(queued))][: len(self._slots)]
+        return [] if request.search is not None and len(ready) < len(queued) else ready
+
+    def _reserve(self, plan: Plan, request: Request, readers: list[Answer]) -> list[Answer]:
+        """Reserves blocks for all that answers have to read; returns the first ones, which have got them.
+
+        Of a search all get them, or none does.
+        """
+        for n, answer in enumerate(readers):
+            # a prefix never covers the last of the tokens given
+            known = answer.ids if self.shares_answers else answer.ids[: len(request.prompt) + 1]
+            answer.table = self.pool.begin(known, request.cache_salt)
+            if request.kept is not None:
+                self._share_kept(request.kept, answer)
+            elif n and readers[0].table is not None and self.states is None:
+                self._share_prompt(request, readers[0].table, answer)
+            missing = len(answer.ids) - answer.table.length
+            if not self._has_room(answer.table, missing, alone=not self._runs and not n):
+                lost = n if request.search is None else 0
+                for other in readers[lost:]:
+                    self._free_table(other)
+                return readers[:lost]
+            answer.planned = answer.table.length
+            if request.cached_tokens is None:
+                request.cached_tokens = answer.planned
+            plan.copies += self.pool.append(answer.table, missing)
+        return readers
+
+    def _has_room(self, table: BlockTable, tokens: int, *, alone: bool) -> bool:
+        """Whether a table can have more tokens, with some blocks to spare for running answers.
+
+        For one that is alone, with nothing that runs, prompts that are kept make room.
+        """
+        kept = [request for request in self.running if request.kept is not None and alone]
+        while self.pool.available - self.pool.needs(table, tokens) < (0 if alone else self.pool.watermark):
+            if not kept:
+                return False
+            self._drop_prompt(kept.pop())
+        return True
+
+    def _share_kept(self, kept: BlockTable, answer: Answer) -> None:
+        """Lets an answer begin with the blocks of its prompt, unless the cache has more of its tokens."""
+        assert answer.table is not None
+        if answer.table.length <= kept.length:
+            self.pool.free(answer.table)
+            answer.table = self.pool.fork(kept)
+
+    def _share_prompt(self, request: Request, first: BlockTable, other: Answer) -> None:
+        """Lets a preempted request's other answers share the prompt's blocks of the first, which reads before them."""
+        assert other.table is not None
+        # it reads a token itself
+        shared = min(len(request.prompt), len(other.ids) - 1) // self.pool.size * self.pool.size
+        # a prefix found in the cache is as good
+        if self.pool.shares and other.table.length < shared and first.sealed * self.pool.size <= shared:
+            self.pool.free(other.table)
+            other.table = self.pool.fork(first)
+            self.pool.truncate(other.table, shared)
+
+    def _preempt_newest(self) -> list[Answer]:
+        """Takes blocks back from what runs and has come last: an answer, all beams of a search, or a prompt that is kept.
+
+        Returns the answers that have lost theirs.
+        """
+        request = next(each for each in reversed(self.running) if each.kept is not None or each.queued != each.live)
+        running = [answer for answer in request.answers if answer.slot >= 0]
+        if request.kept is not None and len(running) < 2:
+            self._drop_prompt(request)
+            return []
+        preempted = running if request.search is not None else running[-1:]
+        self._preempt(request, preempted)
+        return preempted
+
+    def _preempt(self, request: Request, answers: list[Answer]) -> None:
+        self.preemptions += 1
+        for answer in answers:
+            self._release(answer)
+        if request.queued == request.live and request.kept is None:
+            self.waiting.appendleft(request)
+            self.running.remove(request)
+
+    def _remove(self, request: Request) -> None:
+        self._drop_prompt(request)
+        # a preempted request may be completed by its token in flight while it waits
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+
+    def _release(self, answer: Answer) -> None:
+        self._free_table(answer)
+        if answer.slot >= 0:
+            self._slots.append(answer.slot)
+            answer.slot = -1
+
+    def _free_table(self, answer: Answer) -> None:
+        if answer.table is not None:
+            self.pool.free(answer.table)
+            answer.table = None
+            answer.planned = 0
+
+
+def entries_of(answer: Answer) -> dict[tuple[int, int], int]:
+    """Returns all blocks of an answer by (slot, column)."""
+    assert answer.table is not None
+    return {(answer.slot, column): block for column, block in enumerate(answer.table.blocks)}

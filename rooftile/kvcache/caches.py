@@ -1,0 +1,57 @@
+"""`Caches`: the memory of everything that the layers of a model keep, and the copies that a step asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.kvcache.blocks import Copy
+from rooftile.kvcache.pages import Pages
+from rooftile.kvcache.states import States
+
+
+class Caches:
+    """The caches of one model.
+
+    Args:
+        pages: blocks, with their planes and their rows.
+        places: the place in `pages` of each layer that keeps keys and values there.
+        states: the states of sequences; None if no layer has one.
+    """
+
+    def __init__(self, pages: Pages, places: Mapping[int, int], states: States | None = None) -> None:
+        self.pages, self.places, self.states = pages, places, states
+        self.rows: Tensor | None = None
+        """(blocks,) int32: the row of each block; None if each block is its own row."""
+        blocks, near = pages.storage.shape[0], pages.near
+        if near is not None and near.storage.shape[0] < blocks:
+            self.rows = torch.zeros(blocks, dtype=torch.int32, device=pages.storage.device)
+
+    def prepare(
+        self, copies: Sequence[Copy], rows: Mapping[int, int], row_copies: Sequence[Copy], states: Mapping[int, int]
+    ) -> None:  # fmt: skip
+        """Copies what a step writes that is shared no longer, and notes the rows that blocks have got.
+
+        Args:
+            copies: blocks.
+            rows: rows by block.
+            row_copies: the copies of rows that go with those of blocks.
+            states: rows of states, the source by its target.
+        """
+        self.pages.copy(copies)
+        if rows and self.rows is not None:
+            pairs = torch.tensor([*rows.items()])
+            if self.rows.is_cuda:
+                pairs = pairs.pin_memory().to(self.rows.device, non_blocking=True)
+            self.rows.index_put_((pairs[:, 0],), pairs[:, 1].int())
+        if self.pages.near is not None:
+            self.pages.near.copy(copies if self.rows is None else row_copies)
+        if self.states is not None:
+            self.states.copy(states)
+
+    def finish(self, states: Mapping[int, int]) -> None:
+        """Copies states after a step has written them: for forks, and to keep them."""
+        if self.states is not None:
+            self.states.copy(states)

@@ -1,0 +1,136 @@
+"""The states of sequences: the memory that holds them (`States`), and which of them are kept for prefixes (`Snapshots`).
+
+A layer with a state keeps one sum of a fixed size for each running answer, which no block table can share. Three kinds of rows
+hold states:
+
+    slots       one for each answer that may run, and one for the rows that pad a step
+    zeros       one row, from which every sequence begins
+    snapshots   states that were kept after the last token of a block, so that a prefix can begin there
+
+To begin a sequence, to fork one and to keep a state are copies of rows, before a step or after it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.kvcache.specs import State
+
+
+class StateRows:
+    """The rows of states, by number.
+
+    Args:
+        answers: the most answers that run at once; answer n is in row n, and padding in the row after the last.
+        snapshots: the most states that are kept for prefixes.
+    """
+
+    def __init__(self, answers: int, snapshots: int) -> None:
+        self.zeros = answers + 1
+        self.first_snapshot = answers + 2
+        self.total = answers + 2 + snapshots
+
+    @staticmethod
+    def snapshots_for(answers: int) -> int:
+        """Returns how many states to keep: a state may be large, so there are fewer than answers that run."""
+        return max(1, answers // 4)
+
+
+class States:
+    """The memory of all states.
+
+    Args:
+        specs: what the kinds of layers keep.
+        rows: the number of rows.
+        device: a device.
+    """
+
+    def __init__(self, specs: Sequence[State], rows: int, device: torch.device | str = "cpu") -> None:
+        self.memory: dict[str, Tensor] = {
+            # a layer's rows lie side by side, (layers, rows, ...)
+            spec.name: torch.zeros(len(spec.layers), rows, *spec.shape, dtype=spec.dtype, device=device)
+            for spec in specs
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all states."""
+        return sum(memory.nbytes for memory in self.memory.values())
+
+    def copy(self, copies: Mapping[int, int]) -> None:
+        """Copies rows in all layers, each target from its source; all sources are read before any target is written."""
+        if not copies:
+            return
+        pairs = torch.tensor([*copies.items()])
+        for memory in self.memory.values():
+            if memory.is_cuda:
+                pairs = pairs.pin_memory().to(memory.device, non_blocking=True)
+            for layer in memory:
+                # one layer at a time: the copy between takes no more memory than it must
+                layer.index_copy_(0, pairs[:, 0], layer.index_select(0, pairs[:, 1]))
+
+
+class Snapshots:
+    """Books of the states that are kept, in plain Python without a tensor; the least recently used go first.
+
+    A state is known by the hash of all tokens before it (see `BlockPool`), so it stays true when blocks are evicted. One that a
+    step writes is found from the next step on: within the step it is not there yet.
+
+    Args:
+        total: the most states that are kept.
+
+    Example:
+        >>> kept = Snapshots(1)
+        >>> kept.keep(b"1"), kept.find(b"1")
+        (0, None)
+        >>> kept.next_step(), kept.find(b"1")
+        (None, 0)
+        >>> kept.keep(b"1"), kept.keep(b"2"), kept.find(b"1")
+        (None, 0, None)
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all states."""
+        self._free = list(range(self.total - 1, -1, -1))
+        self._place: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._coming: dict[bytes, int] = {}  # states that the step writes which is being planned
+
+    def next_step(self) -> None:
+        """Tells that the next step is being planned: what the last one has written can be found."""
+        self._place |= self._coming
+        self._coming.clear()
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a state can be found."""
+        return digest in self._place
+
+    def find(self, digest: bytes) -> int | None:
+        """Returns the place of a state, which counts as a use of it; None if there is none."""
+        if digest not in self._place:
+            return None
+        self._place.move_to_end(digest)
+        return self._place[digest]
+
+    def keep(self, digest: bytes) -> int | None:
+        """Returns the place that a state is to be written to; None if it is kept already, or all places are being written."""
+        if digest in self._place or digest in self._coming:
+            return None
+        if not self._free:
+            if not self._place:
+                return None
+            self._free.append(self._place.popitem(last=False)[1])
+        place = self._coming[digest] = self._free.pop()
+        return place
+
+    def check(self) -> None:
+        """Raises AssertionError, with the reason, if the bookkeeping is inconsistent."""
+        places = [*self._free, *self._place.values(), *self._coming.values()]
+        assert sorted(places) == list(range(self.total)), "a place of a state is lost, or has two owners"

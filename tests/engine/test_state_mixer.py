@@ -1,0 +1,234 @@
+"""A kind of layer that the engine has never heard of, with a state of a fixed size: all that it brings is in this file.
+
+A decaying sum: S_t = a S_(t-1) + k_t v_t^T for each key head, and o_t = S_t^T q_t.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile
+from rooftile.approximate import Loki, LokiLayers
+from rooftile.engine import LLM, EngineConfig, SamplingParams
+from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.mixers import registry
+from rooftile.engine.mixers.mixer import Mixer
+from rooftile.engine.mixers.step import Step
+from rooftile.errors import Unsupported
+from rooftile.exact.spec import Asked
+from rooftile.fused.rope import Rotation, rotate
+from rooftile.kvcache.caches import Caches
+from rooftile.kvcache.specs import CacheSpec, State
+from rooftile.models import Attend, Decoder, ModelConfig, mixers
+from rooftile.models.config import config_of
+from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
+from tests.models.checkpoints import SMALL
+
+DECAY = 0.8
+# tokens per block of the cache
+SIZE = 8
+PATTERNS = {"all": ("decaying_sum",) * 3, "some": ("decaying_sum", "attention", "decaying_sum")}
+SETTINGS = {
+    "in chunks": ROOM | {"max_batched_tokens": 13},
+    "chunks of one": ROOM | {"max_batched_tokens": 1, "max_num_seqs": 4},
+    "preempted": {"max_model_len": 96, "num_blocks": 20},
+    "preempted, in chunks": {"max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 10},
+    "three at once": ROOM | {"max_num_seqs": 3},
+    "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 60},
+    "no prefixes": ROOM | {"enable_prefix_caching": False},
+    "deterministic": ROOM | {"deterministic": True},
+}
+
+
+class DecayingSum(Mixer):
+    """The mixer."""
+
+    def specs(self) -> tuple[CacheSpec, ...]:
+        return (State(self.layers, "sum", (self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)),)
+
+    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+        assert caches.states is not None
+        self.sums = caches.states.memory["sum"]
+
+    def on(self, step: Step) -> Attend:
+        slots, positions = step.slots.tolist(), step.positions.tolist()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
+            sums, o = self.sums[self.layers.index(layer)], torch.zeros_like(q)
+            for n, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                if position >= 0:
+                    sums[slot].mul_(DECAY).add_(k[n][:, :, None] * v[n][:, None])
+                    o[n] = torch.einsum("hgd,hde->hge", q[n].unflatten(0, (k.shape[1], -1)), sums[slot]).flatten(0, 1)
+            return o
+
+        return attend
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mixers.MIXERS, "decaying_sum", 1)
+    monkeypatch.setitem(registry.MIXERS, "decaying_sum", DecayingSum)
+
+
+@pytest.fixture(params=PATTERNS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    """A model with random weights, large enough that the tokens of a text differ."""
+    said = SMALL | {"model_type": "llama", "head_dim": 8, "layer_mixers": list(PATTERNS[request.param])}
+    made = Decoder(config_of(said, "here"), dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(3)
+    for name, place in made.tensors():
+        place.copy_(0.3 * torch.randn(place.shape, generator=generator) + name.endswith("norm.weight"))
+    return made
+
+
+def logprobs(decoder: Decoder, prompt: list[int], answer: list[int]) -> Tensor:
+    """The logprobs at each place of an answer, by one pass over all tokens: sums over pairs of tokens in fp64, and no state."""
+    ids, scale = torch.tensor(prompt + answer), decoder.config.scale
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
+        if decoder.config.mixers[layer] == "attention":
+            q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
+            return rooftile.attention(q[None], k[None], v[None], rooftile.CAUSAL, scale=scale)[0]
+        age = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+        weight = torch.where(age >= 0, DECAY ** age.double(), 0.0)
+        k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return torch.einsum("thd,shd,ts,she->the", q.double(), k, weight, v).to(q.dtype)
+
+    with torch.inference_mode():
+        hidden = decoder(ids, torch.arange(len(ids)), attend)
+        return decoder.logits(hidden[len(prompt) - 1 : -1]).double().log_softmax(-1)
+
+
+def likeliest(decoder: Decoder, prompt: list[int], answer: list[int]) -> list[int]:
+    """The most likely token at each place of an answer."""
+    return logprobs(decoder, prompt, answer).argmax(-1).tolist()
+
+
+def test_tokens_are_those_of_one_pass_without_a_state(decoder: Decoder) -> None:
+    asked = prompts(9)
+    for prompt, (answer,) in zip(asked, tokens_of(LLM(decoder, block_size=SIZE, **ROOM), asked, GREEDY), strict=True):
+        assert likeliest(decoder, prompt, answer) == answer
+        assert len(set(answer)) > 5
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_tokens_depend_on_no_schedule(how: str, decoder: Decoder) -> None:
+    llm = LLM(decoder, block_size=SIZE, **SETTINGS[how])
+    llm.engine._ahead = "preempted" in how
+    asked = prompts(9)
+    for prompt, (answer,) in zip(asked, tokens_of(llm, asked, GREEDY), strict=True):
+        assert likeliest(decoder, prompt, answer) == answer
+    assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 45])
+def test_forks_are_answers_of_their_own(length: int, decoder: Decoder) -> None:
+    """Answers fork in the middle of a block, or where one ends."""
+    llm = LLM(decoder, block_size=SIZE, **ROOM)
+    prompt = (prompts(3)[2] * 8)[:length]
+    (found,) = tokens_of(llm, [prompt], SamplingParams(n=3, seed=11, max_tokens=12, ignore_eos=True))
+    single = [SamplingParams(seed=11 + n, max_tokens=12, ignore_eos=True) for n in range(3)]
+    assert found == [tokens_of(LLM(decoder, block_size=SIZE, **ROOM), [prompt], one)[0][0] for one in single]
+    assert len({tuple(row) for row in found}) == 3
+
+
+def test_a_fork_outlives_the_answer_that_read_the_prompt(decoder: Decoder) -> None:
+    """The first answer ends with its first token, so its slot is another's while those that forked from it go on."""
+    prompt = (prompts(3)[2] * 8)[:20]
+    params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
+    first = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), [prompt], params)[0]
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+    stopping = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True, stop_token_ids=[first[0][0]])
+    found, others = tokens_of(llm, [prompt, prompts(4)[3]], [stopping, GREEDY])
+    assert len(found[0]) == 1
+    assert others == [likeliest(decoder, prompts(4)[3], others[0])]
+    for stopped, whole in zip(found, first, strict=True):
+        assert whole[: len(stopped)] == stopped
+
+
+@pytest.mark.parametrize("more", [{}, {"max_batched_tokens": 5}, {"enable_prefix_caching": False}], ids=str)
+def test_samples_in_turn_are_those_of_samples_together(more: dict, decoder: Decoder) -> None:
+    """Those that begin later begin with a state that was kept, or read the prompt again."""
+    asked = [(prompts(3)[2] * 8)[:length] for length in (8, 24, 45)]
+    params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
+    due = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), asked, params)
+    assert tokens_of(LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 2} | more), asked, params) == due
+
+
+@pytest.mark.parametrize("room", [ROOM, {"max_model_len": 96, "num_blocks": 24}], ids=["", "preempted"])
+def test_beams_take_the_states_of_their_parents(room: dict, decoder: Decoder) -> None:
+    """The score of a beam is the sum of logprobs that one pass over its tokens finds."""
+    llm = LLM(decoder, block_size=SIZE, **room)
+    asked = prompts(6)
+    outputs = llm.generate(asked, SamplingParams(beam_width=3, n=3, max_tokens=12))
+    assert (llm.engine.scheduler.preemptions > 0) == ("num_blocks" in room and room["num_blocks"] < 100)
+    for prompt, output in zip(asked, outputs, strict=True):
+        for answer in output.outputs:
+            found = logprobs(decoder, prompt, answer.token_ids)
+            due = found.gather(1, torch.tensor(answer.token_ids)[:, None]).sum().item()
+            assert answer.cumulative_logprob == pytest.approx(due, abs=1e-3)
+
+
+def hits(llm: LLM, asked: list[list[int]]) -> list[int | None]:
+    """Asks one prompt after the other; returns how many tokens of each the cache had, and checks the answers."""
+    found = []
+    for prompt in asked:
+        (output,) = llm.generate([prompt], GREEDY)
+        answer = output.outputs[0].token_ids
+        assert likeliest(llm.engine.runner.decoder, prompt, answer) == answer
+        llm.engine.check_idle()
+        found.append(output.num_cached_tokens)
+    return found
+
+
+def test_a_prefix_is_found_with_its_state(decoder: Decoder) -> None:
+    """A prompt of 45 tokens leaves states after 40, where the next begins: at the last end of a block that both have."""
+    prefix = prompts(1, seed=3)[0] * 4
+    longer = [[*prefix[:40], *range(n, 2 * n)] for n in (1, 4, 9)]
+    llm = LLM(decoder, block_size=SIZE, **ROOM)
+    assert hits(llm, [prefix[:45], *longer]) == [0, 40, 40, 40]
+    # no state was kept after 32 tokens, so a prompt that leaves the prefix there is read anew
+    assert hits(llm, [[*prefix[:33], 5, 6], prefix[:41], prefix[:40]]) == [0, 40, 32]
+    # a prompt that ends with a block leaves the state before that block, too: no prefix covers a whole prompt
+    assert hits(LLM(decoder, block_size=SIZE, **ROOM), [prefix[:40]] * 2) == [0, 32]
+    without = LLM(decoder, block_size=SIZE, **ROOM | {"enable_prefix_caching": False})
+    assert hits(without, [prefix[:45], *longer]) == [0, 0, 0, 0]
+
+
+def test_the_state_that_was_used_last_stays(decoder: Decoder) -> None:
+    """One state is kept here: that of the prompt before."""
+    one, other = ([n, *prompts(1, seed=3)[0] * 30][:30] for n in (1, 2))
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+    assert hits(llm, [one, one, other, other, one, one]) == [0, 24, 0, 24, 0, 24]
+
+
+def test_prompts_that_are_alike_and_come_together(decoder: Decoder) -> None:
+    """A step that writes a state is no step that reads it."""
+    asked = [prompts(1, seed=3)[0] * 4 + [n] for n in range(4)]
+    for more in ({}, {"max_batched_tokens": 30}):
+        found = tokens_of(LLM(decoder, block_size=SIZE, **ROOM | more), asked, GREEDY)
+        for prompt, (answer,) in zip(asked, found, strict=True):
+            assert likeliest(decoder, prompt, answer) == answer
+
+
+def test_states_have_their_share_of_memory() -> None:
+    said = SMALL | {"model_type": "llama", "head_dim": 8, "layer_mixers": list(PATTERNS["some"])}
+    config: ModelConfig = config_of(said, "here")
+    found = registry.mixers_of(config, EngineConfig(block_size=SIZE))
+    layout = CacheLayout(SIZE, tuple(spec for mixer in found for spec in mixer.specs()))
+    load = Load(answers=8, tokens=24)
+    # a row for each answer, for padding, for zeros, and for two states that are kept; two layers of 2 heads of 8 x 8 numbers
+    assert layout.state_bytes(load) == (8 + 1 + 1 + 2) * 2 * 2 * 8 * 8 * 4
+    # one layer has pages
+    assert layout.block_bytes(torch.float32) == 2 * SIZE * 2 * 8 * 4
+    assert layout.blocks_in(layout.state_bytes(load) + 3000, torch.float32, load) == 2
+    assert layout.blocks_in(1000, torch.float32, load) == 0
+
+
+def test_what_reads_answers_again_token_by_token_does_not_go_with_a_state(decoder: Decoder) -> None:
+    fitted = LokiLayers([Loki.fit(torch.randn(50, 2, 8)) for _ in range(3)])
+    if "attention" in decoder.config.mixers:
+        with pytest.raises(Unsupported, match="approximate is given and the model has layers with a state"):
+            LLM(decoder, approximate=fitted, **ROOM)
