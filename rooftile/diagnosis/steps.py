@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rooftile.runtime.words import answers_foreign_words
+
 Role = Callable[[], AbstractContextManager[Any]]
 
 
@@ -98,6 +100,7 @@ def watching(steps: Steps) -> Iterator[None]:
 
 
 @contextmanager
+@answers_foreign_words
 def step() -> Iterator[None]:
     """Marks a step of a program for `rooftile diagnose`; does nothing otherwise.
 

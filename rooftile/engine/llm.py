@@ -24,7 +24,7 @@ from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.runtime.words import answers_with
+from rooftile.runtime.words import answers_foreign_words, answers_with
 from rooftile.weights.files.plan import Weights
 
 # words that callers of `generate` may mean for something else: fields of SamplingParams, and vLLM's
@@ -136,6 +136,7 @@ class LLM:
             self._warm_up()
 
     @classmethod
+    @answers_foreign_words
     def from_config(cls, model: str | Path | Decoder, config: EngineConfig) -> LLM:
         """Makes an LLM with the settings of `config`."""
         return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})

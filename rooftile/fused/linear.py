@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from rooftile.fused.where import kernels_run_on
 from rooftile.runtime.operators import call, define, needs_steps
+from rooftile.runtime.words import answers_foreign_words
 
 # rows of a tile of the definition
 ROWS = 16
 
 
+@answers_foreign_words
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (total, in) times weight (out, in) transposed, plus bias (out,): (total, out), batch-invariant.
 

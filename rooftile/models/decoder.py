@@ -18,7 +18,7 @@ from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Multiply, Norm, Rows, capped
 from rooftile.models.placement import Placement
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
-from rooftile.runtime.words import answers_foreign_words, answers_words
+from rooftile.runtime.words import answers_words
 from rooftile.weights.files.folder import files_of
 from rooftile.weights.files.plan import Weights, check_device, plan_of
 
@@ -67,7 +67,6 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     @classmethod
-    @answers_foreign_words
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
         *, max_len: int | None = None, weights: Weights = "auto", on_layer: Callable[[Layer], None] | None = None,
@@ -108,7 +107,6 @@ class Decoder(nn.Module):
         return places.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
-    @answers_foreign_words
     def random(
         cls,
         config: ModelConfig,

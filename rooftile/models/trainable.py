@@ -132,6 +132,7 @@ class TrainableDecoder(nn.Module):
             "bos_token_id": None, "eos_token_id": None, "mixers": list(self.mixers),
         } | (served_mixers(self.mixers) if served else {})  # fmt: skip
 
+    @answers_foreign_words
     def save(self, folder: str | Path) -> None:
         """Writes config.json and model.safetensors, in fp32.
 
@@ -146,6 +147,7 @@ class TrainableDecoder(nn.Module):
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
 
     @classmethod
+    @answers_foreign_words
     def load(cls, folder: str | Path) -> TrainableDecoder:
         """Reads what `save` wrote, in fp32 and on the CPU.
 

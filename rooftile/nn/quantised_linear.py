@@ -9,6 +9,7 @@ from rooftile import weights
 from rooftile.nn.converted import Converted
 from rooftile.numerics.block_floating import Rule, rounded_activations
 from rooftile.runtime.operators import autocast_on
+from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.linear import linear
 
@@ -35,6 +36,7 @@ class QuantisedLinear(Converted):
         torch.Size([3, 8])
     """
 
+    @answers_foreign_words
     def __init__(
         self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None, rule: Rule = "floor",
         dtype: torch.dtype | None = None,

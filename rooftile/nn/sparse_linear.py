@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.nn.converted import Converted
+from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights.linear import linear
 from rooftile.weights.two_four import TwoFour
 
@@ -33,6 +34,7 @@ class SparseLinear(Converted):
     places: Tensor
     scales: Tensor | None
 
+    @answers_foreign_words
     def __init__(
         self, weight: TwoFour, bias: nn.Parameter | None = None, dtype: torch.dtype | None = None
     ) -> None:  # fmt: skip

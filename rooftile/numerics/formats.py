@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.runtime.words import answers_foreign_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def format_of(name: str) -> Format:
     return FORMATS[name]
 
 
+@answers_foreign_words
 def encode(x: Tensor, format: Format) -> Tensor:
     """Encodes each number of a float tensor, in the format's storage dtype."""
     x = x.float()
@@ -74,6 +76,7 @@ def encode(x: Tensor, format: Format) -> Tensor:
     return bounded.to(format.dtype)
 
 
+@answers_foreign_words
 def decode(values: Tensor, format: Format) -> Tensor:
     """Decodes to fp32."""
     if format.mantissa:

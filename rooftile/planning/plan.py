@@ -15,12 +15,14 @@ from rooftile.errors import InvalidInput
 from rooftile.planning.output.page import notebook, render
 from rooftile.planning.output.table import chosen, text
 from rooftile.planning.records import KEPT_NAMES, Load, Option, Other, Part, PlannedLayer, Total
+from rooftile.runtime.words import answers_foreign_words, answers_words
 from rooftile.weights.two_four import Recipe
 
 FORM = "rooftile.plan/1"
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A format for each linear layer of a model. `print(plan)` prints the table.
@@ -60,6 +62,7 @@ class Plan:
         """
         return self._words() or "auto"
 
+    @answers_foreign_words
     def apply(self, model: Model) -> Model:
         """Quantises the layers of a model as planned, in place, and returns it.
 
@@ -76,6 +79,7 @@ class Plan:
 
         return apply(self.layers, self._words(), model)
 
+    @answers_foreign_words
     def prepare(self, model: Model, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None) -> Model:
         """Prepares a model for training with the planned formats, as `rooftile.qat.prepare` does, and returns it.
 

@@ -40,6 +40,9 @@ _CALL = "write rooftile.attention(q, k, v, mask) in the layout (B, T, H, D), or 
 
 # words of flash-attn, torch's SDPA, FlexAttention, MultiheadAttention, xformers and Transformers -> what to do here
 ARGUMENTS = {
+    # our own words of earlier
+    "block": "write block_size=", "size": "write block_size=", "w": "write weight=", "b": "write bias=",
+    "stream": "write residual=", "heads": "write sets=", "weight": "write commitment=",
     "fused": "leave it out: a step is always one pass on a GPU with Triton",
     "foreach": "leave it out: a step is always one pass on a GPU with Triton",
     "max_grad_norm": "write clip_norm=",
@@ -181,9 +184,15 @@ def answers_with(more: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable
 
 
 def answers_words(cls: type[T]) -> type[T]:
-    """Makes a class answer unknown keywords, like `answers_foreign_words` for its constructor."""
+    """Makes a class answer unknown keywords, like `answers_foreign_words` for its constructor and its other ways to be made.
+
+    These are its public class methods and static methods. Other methods keep their speed: an engine calls some in each step.
+    """
     made: Any = cls
     made.__init__ = answers_foreign_words(made.__init__)
+    for name, method in list(vars(cls).items()):
+        if not name.startswith("_") and isinstance(method, classmethod | staticmethod):
+            setattr(cls, name, type(method)(answers_foreign_words(method.__func__)))
     return cls
 
 

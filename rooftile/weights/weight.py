@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP4_E2M1, decode
+from rooftile.runtime.words import answers_words
 from rooftile.weights.formats import TILE, WeightFormat, weight_format
 from rooftile.weights.packing import OFFSET, unpack
 
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
     outer: Tensor | None
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class QuantisedWeight:
     """A weight (N, K) as `quantise_weight` makes it, or as a checkpoint has it, for `linear`. It is a constant: no gradient.

@@ -59,7 +59,7 @@ def test_the_error_comes_a_step_later(format: str, lost: float, name: str, monke
         step(model, optimiser)
         model(inputs()).square().mean().backward()
     word = format.partition(":")[0]
-    with pytest.raises(InvalidInput, match=rf"2.weight after 3 steps cannot be quantised to {word}: w is"):
+    with pytest.raises(InvalidInput, match=rf"2.weight after 3 steps cannot be quantised to {word}: weight is"):
         optimiser.step()
     # it has been told
     assert flags(model) == [0, 0, 0]

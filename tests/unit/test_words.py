@@ -160,39 +160,6 @@ def test_a_compiled_call_with_the_wrapper_has_one_graph() -> None:
     torch.testing.assert_close(compiled(Q), rt.attention(Q, Q, Q, rt.CAUSAL))
 
 
-# modules whose public functions and classes people call by keyword
-HOMES = (
-    "rooftile", "rooftile.approximate", "rooftile.fused", "rooftile.kvcache", "rooftile.models",
-    "rooftile.nn", "rooftile.numerics", "rooftile.optim", "rooftile.qat", "rooftile.engine", "rooftile.weights.two_four",
-)  # fmt: skip
-# what functions return or raise, what is internal to the engine, and protocols
-NOT_CALLED = {
-    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "QuantisedWeight", "TwoFour", "QuantisedLinear", "SparseLinear",
-    "Status", "BlockScaled", "Format", "Granularity", "QuantisedQKV", "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable",
-    "Copy", "Rotation", "CompletionOutput", "RequestOutput", "EngineStats", "Logprob", "Members", "Method", "Attend", "Norm",
-    "add_norm", "linear", "normalise", "rotate", "runs_on", "decode", "encode",
-}  # fmt: skip
-
-
-def test_every_public_function_answers_a_wrong_keyword() -> None:
-    asked = []
-    for home in HOMES:
-        module = importlib.import_module(home)
-        for name in module.__all__:
-            call = getattr(module, name)
-            if name in NOT_CALLED or not callable(call):
-                continue
-            asked.append(name)
-            # what is required comes first, or Python would miss it first
-            required = [
-                each for each in inspect.signature(call).parameters.values() if each.default is each.empty and each.kind < 2
-            ]
-            with pytest.raises(rt.InvalidInput, match=f"{name} has no argument '?no_such_word") as raised:
-                call(*(None for _ in required), no_such_word=1)
-            assert str(raised.value).count("\n") == 0
-    assert {"LLM", "SamplingParams", "Window", "merge", "enable", "Pages", "BlockPool", "Decoder", "ModelConfig"} <= set(asked)
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

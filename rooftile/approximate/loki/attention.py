@@ -64,7 +64,6 @@ class Loki:
         _check_name(self.model)
 
     @staticmethod
-    @answers_foreign_words
     def fit(keys: Tensor, *, dims: float = 0.25, keep: float = 0.25, model: str = "", rotated: bool = True) -> Loki:
         """Fits the rotation to keys (N, Hk, D), or (B, S, Hk, D): the eigenvectors of their covariance, in fp64.
 
@@ -112,6 +111,7 @@ class Loki:
         with as_given(x):
             return torch.einsum("bthd,hde->bthe", x.to(p.dtype), p).to(x.dtype)
 
+    @answers_foreign_words
     def choose(
         self, q: Tensor, k: Tensor, *, page: int = 16, scale: float | None = None, turned: bool = False, unit: str = "token"
     ) -> Tensor:

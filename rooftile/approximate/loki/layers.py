@@ -13,7 +13,7 @@ from rooftile.approximate.chosen_arguments import check_fraction
 from rooftile.approximate.loki.attention import Loki, read_tensors, write_tensors
 from rooftile.errors import InvalidInput
 from rooftile.exact.validate import shown
-from rooftile.runtime.words import answers_words
+from rooftile.runtime.words import answers_foreign_words, answers_words
 
 FORMAT = "rooftile loki layers 1"
 # numbers of a model are rounded when its dtype changes, by at most 2**-8 in bf16
@@ -87,6 +87,7 @@ class LokiLayers:
         heads, dim, _ = self.layers[0].p.shape
         return f"LokiLayers({len(self)} layers, {heads} heads of {dim}, dims={self.dims:g}, keep={self.keep:g})"
 
+    @answers_foreign_words
     def replace(self, *, dims: float | None = None, keep: float | None = None) -> LokiLayers:
         """Returns the same rotations with another share of dimensions or keys: neither is a part of the fit."""
         dims = self.dims if dims is None else check_fraction("dims", dims)

@@ -15,7 +15,7 @@ from rooftile.approximate.performer.definition import KINDS, phi
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import whole
 from rooftile.exact.validate import shown
-from rooftile.runtime.words import answers_foreign_words, answers_words
+from rooftile.runtime.words import answers_words
 
 LENGTHS = ("gaussian", "sqrt")
 # kinds that make two features of each row of the projection
@@ -46,7 +46,6 @@ class Features:
         self.projection = projection.detach()
 
     @classmethod
-    @answers_foreign_words
     def draw(
         cls,
         dim: int,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+from rooftile.runtime.words import answers_foreign_words
 
 Count = Callable[..., int]
+T = TypeVar("T")
 # by the operator's name, such as "mylib::rotate"
 GIVEN: dict[str, tuple[Count | None, Count | None]] = {}
 
 
-def counts(flops: Count | None = None, bytes: Count | None = None) -> Callable[[Any], Any]:
+@answers_foreign_words
+def counts(flops: Count | None = None, bytes: Count | None = None) -> Callable[[T], T]:
     """Says what one call of a custom operator computes and moves.
 
     Args:
@@ -22,7 +26,7 @@ def counts(flops: Count | None = None, bytes: Count | None = None) -> Callable[[
         ... def rotate(x: torch.Tensor) -> torch.Tensor: ...
     """
 
-    def register(operator: Any) -> Any:
+    def register(operator: T) -> T:
         overload = getattr(operator, "_opoverload", operator)
         schema = getattr(overload, "_schema", None)
         if schema is None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.runtime.operators import call, define
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_foreign_words, answers_words
 from rooftile.weights.two_four import definition
 from rooftile.weights.two_four.checks import HELD, check_weight, is_raised, kernels_run_on
 
 
+@answers_words
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class TwoFour:
     """A weight (N, K) with two of each four neighbours along K, as `compress` makes it, for `linear`. It has no gradient.
