@@ -25,7 +25,7 @@ from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.after_import import call_after_import
 from rooftile.integrations.transformers_import import register_when_imported
-from rooftile.runtime import words
+from rooftile.runtime import foreign_words
 from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def _load() -> None:
 
 def __getattr__(name: str) -> object:
     """Imports a name when it is first used; answers names of other libraries."""
-    if name in words.NAMES:
-        raise AttributeError(f"module 'rooftile' has no attribute {name!r}: {words.NAMES[name]}")
-    return _find(words.AMERICAN.get(name, name))
+    if name in foreign_words.NAMES:
+        raise AttributeError(f"module 'rooftile' has no attribute {name!r}: {foreign_words.NAMES[name]}")
+    return _find(foreign_words.AMERICAN.get(name, name))
 
 
 def __dir__() -> list[str]:

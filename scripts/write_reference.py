@@ -105,7 +105,8 @@ PAGES = (
                 (
                     "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
                     "cross_entropy", "linear_cross_entropy", "rms_norm_quantised", "layer_norm_quantised",
-                    "add_rms_norm_quantised", "add_layer_norm_quantised", "gated_quantised", "swiglu_quantised", "geglu_quantised",
+                    "add_rms_norm_quantised", "add_layer_norm_quantised", "gated_quantised", "swiglu_quantised",
+                    "geglu_quantised",
                 ),
             ),
             Section("Optimiser", "rooftile.optim", ("AdamW",)),
@@ -168,7 +169,8 @@ PAGES = (
                 "rooftile.approximate",
                 (
                     "linear", "linear_with_state", "linear_step", "performer", "performer_with_state", "Features",
-                    "linformer", "sparse_transformer", "reformer", "lsh", "routing", "update_centroids", "commitment_loss", "Loki", "LokiLayers", "native_sparse", "compress",
+                    "linformer", "sparse_transformer", "reformer", "lsh", "routing", "update_centroids", "commitment_loss",
+                    "Loki", "LokiLayers", "native_sparse", "compress",
                     "choose_blocks", "choose_blocks_with_scores", "selected_attention",
                 ),
             ),

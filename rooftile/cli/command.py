@@ -13,9 +13,9 @@ from typer.models import OptionInfo
 
 from rooftile.cli.vllm_flags import SERVER_REFUSED
 from rooftile.engine.settings.table import FLAGS
-from rooftile.engine.vllm_names import LLM_REFUSED, Refused
+from rooftile.engine.vllm_names import LLM_REFUSED
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.runtime.words import rename
+from rooftile.runtime.words import Refused, rename
 
 # the flags of vLLM that a command answers besides its own
 REFUSED: Mapping[str, Mapping[str, Refused]] = {"generate": LLM_REFUSED, "serve": LLM_REFUSED | SERVER_REFUSED}

@@ -5,7 +5,7 @@ Flags that concern the engine are keywords of vLLM's `LLM`, too, and stand in `r
 
 from __future__ import annotations
 
-from rooftile.engine.vllm_names import Refused
+from rooftile.runtime.words import Refused
 
 _TLS = "the server speaks plain HTTP; let a proxy end TLS"
 _TOOLS = "there are no tools; ask for JSON with response_format"

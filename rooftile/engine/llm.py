@@ -21,10 +21,10 @@ from rooftile.engine.start.build import build_engine, current_device
 from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.engine.text.tokenizer import Tokenizer
-from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED, takes_vllm_names
+from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
-from rooftile.runtime.words import answers_foreign_words, answers_with
+from rooftile.runtime.words import answers_foreign_words, answers_with, takes_names
 from rooftile.weights.files.plan import Weights
 
 # words that callers of `generate` may mean for something else: fields of SamplingParams, and vLLM's
@@ -44,7 +44,7 @@ class _Reader:
     unfinished: int = 0
 
 
-@takes_vllm_names(LLM_RENAMED, LLM_REFUSED)
+@takes_names(LLM_RENAMED, LLM_REFUSED)
 class LLM:
     """A language model that answers prompts together, with a paged KV cache and continuous batching.
 

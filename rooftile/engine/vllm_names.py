@@ -5,28 +5,12 @@ A keyword that asks for what happens anyway is accepted; every other one is refu
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
-
 from rooftile.engine.settings.table import SETTINGS
-from rooftile.errors import InvalidInput, Unsupported
-from rooftile.runtime.words import unknown_word
-
-T = TypeVar("T", bound=type)
-
-
-class Refused(NamedTuple):
-    """A keyword without a meaning here: the values that ask for what happens anyway (None always does), and the reason."""
-
-    accepted: tuple[Any, ...]
-    reason: str
-
+from rooftile.runtime.words import Refused
 
 _ONE_GPU = "an LLM runs on one device"
 _TEXT = "an LLM reads text and tokens"
-_LOGITS = "choose tokens with allowed_token_ids, bad_words or logit_bias"
+_LOGITS = "choose tokens with structured, allowed_token_ids, bad_words or logit_bias"
 _OUTPUTS = "stream yields whole outputs, and generate the last ones"
 _HUB = "give the folder of the revision"
 
@@ -202,49 +186,3 @@ SAMPLING_REFUSED = {
     "thinking_token_budget": Refused((-1,), "max_tokens limits an answer as a whole"),
     "trace_decode_token_ids": Refused((), "prompt_logprobs scores given tokens"),
 }
-
-
-def in_our_names(
-    owner: str, given: Mapping[str, Any], renamed: Mapping[str, str], refused: Mapping[str, Refused]
-) -> dict[str, Any]:
-    """Returns keyword arguments by the names that they have here.
-
-    Raises:
-        Unsupported: one of them asks for what is missing here.
-        InvalidInput: one of them has the same meaning as another.
-    """
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in refused:
-            accepted, reason = refused[name]
-            # equal and of one type: 1 is not True
-            if value is not None and not any(value == one and type(value) is type(one) for one in accepted):
-                raise Unsupported(f"{owner} has no {name}={str(value)[:40]}: {reason}")
-            continue
-        ours = renamed.get(name, name)
-        if ours in found or (ours != name and ours in given):
-            raise InvalidInput(f"{owner} got {name} and {ours}, which mean the same; give one of them")
-        found[ours] = value
-    return found
-
-
-def takes_vllm_names(renamed: Mapping[str, str], refused: Mapping[str, Refused]) -> Callable[[T], T]:
-    """Lets a class take vLLM's keywords beside its own, and answers all others in a sentence."""
-
-    def decorate(cls: T) -> T:
-        made: Any = cls
-        init = made.__init__
-        own = [name for name in inspect.signature(init).parameters if name != "self"]
-
-        @functools.wraps(init)
-        def with_names(self: Any, *args: Any, **given: Any) -> None:
-            found = in_our_names(cls.__name__, given, renamed, refused) if given else given
-            word = next((name for name in found if name not in own), None)
-            if word is not None:
-                raise unknown_word(cls.__name__, word, own)
-            init(self, *args, **found)
-
-        made.__init__ = with_names
-        return cls
-
-    return decorate

@@ -16,7 +16,7 @@ import rooftile as rt
 from rooftile import numerics
 from rooftile.engine import LLM, AsyncEngine, EngineConfig
 from rooftile.models import Decoder
-from rooftile.runtime import words
+from rooftile.runtime import foreign_words, words
 from tests.integrations.test_flash_attn import SIGNATURES
 
 Q = torch.randn(1, 4, 2, 16)
@@ -113,7 +113,7 @@ def test_american_spellings_are_the_same() -> None:
         _ = numerics.quantized
 
 
-@pytest.mark.parametrize("name", sorted(words.NAMES))
+@pytest.mark.parametrize("name", sorted(foreign_words.NAMES))
 def test_a_name_of_a_peer_is_answered(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'rooftile' has no attribute '{name}': "):
         getattr(rt, name)
@@ -144,7 +144,7 @@ MODULES = ("rooftile.integrations.flex_attention",)
 
 
 def test_what_an_answer_tells_to_write_exists() -> None:
-    for line in (*words.ARGUMENTS.values(), *words.NAMES.values()):
+    for line in (*foreign_words.ARGUMENTS.values(), *foreign_words.NAMES.values()):
         for word in line.replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split():
             if word.startswith("rooftile."):
                 owner = rt

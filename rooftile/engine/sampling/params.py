@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftile.engine.settings.changed import changed
-from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED, takes_vllm_names
+from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
+from rooftile.runtime.words import takes_names
 
 # limits for one request: a parameter without a bound can bring a service down
 MOST_SAMPLES = 16
@@ -28,7 +29,7 @@ LARGEST = 2**63 - 1
 LARGEST_PENALTY = 10.0
 
 
-@takes_vllm_names(SAMPLING_RENAMED, SAMPLING_REFUSED)
+@takes_names(SAMPLING_RENAMED, SAMPLING_REFUSED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of a request: how its tokens are chosen, and when its answers end.
