@@ -1,6 +1,6 @@
 """Norms and gated activations whose result is quantised as it is written, for `rooftile.linear`; they have no gradient.
 
-The codes are those of `rooftile.numerics.quantise_rows` of the rounded result. On a GPU that result is never stored.
+The codes equal `rooftile.numerics.quantise_rows` of the rounded result. On a GPU that result is never stored.
 """
 
 from __future__ import annotations
