@@ -1,7 +1,7 @@
 """Serving language models from a paged cache.
 
 llm            LLM: prompts in, answers out
-async_engine   AsyncEngine: the same for many callers at once, as in a server
+async_engine   AsyncEngine: the same for many callers at once, inside one program
 engine         one step at a time: requests in, tokens out
 growth         outputs that hold only what is new
 process_lock   keeps forked processes out

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: an LLM for many concurrent callers, for use in a server.
+"""`AsyncEngine`: an LLM for many concurrent callers inside one program.
 
     callers, in their event loops                  the engine's thread
     generate, abort --> orders ------------------> read between two steps
