@@ -154,7 +154,7 @@ def test_many_heads_and_short_texts_look_like_no_swapped_axes() -> None:
     q, k = torch.randn(1, 256, 32, 8), torch.randn(1, 256, 32, 8)
     for pattern in ("strided", "fixed"):
         for heads in ("union", "second"):
-            o = ap.sparse_transformer(q, k, k, pattern=pattern, heads=heads, stride=128)
+            o = ap.sparse_transformer(q, k, k, pattern=pattern, sets=heads, stride=128)
             assert o.shape == q.shape
     pair = ap.compress(k), ap.compress(k)
     assert ap.native_sparse(q[:, :64], (pair[0][:, :3], pair[1][:, :3]), (k[:, :64], k[:, :64]), (k[:, :64], k[:, :64]),
