@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import rooftile.weights.gated  # noqa: F401  (an exported program finds its operators)
 from rooftile import fused
 from rooftile import weights as matmul
 from rooftile.errors import InvalidInput, Unsupported

@@ -51,6 +51,10 @@ def test_torch_has_the_operators_in_either_order(order: str) -> None:
     assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose', 'doctor', 'plan']"
 
 
+def test_products_with_gates_are_operators_after_the_import() -> None:
+    assert run("import torch, rooftile; print(torch.ops.rooftile.linear_gated.default)") == "rooftile.linear_gated.default"
+
+
 def test_transformers_without_the_interface_stays_usable(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
