@@ -8,6 +8,7 @@ import torch
 from rooftile.fused import ACTIVATIONS, gated, linear
 from rooftile.fused.kernels.norm import tile_of
 from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
+from rooftile.fused.quantised import gated_quantised
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.numerics.activations import gated_halves
 from rooftile.runtime.launch import observe
@@ -104,12 +105,14 @@ def test_gates_are_quantised_as_they_are_rounded(total: int, ffn: int, activatio
     x = (3 * torch.randn(total, 2 * ffn)).to(dtype)
     seen: list[str] = []
     with observe(seen.append):
-        found = gated(x, activation, out)
+        found = gated_quantised(x, activation, format=out)
     assert seen == ["_gate_quantised"]
     assert_same_rows(found, quantise_rows(gated(x, activation), out))
     if out == "fp8":
         scale = torch.tensor([0.02])
-        assert_same_rows(gated(x, activation, out, scale), quantise_rows(gated(x, activation), out, scale=scale))
+        assert_same_rows(
+            gated_quantised(x, activation, format=out, scale=scale), quantise_rows(gated(x, activation), out, scale=scale)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
