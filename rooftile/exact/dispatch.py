@@ -19,9 +19,9 @@ from rooftile.runtime.dispatch import Dispatcher
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
-# what one backend's backward has from another: `repair` computes the gradients again where a NaN spoiled what the mask should
-# hide, and `bias_gradient` the gradient of a bias; `far_backward` computes gradients from the inputs alone, where
-# scores share a large offset
+# functions that one backend's backward borrows from another: `repair` computes the gradients again where a NaN spoiled what the
+# mask should hide, `bias_gradient` computes the gradient of a bias, and `far_backward` computes gradients from the inputs
+# alone, where scores share a large offset
 LENT: dict[str, dict[str, Callable[..., Any]]] = {
     hopper.NAME: {"repair": triton.repair, "bias_gradient": triton.bias_gradient},
     sdpa.NAME: {"far_backward": tiled.backward_of_inputs},

@@ -85,7 +85,7 @@ def lack_of_kernels(word: str) -> str:
     return f"tensors are on {word}; needs a CUDA GPU of sm80 (Ampere) or newer"
 
 
-# as for `arch`
+# set as above: Dynamo keeps the answer as a constant
 lack_of_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -198,7 +198,7 @@ def test_a_prefix_is_found_with_its_state(decoder: Decoder) -> None:
 
 
 def test_the_state_that_was_used_last_stays(decoder: Decoder) -> None:
-    """One state is kept here: that of the prompt before."""
+    """One state is kept here: the state of the prompt before."""
     one, other = ([n, *prompts(1, seed=3)[0] * 30][:30] for n in (1, 2))
     llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
     assert hits(llm, [one, one, other, other, one, one]) == [0, 24, 0, 24, 0, 24]

@@ -30,7 +30,7 @@ def mixers_of(shape: ModelConfig, config: EngineConfig) -> tuple[Mixer, ...]:
         Unsupported: the same, for what is not supported.
     """
     found = []
-    # what a kind of layer refuses for itself is said first, and then what is put in the place of others
+    # a layer's own mixer refuses first, then the approximation that replaces exact attention
     for name in sorted(dict.fromkeys(shape.mixers), key=lambda name: name in APPROXIMATE):
         layers = tuple(n for n, own in enumerate(shape.mixers) if own == name)
         found.append(kind_of(name, approximate=config.approximate is not None)(shape, layers, config))

@@ -72,7 +72,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         max_batched_tokens=config.max_batched_tokens,
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
-        # what a request finds would depend on what ran before it
+        # else the keys that a request finds in the prefix cache would depend on the requests before it
         shares_answers=not runner.layers.prompts_apart,
         states=layout.state_rows(load),
     )

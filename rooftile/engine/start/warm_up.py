@@ -29,7 +29,7 @@ FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncat
 RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=True, mask=True),)
 
 
-# the modules with kernels, besides those of mixers
+# the modules with kernels; each mixer names its own modules
 KERNELS = (
     "fused.kernels.norm", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
     "weights.hopper.launch", "weights.two_four.product.kernels", "weights.two_four.product.hopper",

@@ -36,7 +36,7 @@ LEADING = "leading dims"
 class Loki(Exact):
     """Layers with attention, of which answers read only a share of the keys; prompts read all of them."""
 
-    # a prompt's tokens read all keys, and those of an answer the pages that they choose
+    # tokens of a prompt read all keys, and tokens of an answer read the pages that they choose
     prompts_apart: ClassVar[bool] = True
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:

@@ -17,7 +17,7 @@ from rooftile.models.mixers import BRANCHES
 
 
 class SparseLayer:
-    """A layer and its cache; the steps are those of an engine, and everything in them is padding or in the first block."""
+    """A layer and its cache. It runs an engine's steps, whose tokens are padding or lie in the first block."""
 
     def __init__(self, trial: Trial) -> None:
         config, self.size, self.device = trial.small("native_sparse"), trial.size, trial.device

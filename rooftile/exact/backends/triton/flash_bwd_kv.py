@@ -172,7 +172,7 @@ def _list_of_keys(lists, b, h, j_0, row_0, key_0, T, SPEC: tl.constexpr):
 
 @triton.jit
 def dkdv_tile(n, dk_ptr, dv_ptr, problem, lists, tiles, wave, SPEC: tl.constexpr, WALK: tl.constexpr):
-    """Computes tile number n of keys and values; `tiles` are those of a key head, and `lists` those of keys."""
+    """Computes tile number n of keys and values; `tiles` are the tiles of a key head, and `lists` the lists of keys."""
     WANT_DK: tl.constexpr = WALK.wants_dk
     WANT_DV: tl.constexpr = WALK.wants_dv
     BLOCK_T: tl.constexpr = WALK.tile.BLOCK_T

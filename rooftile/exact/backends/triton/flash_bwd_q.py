@@ -106,7 +106,7 @@ def _load_words(stats_ptr, rests_ptr, t, there, PACKED: tl.constexpr):
 
 @triton.jit
 def dq_tile(n, dq_ptr, problem, lists, tiles, wave, SPEC: tl.constexpr, TILE: tl.constexpr):
-    """Computes tile number n of queries; `tiles` are those of a head, and `lists` those of queries."""
+    """Computes tile number n of queries; `tiles` are the tiles of a head, and `lists` the lists of queries."""
     BLOCK_T: tl.constexpr = TILE.BLOCK_T
     BLOCK_S: tl.constexpr = TILE.BLOCK_S
     STAGES: tl.constexpr = TILE.num_stages

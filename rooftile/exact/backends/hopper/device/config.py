@@ -70,7 +70,7 @@ class KernelConfig:
 
     @gluon.constexpr_function
     def __init__(self, **fields):
-        """Takes the fields by name; those of a kernel with one warpgroup and rows of keys need no word."""
+        """Takes the fields by name; the defaults fit a kernel with one warpgroup and rows of keys."""
         plain = {"PING_PONG": False, "LAZY": False, "SOFTMAX_FIRST": False, "PACKED": False, "LIST_BITS": False}
         plain |= {"NUM_CONSUMERS": 1, "HEADS_PER_TILE": 1, "Q_IN_REGISTERS": 0, "BIAS": None, "LIST_S": 0}
         for name, value in {**plain, **fields}.items():

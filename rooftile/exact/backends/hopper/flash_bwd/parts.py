@@ -77,7 +77,7 @@ class BackwardConfig:
 
     @gluon.constexpr_function
     def __init__(self, **fields):
-        """Takes the fields by name; a kernel leaves out those of parts that it has not."""
+        """Takes the fields by name; a kernel leaves out the fields of parts that it lacks."""
         plain = {"ACCUMULATE_DQ": False, "DV_AFTER_DS": False, "SCORES_AHEAD": False, "BIAS": False}
         plain |= {"LIST_T": 0, "LIST_S": 0, "LIST_BITS": False}
         for name, value in {**plain, **fields}.items():

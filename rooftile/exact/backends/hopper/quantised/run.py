@@ -126,7 +126,7 @@ def _quantise(
     q, k, v = tensors
     D, DV = q.shape[-1], v.shape[-1]
     described = (q, k, v, made.q, made.k, made.v.transpose(1, 2))
-    # an empty tensor has no TMA descriptor: pass a placeholder, which no kernel reads
+    # an empty tensor has no TMA descriptor: pass a tensor of one block instead, which no kernel reads
     described = tuple([x if x.numel() else x.new_empty([n or BLOCK for n in x.shape]) for x in described])
     scales = (made.q_scales, made.k_scales, made.v_scales)
     others = (made.shift, mean, signs, queries.cu, keys.cu)
