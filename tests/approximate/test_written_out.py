@@ -132,7 +132,7 @@ def test_sparse_transformer(pattern: str, heads: str) -> None:
             outs.append(attend(rows[i], columns(k)[h // 2], columns(v)[h // 2], seen, D**-0.5))
         due.append(outs)
     run = lambda q, k, v, backend: ap.sparse_transformer(  # noqa: E731
-        q, k, v, pattern=pattern, heads=heads, stride=4, summary=2, backend=backend
+        q, k, v, pattern=pattern, sets=heads, stride=4, summary=2, backend=backend
     )
     compare(run, tensors, due)
 

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from rooftile.exact.ops import attention
 from rooftile.runtime import devices, launch
+from rooftile.runtime.launch import BoundedCache
 
 # bytes that a program may have
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -77,6 +79,8 @@ def recorded(sm: int) -> Iterator[dict[str, Recorded]]:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        # calls that are prepared for this GPU must not run on tensors of the CPU, nor the other way round
+        patch.setattr(attention, "_PREPARED", BoundedCache())
         yield found
 
 

@@ -24,7 +24,6 @@ from rooftile.engine.steps.step_inputs import StepInputs
 from rooftile.exact.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.runtime import devices as arch
 from rooftile.weights.files.plan import quantiser_of
 from tests.kernels.recorded import Recorded, recorded
 
@@ -114,7 +113,6 @@ def _pass_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
         for asked, answer in (("is_capturing", False), ("current_stream", 0)):
             if hasattr(module, asked):
                 patch.setattr(module, asked, _always(answer))
-    patch.setitem(arch._KNOWN, CPU, "sm90")
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS))
     patch.setattr(runner, "DecodeGraphs", Called)
     patch.setattr(StepInputs, "to", lambda self, device: StepInputs(*torch.cat(self).split([len(part) for part in self])))

@@ -19,9 +19,11 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate, fused, numerics
 from rooftile.exact import dispatch
+from rooftile.exact.ops import attention
 from rooftile.exact.spec import Spec
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.runtime import devices
+from rooftile.runtime.launch import BoundedCache
 
 PACKAGE = Path(rt.__file__).parent
 MISSING = "Triton is not installed; needs 3.6 or newer"
@@ -85,6 +87,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of this CPU say that they are on a Hopper GPU: where Triton is missing, PyTorch's operations run on them."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     monkeypatch.setitem(devices._KNOWN, torch.device("cpu"), "sm90")
+    # calls that are prepared here must not be found by other tests
+    monkeypatch.setattr(attention, "_PREPARED", BoundedCache())
     for module in [module for name, module in sys.modules.items() if name.startswith("rooftile.")]:
         if hasattr(module, "is_capturing"):
             monkeypatch.setattr(module, "is_capturing", lambda: False)
