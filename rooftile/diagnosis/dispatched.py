@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from rooftile.diagnosis.compiled import GeneratedKernel, watched_kernels
 from rooftile.diagnosis.counts import is_free
+from rooftile.diagnosis.counts.traffic import is_plain, tensors
 from rooftile.diagnosis.modules import Modules
 
 
@@ -82,9 +83,13 @@ class Dispatched(TorchDispatchMode):
             self._modules.note()
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            # a subclass that wraps other tensors, such as a jagged or a sharded tensor: its operators on these come next
+            return NotImplemented
         # first of all: some of these only look like views, such as `to` and `reshape`, which may copy
-        if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
-            # in inference mode an operator made of others comes whole; the others have rules
+        if func.namespace == "aten" and func._can_decompose() and all(map(is_plain, tensors((args, *kwargs.values())))):
+            # in inference mode, and from a subclass, an operator made of others comes whole; the others have rules. Nested and
+            # sparse tensors have kernels of their own for such operators
             TorchDispatchMode.__enter__(self)
             try:
                 result = func.decompose(*args, **kwargs)
@@ -92,7 +97,7 @@ class Dispatched(TorchDispatchMode):
                 TorchDispatchMode.__exit__(self, None, None, None)
             if result is not NotImplemented:
                 return result
-        if is_free(func):
+        if is_free(func) or any(x.is_meta for x in tensors((args, *kwargs.values()))):
             return func(*args, **kwargs)
         before = self._before(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -193,15 +193,18 @@ def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator
             first = first or time.monotonic()
             if count > MANY_CALLS and time.monotonic() - first > patience:
                 raise _Reached(calls[0])
-        if depth == 0:
-            where = user_line(sys._getframe(1))
-            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
-            calls[:] = [ScriptCall(self, args, kwargs, name, Modes.now())]
+        modes = Modes.now()
         depth += 1
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             depth -= 1
+        if depth == 0:
+            # a call that has failed would fail again
+            where = user_line(sys._getframe(1))
+            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
+            calls[:] = [ScriptCall(self, args, kwargs, name, modes)]
+        return result
 
     nn.Module.__call__ = noted  # type: ignore[method-assign]
     try:

@@ -205,7 +205,8 @@ def _tensor(x: Tensor) -> Callable[[], None]:
     kept = _copy(x)
 
     def restore() -> None:
-        with torch.no_grad():
+        # outside of it nothing can be written that was made in inference mode
+        with torch.inference_mode(x.is_inference()), torch.no_grad():
             x.copy_(kept)
 
     return restore
@@ -217,7 +218,7 @@ def _leaf(x: Tensor) -> Callable[[], None]:
     values = None if gradient is None else _copy(gradient)
 
     def restore() -> None:
-        with torch.no_grad():
+        with torch.inference_mode(x.is_inference()), torch.no_grad():
             x.copy_(kept)
             if gradient is not None and values is not None:
                 gradient.copy_(values)

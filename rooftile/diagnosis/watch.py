@@ -23,7 +23,7 @@ from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel
 from rooftile.diagnosis.counts import Counted, count
 from rooftile.diagnosis.counts.arithmetic import dtype_name
 from rooftile.diagnosis.counts.fusable import Fusing, fusing
-from rooftile.diagnosis.counts.traffic import RULES, base_name, by_storage, distinct, tensors, touched
+from rooftile.diagnosis.counts.traffic import RULES, base_name, by_storage, distinct, is_plain, parts, tensors, touched
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.where import user_line
@@ -69,9 +69,9 @@ class Watch(Dispatched):
         # what a compiler has fused needs no other fusion
         fused = Fusing() if isinstance(func, GeneratedKernel) else fusing(func, args, kwargs)
         read, written = func.touched(args) if isinstance(func, GeneratedKernel) else touched(func, args, kwargs, result)
-        for x in (*read, *written):
-            if x.layout == torch.strided and x.untyped_storage()._cdata not in self._storages:
-                storage = x.untyped_storage()
+        for x in [part for whole in (*read, *written) for part in parts(whole)]:
+            storage = x.untyped_storage()
+            if storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         call = StepCall(
             row=self._numbers[key], reads=_reads(func, read, written, row.counted.bytes), writes=by_storage(written),
@@ -121,7 +121,8 @@ class Record(Dispatched):
         operation = self._wanted.get(kind)
         if operation is None or kind in self.samples:
             return None
-        size = sum(x.untyped_storage().nbytes() for x in tensors((args, tuple(kwargs.values()))))
+        given = [part for x in tensors((args, tuple(kwargs.values()))) for part in parts(x)]
+        size = sum(x.untyped_storage().nbytes() for x in given)
         if size > self._left:
             return None
         self._left -= size
@@ -196,6 +197,11 @@ def _in_checkpoint(frame: FrameType | None) -> bool:
 
 
 def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.is_nested:
+        return tuple(map(tuple, x._nested_tensor_size().tolist())), "nested", str(x.dtype)
+    if isinstance(x, Tensor) and x.layout != torch.strided:
+        # the number of its values decides its time, and differs from step to step
+        return tuple(x.shape), str(x.layout), str(x.dtype)
     if isinstance(x, Tensor):
         return tuple(x.shape), tuple(x.stride()), str(x.dtype)
     return x if isinstance(x, int | bool | str | None) else type(x).__name__
@@ -208,8 +214,10 @@ def _device(given: Any) -> str:
 
 def _copied(x: Any, copies: dict[int, Tensor]) -> Any:
     """A tensor with the same values, strides and offset in a storage of its own; views of one storage share the copy."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.is_meta:
         return x
+    if not is_plain(x):
+        return x.detach().clone()
     storage = x.untyped_storage()
     whole = copies.get(storage._cdata)
     if whole is None:

@@ -2,6 +2,7 @@
 
 traffic     bytes, by storage
 arithmetic  FLOPs and special functions
+sparse      the same of sparse and nested tensors
 custom      what users say of their own operators
 """
 
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 from torch._ops import OpOverload
 
 from rooftile.cost import counts as ours
+from rooftile.diagnosis.counts import sparse
 from rooftile.diagnosis.counts.arithmetic import arithmetic
 from rooftile.diagnosis.counts.custom import GIVEN, counts
-from rooftile.diagnosis.counts.traffic import base_name, bound, names, nbytes
+from rooftile.diagnosis.counts.traffic import base_name, bound, distinct, is_plain, names, nbytes, tensors, touched
 
 __all__ = ["Counted", "count", "counts"]
 
@@ -22,7 +24,8 @@ __all__ = ["Counted", "count", "counts"]
 FREE = frozenset(
     names(
         """detach detach_ alias _unsafe_view _reshape_alias empty empty_like empty_strided new_empty new_empty_strided resize_
-        record_stream set_"""
+        record_stream set_ is_coalesced _indices _values indices values crow_indices col_indices ccol_indices row_indices
+        sparse_dim dense_dim _nnz _dimI _dimV"""
     )
 )
 
@@ -46,6 +49,10 @@ def count(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     if given is not None:
         flops, moved = given
         return Counted(flops and flops(*args, **kwargs), 0 if flops else None, moved and moved(*args, **kwargs))
+    if not all(is_plain(x) for x in tensors((args, tuple(kwargs.values()), result))):
+        read, written = touched(func, args, kwargs, result)
+        stored = sparse.arithmetic(func, args, kwargs, result)
+        return Counted(stored and stored.flops, stored and stored.special, distinct(read) + distinct(written))
     found = arithmetic(func, args, kwargs, result)
     if func.namespace == "rooftile" and base_name(func) in ours.COUNTED:
         work = ours.work(base_name(func), tuple(bound(func, args, kwargs).values()), result)

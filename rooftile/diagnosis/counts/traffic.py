@@ -82,6 +82,31 @@ def tensors(given: Any) -> Iterator[Tensor]:
             yield from tensors(one)
 
 
+def parts(x: Tensor) -> list[Tensor]:
+    """Returns the strided tensors that hold a tensor's memory: itself, or the indices and values of a sparse tensor.
+
+    A tensor of a library's own format, such as oneDNN's, and a meta tensor have none that can be seen.
+    """
+    if x.is_meta:
+        return []
+    if x.is_nested:
+        return [x.values(), x.offsets()] if x.layout == torch.jagged else [torch.ops.aten._nested_get_values.default(x)]
+    if x.layout == torch.strided:
+        return [x]
+    if x.layout == torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return []
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether strides place each element of a tensor in one storage."""
+    return x.layout == torch.strided and not x.is_nested
+
+
 def distinct(given: Iterable[Tensor]) -> int:
     """Bytes of the distinct elements of tensors, some of which may share memory."""
     return sum(by_storage(given).values())
@@ -90,10 +115,9 @@ def distinct(given: Iterable[Tensor]) -> int:
 def by_storage(given: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of the distinct elements in each storage; its key is the storage's `_cdata`."""
     found: dict[int, dict[tuple[Any, ...], Tensor]] = {}
-    for x in given:
-        if x.numel() and x.layout == torch.strided:
-            views = found.setdefault(x.untyped_storage()._cdata, {})
-            views[int(x.storage_offset()), x.shape, x.stride(), x.dtype] = x
+    for x in [part for whole in given for part in parts(whole) if part.numel()]:
+        views = found.setdefault(x.untyped_storage()._cdata, {})
+        views[int(x.storage_offset()), x.shape, x.stride(), x.dtype] = x
     return {storage: _union(list(views.values())) for storage, views in found.items()}
 
 
