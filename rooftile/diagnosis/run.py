@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftile.diagnosis.arguments import arguments_of
+from rooftile.diagnosis.counts.traffic import is_plain
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.remedies.apply import Trial, check, tried
@@ -142,6 +143,9 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _with_batch(given: Any, factor: float) -> Any | None:
     """Arguments with the first axis of all tensors times `factor`; None if they share no axis, or nothing to halve."""
+    if not all(is_plain(x) for x in tree_leaves(given) if isinstance(x, Tensor)):
+        # a sparse tensor or a list of sequences has other axes
+        return None
     sizes = {x.shape[0] if x.ndim else 0 for x in tree_leaves(given) if _may_be_a_batch(x)}
     if len(sizes) != 1 or (size := sizes.pop()) == 0 or (factor < 1 and size < 2):
         return None

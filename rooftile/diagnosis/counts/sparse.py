@@ -15,8 +15,9 @@ PRODUCTS = frozenset(names("mm addmm addmm_ _sparse_mm _sparse_addmm spmm sspadd
 # they build a sparse tensor of its parts, or take it to pieces
 FORMING = frozenset(
     names(
-        """_sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_unsafe sparse_coo_tensor to_dense _to_dense to_sparse
-        _to_sparse _coalesce coalesce _coalesced_ sparse_mask _sparse_mask_helper sparse_resize_ sparse_resize_and_clear_ copy_sparse_to_sparse_"""
+        """_sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_unsafe sparse_coo_tensor to_dense _to_dense
+        to_sparse _to_sparse _coalesce coalesce _coalesced_ sparse_mask _sparse_mask_helper sparse_resize_
+        sparse_resize_and_clear_ copy_sparse_to_sparse_"""
     )
 )
 
@@ -52,4 +53,5 @@ def _per(name: str) -> Per | None:
 def _stored(x: Tensor) -> int:
     """The values that a tensor stores."""
     held = parts(x)
-    return max((part.numel() for part in held if part.is_floating_point() or part.is_complex()), default=0)
+    # the values of a sparse tensor come after its indices
+    return sum(part.numel() for part in held) if x.is_nested else held[-1].numel() if held else 0

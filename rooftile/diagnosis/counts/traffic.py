@@ -83,14 +83,14 @@ def tensors(given: Any) -> Iterator[Tensor]:
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """Returns the strided tensors that hold a tensor's memory: itself, or the indices and values of a sparse tensor.
+    """Returns the strided tensors that hold a tensor's memory: itself, the indices and values of a sparse one, nested ones.
 
     A tensor of a library's own format, such as oneDNN's, and a meta tensor have none that can be seen.
     """
     if x.is_meta:
         return []
     if x.is_nested:
-        return [x.values(), x.offsets()] if x.layout == torch.jagged else [torch.ops.aten._nested_get_values.default(x)]
+        return list(x.unbind())
     if x.layout == torch.strided:
         return [x]
     if x.layout == torch.sparse_coo:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rooftile.diagnosis.counts.traffic import is_plain
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
@@ -79,7 +80,8 @@ class _Measurement:
         self._sample, self._call, self._timer = sample, call, timer
         self._why_not: dict[str, str] = {}
         call.run()
-        self._axes: list[CallAxis] = axes(call)
+        self._is_plain = all(map(is_plain, call.tensors))
+        self._axes: list[CallAxis] = axes(call) if self._is_plain else []
 
     def alone(self, budget_s: float, in_context_us: float | None) -> Evidence:
         cold = self._is_cold(in_context_us)
@@ -156,6 +158,8 @@ class _Measurement:
 
     def _attempt(self, name: str, experiment: Callable[[], Result]) -> Result | None:
         try:
+            if not self._is_plain:
+                raise Unsupported("a sparse or nested tensor has no axis that could be cut or grown")
             return experiment()
         except Unsupported as reason:
             self._why_not[name] = str(reason)

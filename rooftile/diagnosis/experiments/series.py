@@ -60,7 +60,7 @@ def measure_all(
         try:
             found[row] = alone(sample, timers[sample.operation.device], each_s, in_context_us)
         except (RuntimeError, NotImplementedError) as error:
-            notes.append(f"{sample.operation.op} could not be run again: {str(error).splitlines()[0]}")
+            notes.append(f"{sample.operation.op} could not be run again: {str(error).splitlines()[0].rstrip('.')}")
     for row in sorted(found, key=lambda row: not _grows(recorded[row].sample)):
         sample, left_s = recorded[row].sample, max(end - time.perf_counter(), 0.0)
         found[row] = with_intensity(found[row], sample, timers[sample.operation.device], left_s)
