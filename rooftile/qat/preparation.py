@@ -18,7 +18,7 @@ from rooftile.qat.prepared import fast_paths
 from rooftile.qat.prepared.described import Preparation
 from rooftile.qat.prepared.found import prepared_in, prepared_layers
 from rooftile.qat.prepared.layers import Prepared, prepare_layer, restore_layer
-from rooftile.qat.prepared.tensors import Place, PreparedModule, prepare_tensor, restore_module
+from rooftile.qat.prepared.tensors import NamedWeight, PreparedModule, prepare_tensor, restore_module
 from rooftile.qat.rounding.learned import first_scales
 from rooftile.qat.rounding.masking import Masking
 from rooftile.qat.rounding.product import ESTIMATORS
@@ -129,9 +129,9 @@ def prepare(
             first = first_scales(layer.weight, rounding.format, rounding.group)  # type: ignore[arg-type]
             scales[id(layer.weight)] = nn.Parameter(first)
         # rows of an embedding are looked up, so half of their numbers would save nothing
-        masking = None if sparsity is None or isinstance(layer, nn.Embedding | Place) else Masking(sparsity)
+        masking = None if sparsity is None or isinstance(layer, nn.Embedding | NamedWeight) else Masking(sparsity)
         preparation = Preparation(rounding, name, start_step, masking=masking, told=told)
-        if isinstance(layer, Place):
+        if isinstance(layer, NamedWeight):
             prepare_tensor(layer, preparation)
             continue
         try:

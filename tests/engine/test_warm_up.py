@@ -16,7 +16,7 @@ from rooftile.engine.mixers import trial
 from rooftile.engine.mixers.exact import trials as exact_trials
 from rooftile.engine.mixers.native_sparse.step import SparseStep
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.start import build, warm_up
 from rooftile.engine.start import compilation as compilation_module
 from rooftile.engine.start.compilation import Compilation
@@ -114,7 +114,7 @@ def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, said))
     assert config.native_sparse is not None
     with recorded(90) as found, torch.inference_mode():
-        layer = SparseLayer(Trial(config, torch.bfloat16, torch.device("cpu"), 16, torch.bfloat16, 100))
+        layer = SparseLayer(TrialSetup(config, torch.bfloat16, torch.device("cpu"), 16, torch.bfloat16, 100))
         assert layer.attention.in_place
         layer.read_prompts((100, 8))
         prompts = {one.name for one in found.values()}

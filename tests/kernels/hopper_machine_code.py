@@ -42,7 +42,7 @@ from rooftile.exact.backends.hopper.tiles import (
     TWO,
     WIDE,
     BiasKind,
-    Tile,
+    ForwardTile,
     backward_kv_tile,
     backward_q_tile,
     backward_tile,
@@ -74,7 +74,7 @@ class Configuration:
     """A kernel that we ship, as one kind of call compiles it."""
 
     dim: int
-    tile: Tile | None  # the forward's
+    tile: ForwardTile | None  # the forward's
     mask: Mask = FULL
     layout: str = "dense"
     extras: bool = False  # softcap and sinks

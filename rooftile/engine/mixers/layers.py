@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.spec import Asked
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.caches import Caches
@@ -35,7 +35,7 @@ class Layers:
         self.prompts_apart = any(mixer.prompts_apart for mixer in mixers)
         """Whether some layer computes a prompt's tokens otherwise than an answer's, whatever a step reads together."""
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         """Returns what mixes tokens in one step."""
         if len(self.mixers) == 1:
             return self.mixers[0].on(step)

@@ -17,8 +17,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.exact.spec import Asked
 from rooftile.kvcache.caches import Caches
@@ -93,10 +93,10 @@ class Mixer(ABC):
         """
 
     @abstractmethod
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         """Returns what mixes the tokens of its layers in one step."""
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         """Returns the jobs that compile its kernels, longest first."""
         return ()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from rooftile.engine.mixers.exact.mixer import Exact
-from rooftile.engine.mixers.loki.mixer import Loki
+from rooftile.engine.mixers.exact.mixer import ExactMixer
+from rooftile.engine.mixers.loki.mixer import LokiMixer
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.native_sparse.mixer import NativeSparse
+from rooftile.engine.mixers.native_sparse.mixer import NativeSparseMixer
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import Unsupported
 from rooftile.kvcache.specs import State
 from rooftile.models import ModelConfig
 
 # the mixer of each kind of layer, by the name that the model has for it (`rooftile.models.mixers.MIXERS`)
-MIXERS: dict[str, type[Mixer]] = {"attention": Exact, "native_sparse": NativeSparse}
+MIXERS: dict[str, type[Mixer]] = {"attention": ExactMixer, "native_sparse": NativeSparseMixer}
 # the mixers that `approximate=` puts in the place of others
-APPROXIMATE: dict[str, type[Mixer]] = {"attention": Loki}
+APPROXIMATE: dict[str, type[Mixer]] = {"attention": LokiMixer}
 
 
 def kind_of(name: str, *, approximate: bool = False) -> type[Mixer]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.native_sparse.decoding_kernels import choice, compressed, merge, tokens
-from rooftile.approximate.native_sparse.decoding_kernels.shape import Shape, parts_of, refusal, shape_of
+from rooftile.approximate.native_sparse.decoding_kernels.shape import DecodingShape, parts_of, refusal, shape_of
 from rooftile.runtime.launch import device_of
 
 __all__ = ["decode", "refusal"]
@@ -52,6 +52,6 @@ def decode(
 
 
 @cache
-def _constants(shape: Shape) -> dict[str, Any]:
+def _constants(shape: DecodingShape) -> dict[str, Any]:
     """One dictionary per shape: a launch knows it by its identity."""
     return {"SHAPE": shape, "num_warps": 4} | shape.options

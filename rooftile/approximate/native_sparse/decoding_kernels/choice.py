@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rooftile.approximate.native_sparse.decoding_kernels.shape import MOST_SPLITS, Shape, parts_of
+from rooftile.approximate.native_sparse.decoding_kernels.shape import MOST_SPLITS, DecodingShape, parts_of
 from rooftile.runtime.dependent_launch import wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
@@ -117,7 +117,7 @@ def launch(sums, reference, top, total, lengths, chosen, shape) -> None:
 
 
 @cache
-def constants_of(shape: Shape) -> tuple[dict[str, Any], dict[str, Any]]:
+def constants_of(shape: DecodingShape) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the compile-time constants of both launches."""
     scored, compared = {"WIDTH": SCORED, "num_warps": 4}, {"WIDTH": COMPARED, "num_warps": 1}
     return {"SHAPE": shape} | scored | shape.options, {"SHAPE": shape} | compared | shape.options

@@ -11,8 +11,8 @@ from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.engine.mixers.exact.step import ExactStep
 from rooftile.engine.mixers.exact.trials import trials
 from rooftile.engine.mixers.mixer import Largest, Mixer
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.exact.paged_route import MOST_GATHERED, route
 from rooftile.exact.spec import Asked
 from rooftile.kvcache.caches import Caches
@@ -20,7 +20,7 @@ from rooftile.kvcache.specs import CacheSpec, PagedKeys
 from rooftile.models import Attend, Decoder
 
 
-class Exact(Mixer):
+class ExactMixer(Mixer):
     """Layers with exact attention, with or without windows; each keeps all its keys and values."""
 
     kernels: ClassVar[tuple[str, ...]] = (
@@ -34,14 +34,14 @@ class Exact(Mixer):
     def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
         self.caches, self.asked, self.masks = caches, asked, masks_of(decoder.config)
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         return ExactStep(self.caches, self.masks, self.asked, step)
 
     def working_bytes(self, largest: Largest) -> int:
         return gathered_bytes(2 * self.shape.kv_heads * self.shape.head_dim, self.config.block_size, largest)
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         return trials(trial)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
 from rooftile.exact.spec import Asked
@@ -25,7 +25,7 @@ class ExactStep:
         step: where the tokens are.
     """
 
-    def __init__(self, caches: Caches, masks: tuple[Mask, ...], asked: Asked, step: Step) -> None:
+    def __init__(self, caches: Caches, masks: tuple[Mask, ...], asked: Asked, step: StepTokens) -> None:
         self.pages, self.places = caches.pages, caches.places
         self.masks, self.asked, self.step = masks, asked, step
         # layers differ only in their masks: a call prepared for one layer serves all with the same mask

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.mixers.exact.masks import masks_of
-from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
+from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
 from rooftile.exact.paged_route import LONG_PROMPT, Route, route
@@ -18,7 +18,7 @@ from rooftile.kvcache import Copy, PagedKV, Pages
 from rooftile.models import Decoder
 
 
-def trials(trial: Trial) -> list[Callable[[], None]]:
+def trials(trial: TrialSetup) -> list[Callable[[], None]]:
     """Returns the jobs that compile the kernels of a model's exact layers, longest first."""
     config, size = trial.config, trial.size
     decoder = Decoder(trial.small(), dtype=trial.dtype, device=trial.device)

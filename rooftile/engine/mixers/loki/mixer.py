@@ -13,11 +13,11 @@ from torch import Tensor
 
 from rooftile.approximate import LokiLayers
 from rooftile.approximate.loki import decoding as paged
-from rooftile.engine.mixers.exact.mixer import Exact
+from rooftile.engine.mixers.exact.mixer import ExactMixer
 from rooftile.engine.mixers.exact.step import ExactStep
 from rooftile.engine.mixers.loki.calibration import sample_of
 from rooftile.engine.mixers.mixer import Largest
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL
@@ -33,7 +33,7 @@ from rooftile.models import Attend, Decoder, ModelConfig
 LEADING = "leading dims"
 
 
-class Loki(Exact):
+class LokiMixer(ExactMixer):
     """Layers with attention, of which answers read only a share of the keys; prompts read all of them."""
 
     # tokens of a prompt read all keys, and tokens of an answer read the pages that they choose
@@ -71,14 +71,14 @@ class Loki(Exact):
         plane = caches.pages.planes[LEADING]  # (blocks, layers, size, Hk, r)
         self.leading = {n: plane[:, place] for place, n in enumerate(self.layers)}
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         return LokiStep(self, step)
 
 
 class LokiStep(ExactStep):
     """Loki in one step."""
 
-    def __init__(self, whole: Loki, step: Step) -> None:
+    def __init__(self, whole: LokiMixer, step: StepTokens) -> None:
         super().__init__(whole.caches, whole.masks, whole.asked, step)
         self.whole = whole
 

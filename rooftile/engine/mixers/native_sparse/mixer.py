@@ -16,8 +16,8 @@ from rooftile.engine.mixers.exact.mixer import gathered_bytes
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.native_sparse.step import SparseAttention, reads_in_place, specs_of
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.spec import Asked
@@ -26,7 +26,7 @@ from rooftile.kvcache.specs import CacheSpec
 from rooftile.models import Attend, Decoder, ModelConfig
 
 
-class NativeSparse(Mixer):
+class NativeSparseMixer(Mixer):
     """Layers with Native Sparse Attention."""
 
     kernels: ClassVar[tuple[str, ...]] = (
@@ -82,11 +82,11 @@ class NativeSparse(Mixer):
     def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
         self.attention = SparseAttention(decoder, caches)
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         return self.attention.on(step)
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         if trial.deterministic:
             return ()
         layer = SparseLayer(trial)

@@ -17,7 +17,7 @@ from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse.attention import far_and_chosen, with_near
 from rooftile.approximate.native_sparse.selected.attention import attend_in_pages, refusal
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import CAUSAL, Window
 from rooftile.exact.spec import Asked
@@ -67,7 +67,7 @@ class SparseAttention:
         self.near = {n: 2 * place + 1 for place, n in enumerate(sparse)}
         self.compressed: dict[int, Pair] = {n: (plane[:, place, 0], plane[:, place, 1]) for place, n in enumerate(sparse)}
 
-    def on(self, step: Step) -> SparseStep:
+    def on(self, step: StepTokens) -> SparseStep:
         """Returns what computes these layers in one step."""
         return SparseStep(self, step)
 
@@ -87,7 +87,7 @@ def _completes(positions: Tensor, length: int, stride: int) -> Tensor:
 class SparseStep:
     """Native Sparse Attention in one step: see `SparseAttention`."""
 
-    def __init__(self, whole: SparseAttention, step: Step) -> None:
+    def __init__(self, whole: SparseAttention, step: StepTokens) -> None:
         self.whole, self.step, self.sizes = whole, step, whole.sizes
         self.size = step.size
         length, stride = self.sizes.length, self.sizes.stride

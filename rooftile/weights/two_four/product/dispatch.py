@@ -19,14 +19,14 @@ from rooftile.runtime.explanation import Explanation
 from rooftile.weights.dispatch import lack_of_hopper
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product import cusparselt, definition
-from rooftile.weights.two_four.product.definition import CODES, Product, Sparse, scales_of
+from rooftile.weights.two_four.product.definition import CODES, Sparse, SparseProduct, scales_of
 
 NAMES = ("hopper", "triton", "library", "dense", "definition")
 OURS = ("hopper", "triton")
 # rows up to which our kernels are first: the portable one, and Hopper's, which has up to 128 rows of x in one tile
 FEW, FEW_ON_HOPPER = 64, 128
 FP8 = torch.float8_e4m3fn
-Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, Product], Tensor]
+Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, SparseProduct], Tensor]
 
 
 class SparseProductCall(NamedTuple):
@@ -36,7 +36,7 @@ class SparseProductCall(NamedTuple):
     x_scales: Tensor | None
     weight: Sparse
     bias: Tensor | None
-    product: Product
+    product: SparseProduct
 
 
 def run(asked: SparseProductCall, name: str) -> Tensor:
@@ -153,7 +153,7 @@ def _multiply_of(name: str) -> Multiply:
     return {"library": cusparselt.multiply, "dense": _dense, "definition": definition.multiply}[name]
 
 
-def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     w = two_four_dense(weight.values, weight.places, product.K)
     if x_scales is not None:
         words = (CODES[w.dtype], product.K, product.N, product.K, product.out_dtype, product.deterministic, "")

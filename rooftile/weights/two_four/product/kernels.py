@@ -24,7 +24,7 @@ from rooftile.runtime.launch import Kernel
 from rooftile.weights.triton.launch import added
 from rooftile.weights.two_four.definition import bits_of
 from rooftile.weights.two_four.kernels import joined
-from rooftile.weights.two_four.product.definition import Product, Sparse, scales_of
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct, scales_of
 
 # rows of x in a tile, at most
 MOST_ROWS = 64
@@ -32,7 +32,7 @@ MOST_ROWS = 64
 PROGRAMS, MOST_SPLITS = 396, 16
 
 
-class Tile(NamedTuple):
+class SparseTile(NamedTuple):
     """The compile-time arguments of a kernel."""
 
     N: int
@@ -128,7 +128,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float8_e
 
 
 @cache
-def tile_of(M: int, product: Product, scaled: bool, bias: bool) -> Tile:
+def tile_of(M: int, product: SparseProduct, scaled: bool, bias: bool) -> SparseTile:
     """Returns the tile of a product with M rows, a power of two. Under `deterministic` one serves any number of rows."""
     N, K = product.N, product.K
     block_m = MOST_ROWS if product.deterministic else min(max(M, 16), MOST_ROWS)
@@ -138,10 +138,10 @@ def tile_of(M: int, product: Product, scaled: bool, bias: bool) -> Tile:
     splits = min(max(PROGRAMS // programs, 1), MOST_SPLITS, steps)
     per_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, per_split)
-    return Tile(N, K, block_m, block_n, block_k, per_split, splits, K % block_k == 0, scaled, bias and splits == 1)
+    return SparseTile(N, K, block_m, block_n, block_k, per_split, splits, K % block_k == 0, scaled, bias and splits == 1)
 
 
-def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     M, N, dtype = x.shape[0], product.N, weight.values.dtype
@@ -165,6 +165,6 @@ def _groups_of(values: Tensor) -> Tensor:
 
 
 @cache
-def constants_of(dtype: torch.dtype, tile: Tile) -> dict[str, object]:
+def constants_of(dtype: torch.dtype, tile: SparseTile) -> dict[str, object]:
     """The compile-time arguments."""
     return {"dtype": _TYPES[dtype], "T": tile, "num_warps": 4}

@@ -14,7 +14,7 @@ from rooftile.runtime.operators import below_autograd, define, transforms_active
 from rooftile.weights.two_four import TwoFour
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product import dispatch as backends
-from rooftile.weights.two_four.product.definition import Product, Sparse
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct
 
 
 def multiply_two_four(
@@ -47,7 +47,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Computes `linear_two_four`."""
     N = values.shape[0]
-    product = Product(N, K, out_dtype, deterministic)
+    product = SparseProduct(N, K, out_dtype, deterministic)
     if x.is_meta or not x.shape[0] or not N:
         return x.new_empty((x.shape[0], N), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):

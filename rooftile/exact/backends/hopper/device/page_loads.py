@@ -11,7 +11,7 @@ from rooftile.runtime.hopper.pipeline import Ring
 
 
 @aggregate
-class Table:
+class PageTable:
     """The page table, the distance between pages in units of 8 tokens, and between heads in swizzled lines."""
 
     pointer: gl.tensor  # int32 (sequences, pages)
@@ -39,7 +39,7 @@ class Table:
 
 
 @gluon.jit
-def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexpr, config: KernelConfig):
+def load_pages(ring: Ring, desc, table: PageTable, fill, work, block, D: gl.constexpr, config: KernelConfig):
     """Has the keys or the values of a block copied in from their pages."""
     h = work.h * config.HEADS_PER_TILE // config.GROUP * table.heads_apart
     # before the wait for an empty slot, which hides how long they take
@@ -60,7 +60,7 @@ def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexp
 
 
 @gluon.jit
-def load_values(work_tiles: Ring, values: Ring, v_desc, table: Table, config: KernelConfig):
+def load_values(work_tiles: Ring, values: Ring, v_desc, table: PageTable, config: KernelConfig):
     """The role that has values copied in. One warp that asks for keys and values is slower, and so are four."""
     tile = 0
     fill = 0

@@ -17,7 +17,7 @@ from rooftile.exact.backends.hopper.tiles import (
     WARPGROUP,
     BiasKind,
     Flags,
-    Tile,
+    ForwardTile,
     biased_tile,
     forward_tile,
     listed_tile,
@@ -46,7 +46,9 @@ _PLANS = BoundedCache()
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, tile: ForwardTile | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q); the tile may be given."""
     sizes = sizes_of(q, k, options)
     if not q.numel():
@@ -76,7 +78,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Fo
     return _plan(q, sizes, spec, tile_of(spec, sizes, q.device, bias_kind(options)))
 
 
-def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
+def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: ForwardTile) -> Forward:
     if spec.block_size is not None:
         return _plan_over_lists(q, sizes, spec, tile)
     launch = (plan_with_bias if tile.BIAS_STAGES else plan)(spec, sizes, tile, q.device)
@@ -98,7 +100,7 @@ def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
     return run
 
 
-def _plan_over_lists(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
+def _plan_over_lists(q: Tensor, sizes: Sizes, spec: Spec, tile: ForwardTile) -> Forward:
     """The forward over lists of blocks, whose own sizes may change from call to call."""
     launch = plan_with_lists(spec, sizes, tile, q.device)
     new_o, new_lse = _outputs(q, sizes, spec)
@@ -136,13 +138,13 @@ def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tu
         return o, lse
     q, k, v, table = readable(rows), cache.k, cache.v, cache.table.contiguous()
     sinks, cu_q, lengths = (lse if x is None else x.contiguous() for x in (options.sinks, cu_q, cache.lengths))
-    pages = Pages(cache.size, table.stride(0), *steps_of_pages(k), *steps_of_pages(v))
+    pages = PageStrides(cache.size, table.stride(0), *steps_of_pages(k), *steps_of_pages(v))
     launch = plan(spec, sizes, paged_tile(spec), q.device, pages)
     launch(q, k, v, o, q, k, v, o, lse, sinks, cu_q, lengths, table, counter(q.device))
     return o, lse
 
 
-class Pages(NamedTuple):
+class PageStrides(NamedTuple):
     """How keys and values lie in pages; all zero if they do not."""
 
     size: int = 0  # tokens of a page
@@ -153,15 +155,17 @@ class Pages(NamedTuple):
     v_head: int = 0
 
 
-def plan(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device, pages: Pages | None = None) -> Callable[..., None]:
+def plan(
+    spec: Spec, sizes: Sizes, tile: ForwardTile, device: torch.device, pages: PageStrides | None = None
+) -> Callable[..., None]:
     """The forward's launch: of q, k, v and o for the copy engine, then of all tensors in the kernel's order."""
-    pages = pages or Pages()
+    pages = pages or PageStrides()
     tiles, programs, tail = schedule(sizes.T, sizes.H // tile.HEADS_PER_TILE, tile.rows, sizes, device, spec)
     numbers = (*pages[1:], sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
     return _kernel(spec, tile, pages.size).bound((programs, 1, 1), numbers, constants(spec, tile, pages.size))
 
 
-def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -> Callable[..., None]:
+def plan_with_bias(spec: Spec, sizes: Sizes, tile: ForwardTile, device: torch.device) -> Callable[..., None]:
     """The forward's launch with a bias: of q, k, v, o and bias for the copy engine, then of all tensors in the kernel's order."""
     tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec)
     numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
@@ -169,7 +173,7 @@ def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -
 
 
 def plan_with_lists(
-    spec: Spec, sizes: Sizes, tile: Tile, device: torch.device
+    spec: Spec, sizes: Sizes, tile: ForwardTile, device: torch.device
 ) -> Callable[[tuple[int, ...]], Callable[..., None]]:  # fmt: skip
     """The forward's launch over lists, from their steps (`steps_of_lists`), the longest possible one and its blocks with bits."""
     tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec, tile.PROGRAMS)
@@ -184,7 +188,7 @@ def can_read(cache: PagedKV) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | None = None) -> Tile:
+def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | None = None) -> ForwardTile:
     """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
     if bias is not None:
         return biased_tile(spec, bias)
@@ -194,7 +198,7 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | Non
     if spec.group == 1:
         return alone
 
-    def rounds(tile: Tile) -> int:
+    def rounds(tile: ForwardTile) -> int:
         tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.HEADS_PER_TILE, tile.rows, sizes, spec)
         return -(-tiles * heads // processors(device))
 
@@ -203,19 +207,19 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | Non
 
 
 @cache
-def _kernel(spec: Spec, tile: Tile, size: int = 0) -> Kernel:
+def _kernel(spec: Spec, tile: ForwardTile, size: int = 0) -> Kernel:
     describe = [partial(of_pages if len(box) == 4 else descriptor, box=box) for box in boxes(spec, tile, size)]
     return Kernel(kernel.flash_fwd, tuple(describe))
 
 
 @cache
-def _kernel_with_bias(spec: Spec, tile: Tile) -> Kernel:
+def _kernel_with_bias(spec: Spec, tile: ForwardTile) -> Kernel:
     describe = [partial(descriptor, box=box) for box in boxes(spec, tile)]
     return Kernel(kernel.flash_fwd_bias, (*describe, partial(bias_descriptor, box=(tile.BIAS_ROWS, tile.KEYS))))
 
 
 @cache
-def _kernel_with_lists(spec: Spec, tile: Tile) -> Kernel:
+def _kernel_with_lists(spec: Spec, tile: ForwardTile) -> Kernel:
     return Kernel(kernel.flash_fwd_listed, tuple(partial(descriptor, box=box) for box in boxes(spec, tile)))
 
 
@@ -225,7 +229,7 @@ def _outputs(q: Tensor, sizes: Sizes, spec: Spec) -> tuple[Callable[[], Tensor],
     return new_o, empties(rows_shape(sizes, spec), torch.float32, q.device)
 
 
-def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
+def boxes(spec: Spec, tile: ForwardTile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     """Returns the TMA boxes of q, k, v and o: heads, positions, elements. Out of bounds, loads are zeros and stores are dropped.
 
     For pages of `size` tokens, k and v have the boxes of `box_of_pages`.
@@ -239,14 +243,14 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
+def constants(spec: Spec, tile: ForwardTile, size: int = 0) -> dict[str, Any]:
     """The forward's compile-time arguments, put together once; `size` is the tokens of a page."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
     return {"FLAGS": Flags(**flags_of(spec)), "TILE": tile} | own | {"PAGE_SIZE": size}
 
 
 @cache
-def constants_without_pages(spec: Spec, tile: Tile) -> dict[str, Any]:
+def constants_without_pages(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     """The compile-time arguments of the forward with a bias, or over lists."""
     found = {name: value for name, value in constants(spec, tile).items() if name != "PAGE_SIZE"}
     return found if tile.PROGRAMS == 1 else found | {"maxnreg": REGISTERS // (tile.PROGRAMS * THREADS)}
