@@ -152,11 +152,11 @@ def test_the_cache_says_what_it_holds(folder: Path) -> None:
     # a pair for each layer, the selected branch's where there are three
     assert pages.storage.shape == (600, 3, 2, SIZE, 2, 8)
     assert pages.planes[COMPRESSED].shape == (600, 2, 2, SIZE // 4, 2, 8)
-    assert pages.near.storage.shape == (600, 4, 2, SIZE, 2, 8)
+    assert pages.window_pages.storage.shape == (600, 4, 2, SIZE, 2, 8)
     few = LLM(folder, block_size=SIZE, **ROOM | FEW).pages
     # windows of 12 tokens in three blocks each, of the answers and of a prompt that is kept, and a step of 24 tokens
-    assert few.near.storage.shape[0] == 4 * 3 + 3
-    assert few.nbytes == pages.nbytes - 585 * few.near.nbytes // 15
+    assert few.window_pages.storage.shape[0] == 4 * 3 + 3
+    assert few.nbytes == pages.nbytes - 585 * few.window_pages.nbytes // 15
     assert "= 1.84 MB, and 307 kB of compressed keys and values, and windows in 15 blocks of 8 tokens, 120 in all" in str(few)
 
 

@@ -17,7 +17,7 @@ from rooftile.engine.mixers import registry
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.errors import Unsupported
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
@@ -48,7 +48,7 @@ class DecayingSum(Mixer):
     def specs(self) -> tuple[CacheSpec, ...]:
         return (State(self.layers, "sum", (self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)),)
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def begin(self, decoder: Decoder, caches: Caches, asked: CallSettings) -> None:
         assert caches.states is not None
         self.sums = caches.states.memory["sum"]
 

@@ -141,7 +141,7 @@ class CacheLayout:
             pages.add_plane(plane.name, *plane.shape)
         for windowed in self._of(WindowedKeys):
             pairs = windowed.pairs * len(windowed.layers)
-            pages.near = Pages(
+            pages.window_pages = Pages(
                 self.rows(blocks, load), pairs, windowed.heads, windowed.dim, block_size=self.size, dtype=dtype, device=device
             )  # fmt: skip
         rows = self.state_rows(load)

@@ -34,6 +34,6 @@ def mixers_of(shape: ModelConfig, config: EngineConfig) -> tuple[Mixer, ...]:
     for name in sorted(dict.fromkeys(shape.mixers), key=lambda name: name in APPROXIMATE):
         layers = tuple(n for n, own in enumerate(shape.mixers) if own == name)
         found.append(kind_of(name, approximate=config.approximate is not None)(shape, layers, config))
-    if any(mixer.prompts_apart for mixer in found) and any(isinstance(s, State) for mixer in found for s in mixer.specs()):
+    if any(mixer.separates_prompts for mixer in found) and any(isinstance(s, State) for mixer in found for s in mixer.specs()):
         raise Unsupported("approximate is given and the model has layers with a state, which read no answer token by token again")
     return tuple(found)

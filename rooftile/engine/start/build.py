@@ -73,7 +73,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
         # else the keys that a request finds in the prefix cache would depend on the requests before it
-        shares_answers=not runner.layers.prompts_apart,
+        shares_answers=not runner.layers.separates_prompts,
         states=layout.state_rows(load),
     )
 

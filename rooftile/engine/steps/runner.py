@@ -24,8 +24,8 @@ from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, Sam
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.steps.graphs import DecodeGraphs
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
-from rooftile.engine.steps.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
-from rooftile.exact.spec import Asked
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs, in_reading_order, is_single, split_prompts
+from rooftile.exact.spec import CallSettings
 from rooftile.fused import linear
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
@@ -81,21 +81,21 @@ class Runner:
         self.device = decoder.embedding.device
         self.deterministic = deterministic
         # on a CPU, one tile and one row at a time
-        self._alone = deterministic and self.device.type == "cpu"
-        self._multiply: Multiply = linear if deterministic and not self._alone else functional.linear
+        self._tile_by_tile = deterministic and self.device.type == "cpu"
+        self._multiply: Multiply = linear if deterministic and not self._tile_by_tile else functional.linear
         # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders
-        asked = Asked(
+        settings = CallSettings(
             decoder.config.scale, decoder.config.softcap, deterministic=deterministic or None,
-            backend="triton" if deterministic and not self._alone else None,
+            backend="triton" if deterministic and not self._tile_by_tile else None,
         )  # fmt: skip
-        if self._alone:
+        if self._tile_by_tile:
             max_len = -(-max_len // TILE) * TILE
         self.size = self.pages.storage.shape[3]
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
         self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.layers = Layers(mixers, decoder, caches, asked)
+        self.layers = Layers(mixers, decoder, caches, settings)
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
@@ -117,7 +117,7 @@ class Runner:
         if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
-            works = apart(plan.work) if self.layers.prompts_apart else plan.work
+            works = split_prompts(plan.work) if self.layers.separates_prompts else plan.work
             inputs, hidden = self._read(works)
             prompts = self._prompt_logprobs(works, hidden)
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
@@ -137,8 +137,8 @@ class Runner:
 
     def _only_decodes(self, works: list[ScheduledTokens]) -> bool:
         """Whether a graph can run a step: each answer in it reads one token and gets one."""
-        apart = self.layers.prompts_apart
-        return all(is_single(work, prompts_in_chunks=apart) and len(work.outputs) == 1 for work in works)
+        separate = self.layers.separates_prompts
+        return all(is_single(work, prompts_in_chunks=separate) and len(work.outputs) == 1 for work in works)
 
     def _start(self, started: list[Answer]) -> None:
         """Gives the sampler the parameters of answers that have got a slot."""
@@ -170,8 +170,8 @@ class Runner:
 
     def _read(self, works: list[ScheduledTokens]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.prompts_apart)
-        if self._alone:
+        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.separates_prompts)
+        if self._tile_by_tile:
             return on_host, self._forward_tiles(on_host)
         inputs = on_host.to(self.device)
         chunks = None
@@ -211,7 +211,7 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (n, vocab) of hidden states (n, hidden)."""
         compute = partial(self.decoder.logits, multiply=self._multiply)
-        return row_by_row(compute, hidden) if self._alone else compute(hidden)
+        return row_by_row(compute, hidden) if self._tile_by_tile else compute(hidden)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, ...]:
         # the order of its sums depends on where a row begins, also on a GPU
@@ -220,7 +220,7 @@ class Runner:
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
         compute = partial(sample, state=self.sampling, features=features)
-        return row_by_row(compute, logits, slots, positions) if self._alone else compute(logits, slots, positions)
+        return row_by_row(compute, logits, slots, positions) if self._tile_by_tile else compute(logits, slots, positions)
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""
@@ -237,7 +237,7 @@ class Runner:
         found: list[tuple[ScheduledTokens, tuple[Tensor, ...]]] = []
         most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
         row = 0
-        for work in in_reading_order(works, prompts_in_chunks=self.layers.prompts_apart):
+        for work in in_reading_order(works, prompts_in_chunks=self.layers.separates_prompts):
             request = work.answer.request
             count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
             if request.params.prompt_logprobs is not None and count > 0:

@@ -179,11 +179,11 @@ class Scheduler:
             for answer in request.answers:
                 if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
-                if answer.pending and request.sits_out:
+                if answer.pending and request.needs_host:
                     continue
                 if not self._ensure_block(plan, answer):
                     break
-                self._cover(answer, 1)
+                self._reserve_rows(answer, 1)
                 plan.work.append(ScheduledTokens(answer, answer.planned, 1, (answer,)))
                 budget -= 1
         for work in plan.work:
@@ -221,7 +221,7 @@ class Scheduler:
         for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
-    def _cover(self, answer: Answer, tokens: int) -> None:
+    def _reserve_rows(self, answer: Answer, tokens: int) -> None:
         """Makes rows for the next tokens of an answer, where blocks share rows."""
         assert answer.table is not None
         self.pool.cover(answer.table, answer.planned, tokens)
@@ -245,7 +245,7 @@ class Scheduler:
         if self.states is not None:
             tokens = self.states.to_a_border(answer, tokens)
         start = answer.planned
-        self._cover(answer, tokens)
+        self._reserve_rows(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
         request = answer.request

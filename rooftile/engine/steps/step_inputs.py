@@ -91,7 +91,7 @@ def in_reading_order(works: Sequence[ScheduledTokens], *, prompts_in_chunks: boo
     return sorted(works, key=lambda work: is_single(work, prompts_in_chunks=prompts_in_chunks))
 
 
-def apart(works: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+def split_prompts(works: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
     """Cuts work into the part that is a prompt's and the single tokens of the answer.
 
     An answer is read in chunks when it is computed again after a preemption. Where prompts and answers are computed in different

@@ -75,8 +75,8 @@ def load(
         if head and _is_quantised(found, reader):
             tensors = _read_all(_take(found, "lm_head", reader))
             _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
-        apart = _fill(config, decoder, projections, taken, reader, on_layer)
-        places = dict(decoder.tensors()) | apart
+        separate = _fill(config, decoder, projections, taken, reader, on_layer)
+        places = dict(decoder.tensors()) | separate
         _leave_zero_biases(found, places, taken)
         if head and "lm_head.weight" not in found:
             places.pop("lm_head.weight", None)
@@ -165,7 +165,7 @@ def _fill(
     taken: dict[str, dict[str, StoredTensor]], reader: Reader, on_layer: Callable[[Layer], None] | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fills projections; returns the places of weights that stay plain beside quantised ones."""
-    apart: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     layers = list(decoder.layers)
     for done, (projection, names) in enumerate(projections):
         weights.report_progress(done / len(projections))
@@ -182,10 +182,10 @@ def _fill(
                 found = _read(config, reader, name, tensors, (rows, projection.inputs))
                 parts.append(_owned(found, tensors.values(), decoder.embedding.device))
             else:
-                apart[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
-                parts.append(apart[f"{name}.weight"])
+                separate[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
+                parts.append(separate[f"{name}.weight"])
         projection.fill(merged(parts))
-    return apart
+    return separate
 
 
 def merged(parts: Sequence[QuantisedWeight | TwoFour | Tensor]) -> list[QuantisedWeight | TwoFour | Tensor]:

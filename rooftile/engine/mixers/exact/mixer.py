@@ -14,7 +14,7 @@ from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.exact.paged_route import MOST_GATHERED, route
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, PagedKeys
 from rooftile.models import Attend, Decoder
@@ -31,11 +31,11 @@ class ExactMixer(Mixer):
     def specs(self) -> tuple[CacheSpec, ...]:
         return (PagedKeys(self.layers, self.shape.kv_heads, self.shape.head_dim),)
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
-        self.caches, self.asked, self.masks = caches, asked, masks_of(decoder.config)
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
+        self.caches, self.settings, self.masks = caches, settings, masks_of(decoder.config)
 
     def on(self, step: StepTokens) -> Attend:
-        return ExactStep(self.caches, self.masks, self.asked, step)
+        return ExactStep(self.caches, self.masks, self.settings, step)
 
     def working_bytes(self, largest: Largest) -> int:
         return gathered_bytes(2 * self.shape.kv_heads * self.shape.head_dim, self.config.block_size, largest)

@@ -20,7 +20,7 @@ from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec
 from rooftile.models import Attend, Decoder, ModelConfig
@@ -79,7 +79,7 @@ class NativeSparseMixer(Mixer):
         gathered = gathered_bytes(2 * shape.kv_heads * shape.head_dim, self.config.block_size, largest)
         return gathered + copied + decoding
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         self.attention = SparseAttention(decoder, caches)
 
     def on(self, step: StepTokens) -> Attend:

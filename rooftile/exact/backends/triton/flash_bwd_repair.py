@@ -34,7 +34,7 @@ PROGRAMS = 256
 
 
 @triton.jit
-def _draw(nan_flag_ptr, stop):
+def _next_tile(nan_flag_ptr, stop):
     """The next tile that no program has; if there is none to compute, it is not read."""
     n = 0
     if stop > 0:
@@ -64,18 +64,18 @@ def _repair_tiles(
 ):  # fmt: skip
     """Computes tiles until none is left, if any is to be computed."""
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
-    n = _draw(nan_flag_ptr, stop)
+    n = _next_tile(nan_flag_ptr, stop)
     while (n < dq_tiles) & (n < stop):
         dq_tile(n, dq_ptr, problem, query_lists, tiles_of_queries, wave, SPEC, TILE)
         _note_done(nan_flag_ptr)
-        n = _draw(nan_flag_ptr, stop)
+        n = _next_tile(nan_flag_ptr, stop)
     if n < stop:
         _wait_for_queries(nan_flag_ptr, dq_tiles)
     while n < stop:
         dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, WALK)
         if SECOND_WALK is not None:
             dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, SECOND_WALK)
-        n = _draw(nan_flag_ptr, stop)
+        n = _next_tile(nan_flag_ptr, stop)
 
 
 # fmt: off

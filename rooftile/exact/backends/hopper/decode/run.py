@@ -45,8 +45,8 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     tensors: tuple[Tensor, ...] = (q, o, lse, parts, table, lengths, sinks)
     strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
     if spec.has_kv_scales:
-        k_scale, v_scale, *apart = cache.scales_and_strides()
-        tensors, strides = (*tensors, k_scale, v_scale), (*strides, *apart)
+        k_scale, v_scale, *scale_strides = cache.scales_and_strides()
+        tensors, strides = (*tensors, k_scale, v_scale), (*strides, *scale_strides)
     numbers = (*strides, q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
     _kernel(spec, cache.size)((heads, teams, 1), (cache.k, cache.v, *tensors, *numbers), constants)
     if teams > 1:

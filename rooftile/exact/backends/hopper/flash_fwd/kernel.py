@@ -101,7 +101,7 @@ def _load_block(
 
 
 @gluon.jit
-def _draw(counter_ptr):
+def _next_tile(counter_ptr):
     """How many tiles were drawn before. Nothing else is passed on with it, and a fence would empty the L1 that holds tables."""
     return gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
@@ -162,18 +162,18 @@ def _load(
                 # the loop alone (see `pipeline.hide_from_ptxas`)
                 for i in range(work.last_block - work.first_block + 1):
                     if i == work.last_block - work.first_block:
-                        n = _draw(counter_ptr) + programs
+                        n = _next_tile(counter_ptr) + programs
                     _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
             else:
                 for i in range(work.last_block - work.first_block):
                     _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
-                n = _draw(counter_ptr) + programs
+                n = _next_tile(counter_ptr) + programs
                 _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.first_block, config)
                 fill += 1
         else:
-            n = _draw(counter_ptr) + programs
+            n = _next_tile(counter_ptr) + programs
     publish_end(work_tiles, tile)
     reset_counter(counter_ptr)
 

@@ -40,7 +40,7 @@ AT_ONCE = 256
 TOGETHER = 4
 
 
-class Pieces:
+class IncrementalDecoder:
     """Decodes an answer into final pieces of text; it knows nothing of stop strings.
 
     `begins` has, for each token, how many characters come before its text. A token that follows half a character begins with
