@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rooftile.exact.blocks import Blocks
     from rooftile.integrations.fusion import fuse, unfuse
     from rooftile.numerics.precision import Precision
-    from rooftile.planning.run import plan
+    from rooftile.planning.make_plan import plan
     from rooftile.qat import quantise_model
     from rooftile.weights import QuantisedWeight, quantise_weight
     from rooftile.weights import two_four as sparsity
@@ -118,7 +118,7 @@ _HOMES = {
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
     "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.run",
-    "plan": "rooftile.planning.run", "doctor": "rooftile.diagnosis.examination",
+    "plan": "rooftile.planning.make_plan", "doctor": "rooftile.diagnosis.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
 

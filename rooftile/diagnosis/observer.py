@@ -22,7 +22,7 @@ from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
-from rooftile.diagnosis.output.rows import Program
+from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import OperatorRow, Sample

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.where import checked, kernels_run_on
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.output import units
-from rooftile.diagnosis.output.rows import Program
+from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.table import WIDTH, text
 from rooftile.diagnosis.remedies.prices import cuda_graph
 from rooftile.diagnosis.remedies.remedy import Remedy

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from rooftile.cli.app import app
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.roofs import roofs, spot, under
 from rooftile.diagnosis.output.pictures.sweeps import knee_us, sweep_chart, sweep_points
-from rooftile.diagnosis.output.rows import Op
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing.labels import Box
 from rooftile.drawing.units import count, duration, percent, size

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import rooftile as rt
 from rooftile.cli.app import app
 from rooftile.diagnosis.diagnosis import Diagnosis
-from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.diagnosis.program import diagnose_script
 from rooftile.errors import InvalidInput
 from tests.diagnosis.schema import SCHEMA, breaches

@@ -19,7 +19,7 @@ from rooftile.diagnosis.experiments.intensity import references
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.experiments.smaller.axes import axes
 from rooftile.diagnosis.experiments.timing import HostTimer
-from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.diagnosis.records import Sample
 from tests.diagnosis import operators
 from tests.diagnosis.operators import sample, ten_passes

@@ -76,7 +76,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def given_codes(x: Tensor, scale: Tensor, largest: float) -> Held:
-    """`numerics.kernels.given_codes`."""
+    """`numerics.row_kernels.given_codes`."""
     codes = (x / scale).as_subclass(Tensor).clamp(-largest, largest)
     return held(torch.where(x.isfinite().as_subclass(Tensor), codes, torch.nan))
 

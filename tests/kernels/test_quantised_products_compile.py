@@ -86,7 +86,7 @@ def test_codes_times_codes(name: str, sm: int, M: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_what_comes_before_and_after(sm: int) -> None:
-    from rooftile.numerics import kernels as rows
+    from rooftile.numerics import row_kernels as rows
     from rooftile.weights.triton import scaled, unpacked
     from tests.weights.cases import weight_of as some
 

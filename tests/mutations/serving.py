@@ -116,7 +116,7 @@ MUTATIONS = {
         ("tests/engine/test_forbidden.py", "-k", "reason or nan"),
     ),
     "masks, nothing left, triton": Mutation(
-        "engine/sampling/kernels.py", "tl.where(drawn, token, NOTHING)", "token",
+        "engine/sampling/sampling_kernels.py", "tl.where(drawn, token, NOTHING)", "token",
         ("tests/interpreter/test_sampling.py", "-k", "without_a_token"),
     ),
     "masks, on the host": Mutation(

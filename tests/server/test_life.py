@@ -26,7 +26,7 @@ from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
 from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _Lines, _Queued, _Quiet, log_request
-from rooftile.server.run import SPARE_FILES, ServerRun, allow_files, bind
+from rooftile.server.server_run import SPARE_FILES, ServerRun, allow_files, bind
 from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
 
@@ -97,7 +97,7 @@ def test_sigterm_drains(folder) -> None:
 
 def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
     ended = []
-    monkeypatch.setattr("rooftile.server.run.os._exit", lambda code: ended.append(code))
+    monkeypatch.setattr("rooftile.server.server_run.os._exit", lambda code: ended.append(code))
 
     async def test() -> None:
         async with living(folder, ready=False) as it:

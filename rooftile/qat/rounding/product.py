@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from rooftile.errors import Unsupported
 from rooftile.numerics.block_floating import BLOCK_FORMATS, MX_ACTIVATIONS, SHARED, Rule, quantise_blocks, rounded_activations
-from rooftile.numerics.rows import rounded_rows
+from rooftile.numerics.quantised_rows import rounded_rows
 from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.learned import gradients_of

@@ -7,7 +7,7 @@ known before: it is the static one of a checkpoint.
 Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
 
-from rooftile.numerics.kernels import given_codes
+from rooftile.numerics.row_kernels import given_codes
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.weights.hopper.codes import added

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, INT8
-from rooftile.numerics.kernels import codes_of
+from rooftile.numerics.row_kernels import codes_of
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.formats import WeightFormat
 

@@ -25,7 +25,7 @@ class ExactMixer(Mixer):
 
     kernels: ClassVar[tuple[str, ...]] = (
         "exact.backends.triton.paged_decode", "exact.backends.triton.paged_fwd", "exact.backends.triton.flash_fwd",
-        "kvcache.kernels",
+        "kvcache.page_kernels",
     )  # fmt: skip
 
     def specs(self) -> tuple[CacheSpec, ...]:

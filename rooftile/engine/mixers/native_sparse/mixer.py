@@ -30,8 +30,8 @@ class NativeSparseMixer(Mixer):
     """Layers with Native Sparse Attention."""
 
     kernels: ClassVar[tuple[str, ...]] = (
-        "approximate.native_sparse.selected.kernels.choice", "approximate.native_sparse.selected.kernels.gated_sum",
-        "approximate.native_sparse.decoding_kernels", "exact.backends.triton.flash_fwd", "kvcache.kernels",
+        "approximate.native_sparse.selected.kernels.block_choice", "approximate.native_sparse.selected.kernels.gated_sum",
+        "approximate.native_sparse.decoding_kernels", "exact.backends.triton.flash_fwd", "kvcache.page_kernels",
     )  # fmt: skip
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile import weights as matmul
-from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
+from rooftile.numerics.quantised_rows import LONGEST_ROW, rows_as_codes
 from rooftile.runtime.devices import INTERPRETED, capability, lack_of_triton, warn_without_triton
 from rooftile.runtime.dispatch import Dispatcher
 from rooftile.runtime.explanation import Explanation
@@ -136,9 +136,9 @@ def _refusals_of_dtypes(asked: SparseProductCall, known: tuple[torch.dtype, ...]
 def _quantised(x: Tensor, format: str, name: str) -> tuple[Tensor, Tensor]:
     if name == "definition" or x.shape[1] > LONGEST_ROW or lack_of_triton():
         return rows_as_codes(x, format, None)
-    from rooftile.numerics import kernels
+    from rooftile.numerics import row_kernels
 
-    return kernels.quantise(x, format, None)
+    return row_kernels.quantise(x, format, None)
 
 
 def _multiply_of(name: str) -> Multiply:
@@ -147,9 +147,9 @@ def _multiply_of(name: str) -> Multiply:
 
         return hopper.multiply
     if name == "triton":
-        from rooftile.weights.two_four.product import kernels
+        from rooftile.weights.two_four.product import few_rows
 
-        return kernels.multiply
+        return few_rows.multiply
     return {"library": cusparselt.multiply, "dense": _dense, "definition": definition.multiply}[name]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.numerics.rows import QuantisedRows
+from rooftile.numerics.quantised_rows import QuantisedRows
 from rooftile.runtime.operators import below_autograd, define, transforms_active, wants_grad, watched
 from rooftile.weights.two_four import TwoFour
 from rooftile.weights.two_four.compressed import two_four_dense

@@ -55,9 +55,9 @@ def _run(w: Tensor, transposable: bool, check: bool) -> Tensor:
     if w.is_meta or not w.numel():
         return _fake(w, transposable, check)
     if kernels_run_on(w):
-        from rooftile.weights.two_four import kernels
+        from rooftile.weights.two_four import compression_kernels
 
-        found, flag = kernels.mask(w, transposable)
+        found, flag = compression_kernels.mask(w, transposable)
         if check and is_raised(flag):
             check_numbers(w)
         return found

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.triton.launch import added
+from rooftile.weights.two_four.compression_kernels import joined
 from rooftile.weights.two_four.definition import bits_of
-from rooftile.weights.two_four.kernels import joined
 from rooftile.weights.two_four.product.definition import Sparse, SparseProduct, scales_of
 
 # rows of x in a tile, at most

@@ -20,11 +20,11 @@ def can_choose(x: Tensor) -> bool:
 
 def hashes(x: Tensor, random: Tensor) -> Tensor:
     """The hashes (B, T, H, rounds) int32 of x (B, T, H, D): argmax [x R; -x R], from random vectors (H, D, rounds, half)."""
-    from rooftile.approximate.gathered.kernels import choice
+    from rooftile.approximate.gathered.kernels import grouping
 
     x = x.detach()
     with device_of(x):
-        return choice.hashes(x if x.stride(-1) == 1 else x.contiguous(), random.contiguous())
+        return grouping.hashes(x if x.stride(-1) == 1 else x.contiguous(), random.contiguous())
 
 
 def best_members(x: Tensor, centroids: Tensor, width: int) -> Tensor | None:
@@ -34,8 +34,8 @@ def best_members(x: Tensor, centroids: Tensor, width: int) -> Tensor | None:
     """
     if x.shape[1] > MOST_SCORES:
         return None
-    from rooftile.approximate.gathered.kernels import choice
+    from rooftile.approximate.gathered.kernels import grouping
 
     x = x.detach()
     with device_of(x):
-        return choice.best(choice.scores(x if x.stride(-1) == 1 else x.contiguous(), centroids.float().contiguous()), width)
+        return grouping.best(grouping.scores(x if x.stride(-1) == 1 else x.contiguous(), centroids.float().contiguous()), width)

@@ -1,7 +1,7 @@
 """The choice of blocks: the sums of all steps put together, added over the heads of a group, and the best of them kept.
 
 A block is a 64-bit word: its score's bits above, and below them a number that is larger for a lower block, so that ties go to the
-lower one, as in `rooftile.approximate.native_sparse.selected.kernels.choice`. One kernel makes the words of many blocks at once. Another keeps
+lower one, as in `rooftile.approximate.native_sparse.selected.kernels.block_choice`. One kernel makes the words of many blocks at once. Another keeps
 the best: as many times as there are blocks to choose it takes the largest word, in one warp, where that needs no barrier. On an
 H200 sorting the words of 128 blocks with `tl.topk` took 14 us, and a largest of 512 words in eight warps 1.4 us.
 """

@@ -44,14 +44,14 @@ def choose(
 
     lse: of the compressed attention, (B, H, T), which saves a walk over the compressed keys.
     """
-    from rooftile.approximate.native_sparse.selected.kernels import choice
+    from rooftile.approximate.native_sparse.selected.kernels import block_choice
 
     (B, T, H, _), (n, Hk) = q.shape, compressed.shape[1:3]
     table = _table(B, T, n, tokens, queries_for(H // Hk), q.device)
     q, compressed = (x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in (q, compressed))
     with device_of(q):
         lse = None if lse is None else lse.mT.flatten(0, 1).float().contiguous()
-        found = choice.choose(q, compressed, lse, table, scale, length, stride, block_size, count, first, local)
+        found = block_choice.choose(q, compressed, lse, table, scale, length, stride, block_size, count, first, local)
     return found.unflatten(0, (B, T))
 
 

@@ -92,16 +92,16 @@ def rounded_rows(x: Tensor, format: str) -> Tensor:
     rows = as_rows(x.detach())
     if replaced(rows) or torch.compiler.is_compiling() or not _kernel_runs_on(rows, format):
         return quantise_rows(x, format).dequantise()
-    from rooftile.numerics import kernels
+    from rooftile.numerics import row_kernels
 
-    return kernels.rounded(rows, format).view(x.shape)
+    return row_kernels.rounded(rows, format).view(x.shape)
 
 
 def _run(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if _kernel_runs_on(x, format):
-        from rooftile.numerics import kernels
+        from rooftile.numerics import row_kernels
 
-        return kernels.quantise(x, format, scale)
+        return row_kernels.quantise(x, format, scale)
     codes, scales = rows_as_codes(x, format, scale)
     return codes.contiguous(), scales.contiguous()
 
