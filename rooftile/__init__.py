@@ -31,7 +31,7 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile import nn, optim, qat
     from rooftile.diagnosis.examination import doctor
-    from rooftile.diagnosis.run import diagnose
+    from rooftile.diagnosis.programs.diagnose_call import diagnose
     from rooftile.engine import LLM, SamplingParams
     from rooftile.exact.api import (
         attention,
@@ -117,7 +117,7 @@ _HOMES = {
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
-    "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.run",
+    "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.programs.diagnose_call",
     "plan": "rooftile.planning.make_plan", "doctor": "rooftile.diagnosis.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rooftile.diagnosis.unchanged import state_of, unchanged
+from rooftile.diagnosis.programs.unchanged import state_of, unchanged
 from rooftile.errors import InvalidInput
 from rooftile.hardware.device import describe, device_of
 from rooftile.models import Decoder

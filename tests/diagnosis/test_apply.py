@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rooftile as rt
-from rooftile.diagnosis.program import diagnose_script
+from rooftile.diagnosis.programs.diagnose_script import diagnose_script
 from rooftile.diagnosis.remedies.apply import Trial
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.errors import InvalidInput

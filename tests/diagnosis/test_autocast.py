@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.bf16 import in_bf16
 from rooftile.diagnosis.remedies.bf16.autocast import Narrowed, narrowed
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16, with_backward
-from rooftile.diagnosis.watch import Record, Watch
+from rooftile.diagnosis.watching.dispatched import Dispatched
+from rooftile.diagnosis.watching.watch import Record, Watch
 
 BOTH = {torch.float32, torch.bfloat16}
 

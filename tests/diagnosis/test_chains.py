@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.fusion.chains import Chain, find_chains
 from rooftile.diagnosis.remedies.fusion.recompute import recompute
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.watch import Watch
 from tests.diagnosis.operators import sample
 
 ROWS, WIDTH = 64, 256

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from rooftile.cli.app import app
-from rooftile.diagnosis.checkpoint import diagnose_checkpoint
+from rooftile.diagnosis.programs.diagnose_checkpoint import diagnose_checkpoint
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder, ModelConfig
 

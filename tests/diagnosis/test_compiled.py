@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import rooftile as rt
-from rooftile.diagnosis.compiled import GeneratedKernel, operators_of
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.remedies.alone import only_a_run_tells
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.compiled import GeneratedKernel, operators_of
+from rooftile.diagnosis.watching.watch import Watch
 from tests.diagnosis.machine import Work, operation
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.diagnosis import counters
+from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.records import OperatorRow, Sample
 
 PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_srcunit_tex.sum"

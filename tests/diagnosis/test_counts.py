@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import rooftile as rt
 from rooftile.diagnosis.counts import counts
 from rooftile.diagnosis.records import OperatorRow
-from rooftile.diagnosis.watch import Record, Watch
+from rooftile.diagnosis.watching.watch import Record, Watch
 
 
 def watched(step: Callable[[], Any]) -> list[OperatorRow]:

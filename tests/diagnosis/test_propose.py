@@ -20,7 +20,7 @@ from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.bf16.narrower import narrower, why_no_price
 from rooftile.diagnosis.remedies.fusion.chains import find_chains
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.watch import Watch
 from tests.diagnosis.machine import Machine, Work, finding
 
 GPU = Machine(flops_per_us=1e6, bytes_per_us=1e6, cache_bytes_per_us=4e6, fixed_us=2.0, launch_us=5.0, device="cuda")

@@ -16,9 +16,9 @@ from rooftile.diagnosis.remedies import propose
 from rooftile.diagnosis.remedies.bf16.narrower import narrower
 from rooftile.diagnosis.remedies.queue import LaunchChange, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
-from rooftile.diagnosis.timeline import Launch, _launched
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watching.timeline import Launch, _launched
 from tests.diagnosis.machine import Asked, Machine, Work, enqueued, finding
 
 GPU = Machine(flops_per_us=5e7, bytes_per_us=4e6, cache_bytes_per_us=1.2e7, fixed_us=2.0, launch_us=5.0, device="cuda")

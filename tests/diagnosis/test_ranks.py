@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.diagnosis import ranks
-from rooftile.diagnosis.ranks import Rank
+from rooftile.diagnosis.programs import ranks
+from rooftile.diagnosis.programs.ranks import Rank
 
 SCRIPT = """
 import torch

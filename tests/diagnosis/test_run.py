@@ -20,7 +20,7 @@ import rooftile as rt
 from rooftile.cli.app import app
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.output.json_rows import Op
-from rooftile.diagnosis.program import diagnose_script
+from rooftile.diagnosis.programs.diagnose_script import diagnose_script
 from rooftile.errors import InvalidInput
 from tests.diagnosis.schema import SCHEMA, breaches
 
@@ -357,7 +357,7 @@ def test_a_script_that_runs_on_another_device_is_told(script: str, kind: str, fu
 
 
 def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 2.0)
+    monkeypatch.setattr("rooftile.diagnosis.programs.diagnose_script.LEAST_PATIENCE", 2.0)
     # one that calls a module for ever: the call is its step
     assert {op.phase for op in diagnose_script(script, ["serves"], budget=0.2).ops} == {"forward"}
     with pytest.raises(InvalidInput, match="has reached no step in 2 seconds"):
@@ -365,7 +365,7 @@ def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_script_that_never_ends_in_the_background(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 0.5)
+    monkeypatch.setattr("rooftile.diagnosis.programs.diagnose_script.LEAST_PATIENCE", 0.5)
     # a shell starts a job with & like this
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

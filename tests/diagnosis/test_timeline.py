@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rooftile.diagnosis.remedies.queue import Queue
-from rooftile.diagnosis.timeline import Launch, Profiled, Timeline, _complement, _read, _union
+from rooftile.diagnosis.watching.timeline import Launch, Profiled, Timeline, _complement, _read, _union
 
 
 def profiled(step: Callable[[], object], names: set[str]) -> Timeline:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftile.diagnosis.unchanged import state_of, unchanged
+from rooftile.diagnosis.programs.unchanged import state_of, unchanged
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -164,7 +164,7 @@ def test_schedules_scalers_and_generators_go_on_where_they_were() -> None:
 def test_a_program_may_say_the_precision_of_products_in_either_way() -> None:
     script = """
 import torch
-from rooftile.diagnosis.unchanged import unchanged
+from rooftile.diagnosis.programs.unchanged import unchanged
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 with unchanged([]):
     torch.backends.cuda.matmul.fp32_precision = "ieee"

@@ -8,10 +8,10 @@ from random import Random
 
 import torch
 
-from rooftile.diagnosis.decode_step import DecodeSizes, decoding
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.programs.decode_step import DecodeSizes, decoding
+from rooftile.diagnosis.programs.diagnose_call import diagnose
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
-from rooftile.diagnosis.run import diagnose
 from rooftile.engine.engine import Engine
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.settings.config import EngineConfig

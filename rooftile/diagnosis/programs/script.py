@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rooftile.diagnosis.dispatched import optimiser_steps
-from rooftile.diagnosis.modes import Modes
-from rooftile.diagnosis.steps import Finished, Steps, watching
-from rooftile.diagnosis.where import user_line
+from rooftile.diagnosis.watching.dispatched import optimiser_steps
+from rooftile.diagnosis.watching.modes import Modes
+from rooftile.diagnosis.watching.steps import Finished, Steps, watching
+from rooftile.diagnosis.watching.where import user_line
 from rooftile.errors import InvalidInput
 
 # outermost calls of modules without an optimiser's step, after which a program that goes on is one that only calls

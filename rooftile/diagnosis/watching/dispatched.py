@@ -11,9 +11,9 @@ from torch._ops import OpOverload
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rooftile.diagnosis.compiled import GeneratedKernel, watched_kernels
 from rooftile.diagnosis.counts import is_free
-from rooftile.diagnosis.modules import Modules
+from rooftile.diagnosis.watching.compiled import GeneratedKernel, watched_kernels
+from rooftile.diagnosis.watching.modules import Modules
 
 
 class OptimiserSteps:

@@ -9,10 +9,10 @@ import torch
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
+from rooftile.diagnosis.programs.diagnose_call import diagnose_call
+from rooftile.diagnosis.programs.script import run
 from rooftile.diagnosis.remedies.apply import Trial, check, tried
-from rooftile.diagnosis.run import diagnose_call
-from rooftile.diagnosis.script import run
-from rooftile.diagnosis.steps import Finished, Steps
+from rooftile.diagnosis.watching.steps import Finished, Steps
 from rooftile.errors import InvalidInput
 
 # seconds that a script may take to reach its first step, where the budget does not give it more
@@ -23,7 +23,7 @@ def diagnose_script(
     path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str | None = None,
     apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False,
 ) -> Diagnosis:  # fmt: skip
-    """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
+    """Runs a script, finds its step and diagnoses it; see `rooftile.diagnosis.programs.script` for what counts as a step.
 
     A script that marks its steps, or whose optimiser ends them, is watched while it runs, and stopped when enough was seen. A
     named function, or a module of a script without either, is called again some twenty times when the script has reached it, also

@@ -19,14 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
-from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel
 from rooftile.diagnosis.counts import Counted, count
 from rooftile.diagnosis.counts.arithmetic import dtype_name
 from rooftile.diagnosis.counts.fusable import Fusing, fusing
 from rooftile.diagnosis.counts.traffic import RULES, base_name, by_storage, distinct, tensors, touched
-from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
-from rooftile.diagnosis.where import user_line
+from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel
+from rooftile.diagnosis.watching.dispatched import Dispatched
+from rooftile.diagnosis.watching.where import user_line
 from rooftile.errors import InvalidInput
 
 

@@ -12,7 +12,7 @@ import torch
 import rooftile
 
 # frames around this file's called the step for a diagnosis: their lines say nothing about its operators
-RUNNER = str(Path(__file__).with_name("run.py"))
+RUNNER = str(Path(__file__).parents[1] / "programs" / "diagnose_call.py")
 # code whose lines are of no interest: PyTorch, this package and Python itself
 OURS = (*tuple(str(Path(module.__file__ or "").parent) for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
 

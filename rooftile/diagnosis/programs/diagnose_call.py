@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rooftile.diagnosis.arguments import arguments_of
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
+from rooftile.diagnosis.programs.arguments import arguments_of
+from rooftile.diagnosis.programs.unchanged import state_of, unchanged
 from rooftile.diagnosis.remedies.apply import Trial, check, tried
-from rooftile.diagnosis.steps import Steps
-from rooftile.diagnosis.unchanged import state_of, unchanged
+from rooftile.diagnosis.watching.steps import Steps
 from rooftile.errors import InvalidInput
 
 

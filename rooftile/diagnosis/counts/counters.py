@@ -2,7 +2,7 @@
 
 Each leading operator runs once, alone and with cold caches, in a process of its own under ncu:
 
-    python -m rooftile.diagnosis.counters FILE NUMBER
+    python -m rooftile.diagnosis.counts.counters FILE NUMBER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from rooftile.diagnosis import ncu
+from rooftile.diagnosis.counts import ncu
 from rooftile.diagnosis.records import Sample
 
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")

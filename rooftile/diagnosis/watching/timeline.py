@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rooftile.diagnosis.compiled import NAMESPACE, GeneratedKernel, watched_kernels
 from rooftile.diagnosis.output.trace import pack
-from rooftile.diagnosis.where import user_line
+from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, watched_kernels
+from rooftile.diagnosis.watching.where import user_line
 
 CAUSES = ("host", "sync", "copy", "dependency")
 # names of CUDA's functions that wait for the device
