@@ -82,7 +82,7 @@ def test_a_sleep_is_the_hosts_and_has_its_line() -> None:
     found = rt.diagnose(step, budget=1)
     assert found.step.bound == "host"
     line = step.__code__.co_firstlineno + 2
-    assert any(f"test_run.py:{line}" in note for note in found.notes)
+    assert any(f"test_diagnose_call.py:{line}" in note for note in found.notes)
 
 
 def test_a_training_step_leaves_no_trace() -> None:

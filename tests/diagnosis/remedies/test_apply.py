@@ -14,8 +14,8 @@ from rooftile.diagnosis.remedies.apply import Trial
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.errors import InvalidInput
 from tests.diagnosis.operators import ten_passes
-from tests.diagnosis.test_propose import Attention as ByHand
-from tests.diagnosis.test_propose import Layers
+from tests.diagnosis.remedies.test_propose import Attention as ByHand
+from tests.diagnosis.remedies.test_propose import Layers
 
 
 def remedy(found: rt.diagnosis.Diagnosis, name: str) -> Remedy:

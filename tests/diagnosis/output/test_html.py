@@ -21,8 +21,8 @@ from rooftile.diagnosis.output.pictures.sweeps import knee_us, sweep_chart, swee
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing.labels import Box
 from rooftile.drawing.units import count, duration, percent, size
+from tests.diagnosis.output.test_diagnosis import example
 from tests.diagnosis.page_of import Page
-from tests.diagnosis.test_diagnosis import example
 
 CEILINGS = {"copy_gbs": 4000.0, "cache_gbs": 12000.0, "matmul_tflops": {"fp32": 50.0, "bf16": 700.0, "fp8": 1300.0}}
 

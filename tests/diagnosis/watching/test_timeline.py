@@ -47,7 +47,7 @@ def test_a_sleep_is_found_with_its_line() -> None:
     assert found.idle_us["host"] > 45_000
     line = step.__code__.co_firstlineno + 2
     longest, us = next(iter(found.lines.items()))
-    assert longest == f"tests/diagnosis/test_timeline.py:{line}"
+    assert longest == f"tests/diagnosis/watching/test_timeline.py:{line}"
     assert us > 45_000
 
 

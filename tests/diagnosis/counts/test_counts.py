@@ -178,7 +178,7 @@ def test_modules_phases_and_lines() -> None:
     found = watched(step)
     first = next(o for o in found if o.op == "aten::addmm")
     assert (first.module, first.phase) == ("Sequential.0", "forward")
-    assert first.where == f"tests/diagnosis/test_counts.py:{step.__code__.co_firstlineno + 1}"
+    assert first.where == f"tests/diagnosis/counts/test_counts.py:{step.__code__.co_firstlineno + 1}"
     assert {o.phase for o in found} == {"forward", "backward"}
     assert any(o.module == "Sequential.2" and o.phase == "backward" and o.op == "aten::mm" for o in found)
 
