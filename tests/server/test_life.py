@@ -25,7 +25,7 @@ from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
-from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _Lines, _Queued, _Quiet, log_request
+from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _LineFormatter, _Queued, _Quiet, log_request
 from rooftile.server.server_run import SPARE_FILES, ServerRun, allow_files, bind
 from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
@@ -333,7 +333,7 @@ def test_a_clients_words_begin_no_line(as_json) -> None:
     record = logging.makeLogRecord(
         {"msg": "request\nfake", "said": AccessRecord(path='/a\n"x', key="ann", prompt_tokens=3).line()}
     )
-    line = _Lines(as_json=as_json).format(record)
+    line = _LineFormatter(as_json=as_json).format(record)
     assert "\n" not in line
     if as_json:
         assert json.loads(line)["key"] == "ann"

@@ -121,7 +121,7 @@ class Profiled:
         self._profiler.__enter__()
         self._kernels = watched_kernels(_named)
         self._kernels.__enter__()
-        self._lines = _Lines()
+        self._lines = _LineSampler()
         self._lines.__enter__()
         if self._on_gpu:
             # the first kernel under a profiler waits until the driver is ready to record it
@@ -343,7 +343,7 @@ def _device_gaps(
     return found
 
 
-class _Lines:
+class _LineSampler:
     """Samples the line of user code that the calling thread is in, from another thread."""
 
     def __init__(self) -> None:
@@ -352,7 +352,7 @@ class _Lines:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="rooftile-lines", daemon=True)
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> _LineSampler:
         self._thread.start()
         return self
 

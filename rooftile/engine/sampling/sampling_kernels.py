@@ -89,16 +89,16 @@ def _penalised(
             presence = tl.load(presence_ptr + slot)
             frequency = tl.load(frequency_ptr + slot)
             repetition = tl.load(repetition_ptr + slot)
-            asks = there & (zero + tl.abs(presence) + tl.abs(frequency) + tl.abs(repetition - 1.0) > 0.0)
-            count = tl.load(counts_ptr + line, mask=asks, other=0)
-            seen = (tl.load(prompted_ptr + line, mask=asks, other=0) != 0) | (count > 0)
+            is_penalised = there & (zero + tl.abs(presence) + tl.abs(frequency) + tl.abs(repetition - 1.0) > 0.0)
+            count = tl.load(counts_ptr + line, mask=is_penalised, other=0)
+            seen = (tl.load(prompted_ptr + line, mask=is_penalised, other=0) != 0) | (count > 0)
             divided = tl.div_rn(x, zero + repetition)
             x = tl.where(seen, tl.where(x > 0, divided, x * repetition), x)
             x = x - frequency * count.to(tl.float32)
             x = x - presence * (count > 0).to(tl.float32)
         if bias:
-            asks = there & (zero + tl.load(biased_ptr + slot) > 0.0)
-            x = x + tl.load(bias_ptr + line, mask=asks, other=0.0)
+            is_biased = there & (zero + tl.load(biased_ptr + slot) > 0.0)
+            x = x + tl.load(bias_ptr + line, mask=is_biased, other=0.0)
         if mask:
             # a row without a grammar has all bits set
             word = tl.load(masks_ptr + slot * ((V + 31) // 32) + token // 32, mask=there, other=0)
@@ -163,7 +163,7 @@ def _join(
 
 
 @triton.jit
-def _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+def _is_truncated(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
     """Tells whether a row is truncated; a greedy row never is."""
     k = tl.load(top_k_ptr + slot)
     some = ((k > 0) & (k < V)) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
@@ -185,7 +185,7 @@ def _survey(
     """Writes the maximum of each group of a segment; with penalties, bias or a mask also the scores, for the search."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+    if not _is_truncated(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
         return
     token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     x = _penalised(
@@ -290,7 +290,7 @@ def _threshold(
     """Writes the smallest score of a row that may be drawn."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+    if not _is_truncated(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
         tl.store(out_ptr + row, float("-inf"))
         return
     temperature = tl.load(temperature_ptr + slot)

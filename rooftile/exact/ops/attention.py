@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
             return transforms.attend(q, k, v, given, spec, backend)
         return attention(q, k, v, given, spec, backend)
     if wants_grad(q, k, v, *given):
-        return _apply(q, k, v, _Call(spec, backend), *given)
+        return _apply(q, k, v, _PreparedCall(spec, backend), *given)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
 
@@ -125,13 +125,13 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Opt
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     run: Forward | None = None if prepare is None else prepare(q, k, v, options, decode(spec))
     if wants_grad(q, k, v, options.sinks):
-        call = _Call(spec, backend, run)
+        call = _PreparedCall(spec, backend, run)
         _PREPARED[key] = (lambda q, k, v, options: _apply(q, k, v, call, *listed(options))), backend
     elif run is not None:
         _PREPARED[key] = run, backend
 
 
-class _Call:
+class _PreparedCall:
     """One signature of calls with gradients: what runs them forward, and backward by what comes in."""
 
     __slots__ = ("_backwards", "backend", "forward", "spec")
@@ -256,7 +256,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     if wants_grad(q, k, v, *options):
-        return _apply(q, k, v, _Call(spec, backend), *options)
+        return _apply(q, k, v, _PreparedCall(spec, backend), *options)
     return _forward(q, k, v, options, spec, backend)
 
 
