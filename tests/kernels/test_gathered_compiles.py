@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.approximate.gathered import Lists, from_hashes, from_members
+from rooftile.approximate.gathered import RowLists, from_hashes, from_members
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -65,7 +65,7 @@ def read(found: Any, tool: str, *flags: str) -> str:
         return run(Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *flags, file.name)
 
 
-def lists_of(kind: str, width: int) -> Lists:
+def lists_of(kind: str, width: int) -> RowLists:
     if kind == "lists":
         places = torch.zeros(1, 1, 4, width, dtype=torch.int32)
         return from_members(places, places, True)
