@@ -31,7 +31,7 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile import nn, optim, qat
     from rooftile.diagnosis.examination import doctor
-    from rooftile.diagnosis.run import diagnose
+    from rooftile.diagnosis.programs.diagnose_call import diagnose
     from rooftile.engine import LLM, SamplingParams
     from rooftile.exact.api import (
         attention,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rooftile.exact.blocks import Blocks
     from rooftile.integrations.fusion import fuse, unfuse
     from rooftile.numerics.precision import Precision
-    from rooftile.planning.run import plan
+    from rooftile.planning.make_plan import plan
     from rooftile.qat import quantise_model
     from rooftile.weights import QuantisedWeight, quantise_weight
     from rooftile.weights import two_four as sparsity
@@ -117,8 +117,8 @@ _HOMES = {
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow
 _SLOW = {
-    "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.run",
-    "plan": "rooftile.planning.run", "doctor": "rooftile.diagnosis.examination",
+    "LLM": "rooftile.engine", "SamplingParams": "rooftile.engine", "diagnose": "rooftile.diagnosis.programs.diagnose_call",
+    "plan": "rooftile.planning.make_plan", "doctor": "rooftile.diagnosis.examination",
 }  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
 

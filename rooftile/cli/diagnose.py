@@ -91,7 +91,7 @@ def diagnose(
     if checkpoint:
         check_folder(checkpoint)
     # all that can be refused without torch is refused by now, before its import
-    from rooftile.diagnosis import ranks
+    from rooftile.diagnosis.programs import ranks
     from rooftile.hardware.device import device_of
 
     on = str(device_of(device))
@@ -104,14 +104,14 @@ def diagnose(
             print(lines, flush=True)
         return
     if checkpoint:
-        from rooftile.diagnosis.checkpoint import diagnose_checkpoint
+        from rooftile.diagnosis.programs.diagnose_checkpoint import diagnose_checkpoint
 
         print(f"reading {checkpoint}; its steps are run some twenty times", file=sys.stderr, flush=True)
         both = diagnose_checkpoint(checkpoint, batch=batch, context=context, device=on, apply=apply or (), budget=budget, ncu=ncu)
         for found, part in zip(both, ("", "-prompt"), strict=True):
             _show(found, ops, files.of_part(part))
         return
-    from rooftile.diagnosis.program import diagnose_script
+    from rooftile.diagnosis.programs.diagnose_script import diagnose_script
 
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
     found = diagnose_script(
@@ -122,7 +122,7 @@ def diagnose(
 
 
 def _show(found: Diagnosis, ops: int, files: Files) -> None:
-    from rooftile.diagnosis import ranks
+    from rooftile.diagnosis.programs import ranks
 
     rank = ranks.Rank.here()
     if rank.number == 0:

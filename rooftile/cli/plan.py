@@ -62,7 +62,7 @@ def plan(
     text = None if data is None else _read(data)
     folder = find_folder(model, download=download)
     # all that can be refused without torch is refused by now, before its import
-    from rooftile.planning.run import plan as make
+    from rooftile.planning.make_plan import plan as make
 
     rows = {"decode": batch} | ({"prompt": prompt} if prompt else {})
     found = make(
@@ -90,7 +90,7 @@ def _tokens(file: Path, text: str, folder: Path, context: int | None) -> list[to
 
     from rooftile.engine.text.tokenizer import Tokenizer
     from rooftile.models.config import ModelConfig
-    from rooftile.planning.run import CONTEXT
+    from rooftile.planning.make_plan import CONTEXT
 
     if (folder / "tokenizer.json").exists() or ModelConfig.from_folder(folder).vocab_size != 256:
         ids = Tokenizer.from_folder(folder).encode(text)

@@ -63,7 +63,7 @@ def serve(
     if not is_hub_name(model):
         check_folder(model)
     try:
-        from rooftile.server.run import run
+        from rooftile.server.server_run import run
         from rooftile.server.settings import ServerSettings, origins_of
     except ImportError as error:
         raise InvalidInput(

@@ -1,20 +1,21 @@
 """Finds what bounds a program: operator by operator and as a whole, by counts, ceilings of this machine and experiments.
 
-    function or script -> steps -> watch (counts), timeline (times) -> experiments -> verdicts -> remedies -> Diagnosis
+    programs (function or script) -> watching (steps, operators, times) -> experiments -> verdicts -> remedies -> Diagnosis
 
-run          `rooftile.diagnose`
-script       a script's step
-steps        where steps begin and end
-watch        the operators of a step; `counts` has their FLOPs and bytes
-timeline     a profiled step: times in context, and gaps
+programs     the step of a function, a script, a checkpoint's engine: `rooftile.diagnose` is in `diagnose_call`
+observer     leads a program's steps through all that follows
+watching     where steps begin and end, the operators of one, and its times
+counts       the FLOPs and bytes of an operator, and the hardware's counters beside them
 experiments  on one operator
-verdicts     from counts, ceilings and experiments to the bound
+machine      this machine's ceilings as roofs; `examination` is `rooftile.doctor`
+verdicts     from counts, ceilings and experiments to the bound; `missing` notes what they leave of the step's time
 remedies     changes, and what they save
 diagnosis    the result; `output` prints it, draws its page and its trace
+records      what these parts hand to each other
 tour         seven examples: `rooftile diagnose --tour`
 """
 
 from rooftile.diagnosis.counts import counts
-from rooftile.diagnosis.steps import step
+from rooftile.diagnosis.watching.steps import step
 
 __all__ = ["counts", "step"]

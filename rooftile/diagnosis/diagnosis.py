@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftile.diagnosis.output.json_rows import Op, Program, StepSummary, row
 from rooftile.diagnosis.output.notebook import notebook
 from rooftile.diagnosis.output.page import render
-from rooftile.diagnosis.output.rows import Op, Program, StepSummary, row
 from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration

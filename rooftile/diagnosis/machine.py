@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from rooftile.diagnosis.compiled import NAMESPACE, TEMPLATE
 from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.verdicts.roofs import Roofs
+from rooftile.diagnosis.watching.compiled import NAMESPACE, TEMPLATE
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.runtime.devices import capability
 

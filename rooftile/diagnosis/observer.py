@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis import counters, machine
-from rooftile.diagnosis.compiled import NAMESPACE
+from rooftile.diagnosis import machine
+from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
-from rooftile.diagnosis.output.rows import Program
+from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import OperatorRow, Sample
@@ -35,12 +35,13 @@ from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
-from rooftile.diagnosis.steps import Role, StepTimer
-from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
-from rooftile.diagnosis.watch import Devices, Record, Watch
+from rooftile.diagnosis.watching.compiled import NAMESPACE
+from rooftile.diagnosis.watching.steps import Role, StepTimer
+from rooftile.diagnosis.watching.timeline import Profiled, Timeline
+from rooftile.diagnosis.watching.watch import Devices, Record, Watch
 from rooftile.errors import Unsupported
 from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings

@@ -30,7 +30,7 @@ class Engine:
 
     On a GPU a step is launched before the tokens of the previous step have reached the host. So a token that ends an answer is
     noticed one step late, and the token computed after it is dropped. An answer whose next step needs its last token on the host
-    (see `Request.sits_out`) is in every other step. On a CPU each step is finished at once.
+    (see `Request.needs_host`) is in every other step. On a CPU each step is finished at once.
 
     Args:
         runner: the model on its device.
@@ -111,7 +111,7 @@ class Engine:
                 answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
             )
         steered = request.search is not None or grammar is not None
-        request.sits_out = steered or any(len(sequence) > 1 for sequence in request.banned)
+        request.needs_host = steered or any(len(sequence) > 1 for sequence in request.banned)
         seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params, prompt)

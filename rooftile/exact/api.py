@@ -20,7 +20,7 @@ from rooftile.exact.backends import eager
 from rooftile.exact.blocks import Blocks
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.normalise import completed, normalise
-from rooftile.exact.spec import NO_OPTIONS, Asked, Call, Options, Spec, decode
+from rooftile.exact.spec import NO_OPTIONS, Call, CallSettings, Options, Spec, decode
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV, QuantisedRows
 from rooftile.numerics.precision import Precision, recipe_of
@@ -31,7 +31,7 @@ from rooftile.weights import QuantisedWeight
 from rooftile.weights.linear import explain_linear
 from rooftile.weights.two_four import TwoFour
 
-_AS_USUAL = Asked()
+_DEFAULT_SETTINGS = CallSettings()
 
 
 @answers_foreign_words
@@ -96,9 +96,9 @@ def attention(
 
     Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
     """
-    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
+    settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = _options(bias, alibi, sinks)
-    return _attend(q, k, v, mask, options, asked, blocks, key_padding_mask)[0]
+    return _attend(q, k, v, mask, options, settings, blocks, key_padding_mask)[0]
 
 
 @answers_foreign_words
@@ -132,9 +132,9 @@ def attention_with_lse(
         >>> far = attention_with_lse(q, k[:, :64], v[:, :64])
         >>> o, lse = merge([near, far])
     """
-    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
+    settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = _options(bias, alibi, sinks)
-    return _attend(q, k, v, mask, options, asked, blocks, key_padding_mask)
+    return _attend(q, k, v, mask, options, settings, blocks, key_padding_mask)
 
 
 @answers_foreign_words
@@ -180,9 +180,9 @@ def attention_packed(
         >>> attention_packed(q, k, v, cu, cu, CAUSAL).shape
         torch.Size([10, 4, 64])
     """
-    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
+    settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = Options(bias, alibi, sinks, None, cu_q, cu_k)
-    return _attend(q, k, v, mask, options, asked, blocks, is_packed=True, validate=validate)[0]
+    return _attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)[0]
 
 
 @answers_foreign_words
@@ -208,9 +208,9 @@ def attention_packed_with_lse(
     validate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
-    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
+    settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = Options(bias, alibi, sinks, None, cu_q, cu_k)
-    return _attend(q, k, v, mask, options, asked, blocks, is_packed=True, validate=validate)
+    return _attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)
 
 
 @answers_foreign_words
@@ -249,7 +249,7 @@ def quantise_qkv(
         raise InvalidInput("cu_q and cu_k must both be given (packed sequences), or neither")
     options = Options() if cu_q is None else checks.check_packed(q, k, Options(cu_q=cu_q, cu_k=cu_k), False)
     with torch.no_grad():
-        code = checks.spec_code(q, k, v, FULL, options, Asked(precision=recipe, deterministic=False))
+        code = checks.spec_code(q, k, v, FULL, options, CallSettings(precision=recipe, deterministic=False))
         return ops.quantise_qkv(q, k, v, options, recipe, code, _choose(code, backend))
 
 
@@ -289,7 +289,7 @@ def attention_quantised_with_lse(
     if not isinstance(qkv, QuantisedQKV):
         raise InvalidInput(f"qkv is {checks.shown(qkv)}; must be what quantise_qkv returns")
     options = Options(sinks=sinks)
-    code = checks.quantised_code(qkv, mask, options, Asked(scale, softcap, deterministic=False))
+    code = checks.quantised_code(qkv, mask, options, CallSettings(scale, softcap, deterministic=False))
     with torch.no_grad():
         return ops.attend_quantised(qkv, options, code, _choose(code, backend))
 
@@ -375,8 +375,8 @@ def attention_paged_with_lse(
             "attention_paged under torch.vmap, which maps an axis of q or of the cache; has none: put all sequences into one "
             "cache, and their queries into one batch"
         )
-    asked = Asked(scale, softcap, deterministic=deterministic, backend=backend)
-    attend = prepare_paged(q, cache, mask, Options(alibi=alibi, sinks=sinks), asked)
+    settings = CallSettings(scale, softcap, deterministic=deterministic, backend=backend)
+    attend = prepare_paged(q, cache, mask, Options(alibi=alibi, sinks=sinks), settings)
     with torch.no_grad():
         found = attend(q, cache)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
@@ -385,11 +385,11 @@ def attention_paged_with_lse(
 
 
 def prepare_paged(
-    q: Tensor, cache: PagedKV, mask: Mask | None, options: Options = NO_OPTIONS, asked: Asked = _AS_USUAL
+    q: Tensor, cache: PagedKV, mask: Mask | None, options: Options = NO_OPTIONS, settings: CallSettings = _DEFAULT_SETTINGS
 ) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:
     """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
-    code = checks.paged_code(q, cache, mask, options, asked)
-    chosen = _choose(code, asked.backend)
+    code = checks.paged_code(q, cache, mask, options, settings)
+    chosen = _choose(code, settings.backend)
     return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
 
 
@@ -443,9 +443,9 @@ def explain(
     if isinstance(q, QuantisedRows) or v is None:
         raise InvalidInput("explain got no v; give q, k and v of attention, or x and a QuantisedWeight or TwoFour")
     # a seed is not drawn: nothing runs
-    asked = Asked(scale, softcap, dropout, 0 if dropout else None, deterministic, precision, needs_lse)
+    settings = CallSettings(scale, softcap, dropout, 0 if dropout else None, deterministic, precision, needs_lse)
     checks.check_query(q)
-    call, _ = normalise(Call(q, k, v, mask, Options(bias, alibi, sinks), asked), blocks, key_padding_mask, False)
+    call, _ = normalise(Call(q, k, v, mask, Options(bias, alibi, sinks), settings), blocks, key_padding_mask, False)
     _, code = completed(call)
     found = dispatch.explain(decode(code))
     return found if q.is_nested else found.below(checks.sizes_line(q, k, v))
@@ -456,32 +456,32 @@ def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) ->
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, blocks: Blocks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, settings: CallSettings, blocks: Blocks | None = None,
     padding: Tensor | None = None, *, is_packed: bool = False, validate: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The one way of a call: normalised if it is not plain, then run as it was prepared, or checked and dispatched."""
     finish = None
     is_plain = blocks is None and padding is None and type(mask) is Mask and not validate
     if not is_plain or (isinstance(q, Tensor) and q.is_nested):
-        call, finish = normalise(Call(q, k, v, mask, options, asked, is_packed), blocks, padding, validate)
-        q, k, v, mask, options, asked, is_packed = call
-    key = ops.signature(q, k, v, mask, options, asked)
+        call, finish = normalise(Call(q, k, v, mask, options, settings, is_packed), blocks, padding, validate)
+        q, k, v, mask, options, settings, is_packed = call
+    key = ops.signature(q, k, v, mask, options, settings)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
         run, chosen = ready
         ops.RAN[chosen] += 1
         found = run(q, k, v, options)
     else:
-        found = _run(Call(q, k, v, mask, options, asked, is_packed), key)
+        found = _run(Call(q, k, v, mask, options, settings, is_packed), key)
     return found if finish is None else finish(*found)
 
 
 def _run(call: Call, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
     """Checks a dense or packed call, chooses its backend and runs it; a call with a key is remembered by it."""
-    (q, k, v, _, options, asked, _), code = completed(call)
+    (q, k, v, _, options, settings, _), code = completed(call)
     checks.warn_of_swapped_axes(q, k)
     # on meta any backend is as good as another, since none runs
-    chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
+    chosen = _choose(code, None if q.is_meta and settings.backend in dispatch.BACKENDS else settings.backend)
     if not torch.compiler.is_compiling():
         ops.RAN[chosen] += 1
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others; but no transform of

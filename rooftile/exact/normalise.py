@@ -54,18 +54,18 @@ def completed(call: Call) -> tuple[Call, str]:
     Autocast, the seed of a dropout and a boolean bias are settled here, and each argument is checked.
     """
     checks.check_query(call.q)
-    q, k, v, mask, options, asked, is_packed = call
+    q, k, v, mask, options, settings, is_packed = call
     if is_packed:
         options = checks.check_packed(q, k, options, False)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
-    if asked.dropout or asked.seed is not None:
-        options = replaced(options, seed=checks.check_seed(asked.seed, asked.dropout, q.device))
+    if settings.dropout or settings.seed is not None:
+        options = replaced(options, seed=checks.check_seed(settings.seed, settings.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
-    code = checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options))
+    code = checks.spec_code(q, k, v, mask, options, settings, _beyond_reverse_mode(q, k, v, *options))
     if options.bias is not None and q.ndim == 4:
         options = replaced(options, bias=_dense_bias(options.bias))
-    return Call(q, k, v, mask, options, asked, is_packed), code
+    return Call(q, k, v, mask, options, settings, is_packed), code
 
 
 def _beyond_reverse_mode(*tensors: Tensor | None) -> bool:

@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
 def route(
     queries: int, sequences: int, size: int, *, fp8: bool, copy_bytes: int, packed: bool = True, deterministic: bool = False,
-    readable: bool = True, apart: bool = True,
+    readable: bool = True, steppable: bool = True,
 ) -> Route:  # fmt: skip
     """Decides how a call is computed.
 
@@ -49,7 +49,7 @@ def route(
         packed: whether sequences may differ in their number of queries.
         deterministic: whether a sequence's result may not depend on its neighbours; how the fast kernels divide work does.
         readable: whether the copy engine can read the blocks, by their strides and alignment.
-        apart: whether it can step from block to block, which it cannot where they overlap, as a view by heads does.
+        steppable: whether it can step from block to block, which it cannot where they overlap, as a view by heads does.
 
     Example:
         >>> route(3000, 2, 16, fp8=False, copy_bytes=1 << 20)
@@ -63,7 +63,7 @@ def route(
     if queries >= PROMPT * sequences and (not must or copy_bytes <= MOST_GATHERED):
         pays = size < LARGE_BLOCK and queries >= LONG_PROMPT * sequences and copy_bytes <= MOST_GATHERED
         return Route("many", gather=must or pays or not readable)
-    if not packed and queries == sequences and size >= SMALLEST_BLOCK and apart:
+    if not packed and queries == sequences and size >= SMALLEST_BLOCK and steppable:
         return Route("one", gather=not readable)
     return Route("any", gather=False)
 
@@ -79,11 +79,11 @@ def route_of(q: Tensor, cache: PagedKV, *, deterministic: bool = False, readable
         packed=cache.cu_q is not None,
         deterministic=deterministic,
         readable=readable,
-        apart=_are_apart(cache.k) and _are_apart(cache.v),
+        steppable=_are_steppable(cache.k) and _are_steppable(cache.v),
     )
 
 
-def _are_apart(blocks: Tensor) -> bool:
+def _are_steppable(blocks: Tensor) -> bool:
     """Whether blocks (P, size, Hk, D) lie multiples of TOGETHER tokens apart."""
     step = TOGETHER * blocks.stride(1)
     return blocks.shape[0] <= 1 or (step > 0 and blocks.stride(0) % step == 0)

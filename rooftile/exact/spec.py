@@ -134,7 +134,7 @@ class Options(NamedTuple):
     key_entries: Tensor | None = None
 
 
-class Asked(NamedTuple):
+class CallSettings(NamedTuple):
     """The options of an attention call that are not tensors, as the caller gave them: unchecked, None for a default.
 
     `rooftile.exact.validate` turns them into a Spec. The docstring of `rooftile.attention` explains each.
@@ -163,7 +163,7 @@ class Call(NamedTuple):
     v: Tensor
     mask: Mask | None
     options: Options
-    asked: Asked
+    settings: CallSettings
     is_packed: bool = False
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
 from rooftile.exact.paged_route import route_of
-from rooftile.exact.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode, replaced
+from rooftile.exact.spec import DTYPE_NAMES, CallSettings, Options, Problem, Sizes, decode, encode, replaced
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
 from rooftile.numerics.precision import recipe_of
@@ -36,7 +36,7 @@ PACKED = ("total", "H", "D")
 
 
 def spec_code(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, forward_mode: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, settings: CallSettings, forward_mode: bool = False
 ) -> str:  # fmt: skip
     """The code of this call's Spec, which `rooftile.exact.spec.decode` reads. Raises InvalidInput."""
     packed = options.cu_q is not None
@@ -48,26 +48,26 @@ def spec_code(
         _check_slopes(alibi, q, options.cu_q.shape[0] - 1 if packed else q.shape[0])
         if alibi.requires_grad:
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
-    recipe = recipe_of(asked.precision)
+    recipe = recipe_of(settings.precision)
     records = levels_of_gradients if transformed() else wants_grad
     needs_grad = bool(records(q, k, v, bias, sinks if isinstance(sinks, Tensor) else None))
     return _code(
-        q, k.shape[-2], v.shape[-1], mask, options, asked,
+        q, k.shape[-2], v.shape[-1], mask, options, settings,
         layout="packed" if packed else "dense",
-        dropout=_probability(asked.dropout),
+        dropout=_probability(settings.dropout),
         has_bias=bias is not None,
         needs_grad=needs_grad,
         bias_grad=bias is not None and bool(records(bias)),
-        needs_lse=asked.needs_lse,
+        needs_lse=settings.needs_lse,
         forward_mode=forward_mode,
         precision="native" if recipe is None else recipe.code,
     )  # fmt: skip
 
 
-def quantised_code(qkv: QuantisedQKV, mask: Mask | None, options: Options, asked: Asked) -> str:
+def quantised_code(qkv: QuantisedQKV, mask: Mask | None, options: Options, settings: CallSettings) -> str:
     """The code of the Spec of attention to tensors that `quantise_qkv` returned."""
     return _code(
-        qkv.q, qkv.k.shape[-2], qkv.dim_v, mask, options, asked,
+        qkv.q, qkv.k.shape[-2], qkv.dim_v, mask, options, settings,
         dtype=qkv.dtype,
         layout="dense" if qkv.cu_q is None else "packed",
         precision=qkv.precision.code,
@@ -75,7 +75,7 @@ def quantised_code(qkv: QuantisedQKV, mask: Mask | None, options: Options, asked
     )  # fmt: skip
 
 
-def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, asked: Asked) -> str:
+def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, settings: CallSettings) -> str:
     """The code of the Spec of attention to a paged cache."""
     packed = cache.cu_q is not None
     axes = PACKED if packed else DENSE
@@ -88,14 +88,14 @@ def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, a
     if torch.compiler.is_compiling() and torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
         raise InvalidInput("q or the cache requires a gradient; attention_paged has none: compile it under torch.no_grad()")
     return _code(
-        q, cache.k.shape[2], cache.v.shape[-1], mask, options, asked,
+        q, cache.k.shape[2], cache.v.shape[-1], mask, options, settings,
         layout="paged",
-        queries=route_of(q, cache, deterministic=_deterministic(asked.deterministic)).queries,
+        queries=route_of(q, cache, deterministic=_deterministic(settings.deterministic)).queries,
         has_kv_scales=cache.k_scale is not None,
     )  # fmt: skip
 
 
-def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, asked: Asked, **own: Any) -> str:
+def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, settings: CallSettings, **own: Any) -> str:
     """The code of a Spec: the mask and the options that every kind of call has are checked here; `own` is the rest."""
     if mask is None:
         mask = FULL
@@ -111,13 +111,13 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, ask
         dim_v=dim_v,
         group=H // kv_heads,
         mask=mask,
-        scale=D**-0.5 if asked.scale is None else _number("scale", asked.scale, -math.inf, math.inf),
-        softcap=0.0 if asked.softcap is None else _number("softcap", asked.softcap, 0.0, math.inf),
+        scale=D**-0.5 if settings.scale is None else _number("scale", settings.scale, -math.inf, math.inf),
+        softcap=0.0 if settings.softcap is None else _number("softcap", settings.softcap, 0.0, math.inf),
         has_alibi=options.alibi is not None,
         has_sinks=options.sinks is not None,
-        block_size=asked.block_size,
+        block_size=settings.block_size,
         has_bits=options.block_bits is not None,
-        deterministic=_deterministic(asked.deterministic),
+        deterministic=_deterministic(settings.deterministic),
         device=arch(q.device),
         # written out, as Dynamo may take a function's default for a number that varies
         **{"dtype": q.dtype, "dropout": 0.0} | own,
@@ -416,12 +416,12 @@ def _check_slopes(alibi: Tensor, q: Tensor, batch: int) -> None:
     _check_vector("alibi", alibi, q, {"(H,)": (H,), "(B, H)": (batch, H)})
 
 
-def _deterministic(asked: bool | None) -> bool:
-    if asked is None:
+def _deterministic(given: bool | None) -> bool:
+    if given is None:
         return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(asked, bool):
-        raise InvalidInput(f"deterministic is {shown(asked)}; must be True, False, or None to follow torch")
-    return asked
+    if not isinstance(given, bool):
+        raise InvalidInput(f"deterministic is {shown(given)}; must be True, False, or None to follow torch")
+    return given
 
 
 def _number(name: str, value: float, least: float, most: float) -> float:

@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
-from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, as_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 

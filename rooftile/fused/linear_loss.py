@@ -22,7 +22,7 @@ from rooftile.fused.chunks import Gradients, Logits, chunks, takes_less_whole
 from rooftile.fused.differentiable import Operation, in_transform
 from rooftile.fused.loss import CROSS_ENTROPY, NUMBERS, Reduction, check, defined, fake, gradient, gradients, reduced, run
 from rooftile.fused.where import check_floats
-from rooftile.numerics.rows import as_rows
+from rooftile.numerics.quantised_rows import as_rows
 from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.words import answers_foreign_words
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.where import checked, kernels_run_on
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 
 
-class Norm(Protocol):
+class NormWeights(Protocol):
     """The weights of a norm, and its kind: a layer norm has a bias, an RMS norm does not."""
 
     @property
@@ -49,7 +49,7 @@ class Norm(Protocol):
 
 
 class Weights(NamedTuple):
-    """A `Norm` of plain values, as it crosses an operator's schema."""
+    """A `NormWeights` of plain values, as it crosses an operator's schema."""
 
     weight: Tensor
     bias: Tensor | None
@@ -58,7 +58,7 @@ class Weights(NamedTuple):
     rounds_once: bool = False
 
 
-def normalise(x: Tensor, norm: Norm, out: str | None = None, scale: Tensor | None = None) -> Any:
+def normalise(x: Tensor, norm: NormWeights, out: str | None = None, scale: Tensor | None = None) -> Any:
     """x (..., size), contiguous, normalised over its last axis.
 
     Args:
@@ -82,7 +82,8 @@ def normalise(x: Tensor, norm: Norm, out: str | None = None, scale: Tensor | Non
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None, out: str | None = None, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, norm: NormWeights, post: NormWeights | None = None, out: str | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """The residual stream with x added to it: normalised, and as it is. x is normalised by `post` first, if there is one.
 
@@ -110,7 +111,7 @@ def add_norm(
     return found, residual
 
 
-def _fields(norm: Norm | None) -> tuple[Any, ...]:
+def _fields(norm: NormWeights | None) -> tuple[Any, ...]:
     """A norm as it crosses an operator's schema."""
     return (
         (None, None, 0.0, False, False) if norm is None else (norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once)
@@ -118,7 +119,7 @@ def _fields(norm: Norm | None) -> tuple[Any, ...]:
 
 
 def _quantised(
-    x: Tensor, residual: Tensor | None, norm: Norm, post: Norm | None, out: str, scale: Tensor | None
+    x: Tensor, residual: Tensor | None, norm: NormWeights, post: NormWeights | None, out: str, scale: Tensor | None
 ) -> QuantisedRows:  # fmt: skip
     """The quantised norm of x (total, size), or of a residual, which x is added to."""
     first = norm if post is None else post
@@ -137,7 +138,7 @@ def _quantised(
     return QuantisedRows(codes, scales, out, x.dtype)
 
 
-def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
+def normalised_as_defined(x: Tensor, norm: NormWeights) -> Tensor:
     """`normalise` in plain operations."""
     if norm.bias is not None:
         return functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
@@ -151,7 +152,7 @@ def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
     return norm.weight * wide.to(x.dtype)
 
 
-def added_as_defined(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+def added_as_defined(x: Tensor, residual: Tensor, norm: NormWeights, post: NormWeights | None = None) -> tuple[Tensor, Tensor]:
     """`add_norm` in plain operations; the residual stays as it was."""
     stream = residual + (x if post is None else normalised_as_defined(x, post))
     return normalised_as_defined(stream, norm), stream

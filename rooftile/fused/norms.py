@@ -15,7 +15,7 @@ from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
-from rooftile.numerics.rows import QuantisedRows, as_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, as_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 

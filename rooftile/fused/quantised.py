@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.fused.gated import check_halves, gate_up_quantised, pair_quantised
 from rooftile.fused.norms import added_quantised, normalised_quantised
-from rooftile.numerics.rows import QuantisedRows
+from rooftile.numerics.quantised_rows import QuantisedRows
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
-from rooftile.numerics.rows import as_rows
+from rooftile.numerics.quantised_rows import as_rows
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, quantise_rows
 from rooftile.runtime.devices import runs_kernels
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

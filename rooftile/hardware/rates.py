@@ -69,7 +69,7 @@ def multiply_adds(device: torch.device, product: float) -> float:
     """
     if device.type != "cuda" or not describe(device).triton:
         return product
-    from rooftile.hardware.kernels import REPEATS, repeat_multiply_adds
+    from rooftile.hardware.arithmetic_kernels import REPEATS, repeat_multiply_adds
 
     x = torch.rand(1 << 22, device=device)
     return 2 * REPEATS * x.numel() / _seconds(device, lambda: repeat_multiply_adds(x))
@@ -78,7 +78,7 @@ def multiply_adds(device: torch.device, product: float) -> float:
 def exponentials(device: torch.device) -> float:
     """Returns exponentials of fp32 per second, of numbers that are in the cache."""
     if device.type == "cuda" and describe(device).triton:
-        from rooftile.hardware.kernels import REPEATS, repeat_exponentials
+        from rooftile.hardware.arithmetic_kernels import REPEATS, repeat_exponentials
 
         x = torch.rand(1 << 22, device=device)
         return REPEATS * x.numel() / _seconds(device, lambda: repeat_exponentials(x))

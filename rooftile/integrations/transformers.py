@@ -115,11 +115,11 @@ def attention(
     refusal.note_attention()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = {"dropout": dropout, "scale": scaling, "sinks": s_aux, "softcap": softcap}
-    call = _Call(is_causal, sliding_window, position_bias, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    call = _MaskArguments(is_causal, sliding_window, position_bias, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     return _attend(module, q, k, v, attention_mask, call, options), None
 
 
-class _Call(NamedTuple):
+class _MaskArguments(NamedTuple):
     """The arguments of a call that say what a query sees."""
 
     is_causal: bool | None
@@ -182,7 +182,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _attend(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call, options: dict[str, Any]
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _MaskArguments, options: dict[str, Any]
 ) -> Tensor:  # fmt: skip
     """Returns o (B, T, H, Dv) under the mask, or under what the call says where the model made none."""
     if isinstance(mask, LazyMask):
@@ -215,7 +215,7 @@ def _checked(mask: Tensor) -> Tensor:
     return mask
 
 
-def _pattern_without_mask(module: torch.nn.Module, call: _Call, T: int, S: int) -> Mask:
+def _pattern_without_mask(module: torch.nn.Module, call: _MaskArguments, T: int, S: int) -> Mask:
     """Returns what a model means that made no mask: as with "sdpa", causal if it or its module says so.
 
     Raises:

@@ -25,8 +25,8 @@ class Caches:
         self.pages, self.places, self.states = pages, places, states
         self.rows: Tensor | None = None
         """(blocks,) int32: the row of each block; None if each block is its own row."""
-        blocks, near = pages.storage.shape[0], pages.near
-        if near is not None and near.storage.shape[0] < blocks:
+        blocks, window_pages = pages.storage.shape[0], pages.window_pages
+        if window_pages is not None and window_pages.storage.shape[0] < blocks:
             self.rows = torch.zeros(blocks, dtype=torch.int32, device=pages.storage.device)
 
     def prepare(
@@ -46,8 +46,8 @@ class Caches:
             if self.rows.is_cuda:
                 pairs = pairs.pin_memory().to(self.rows.device, non_blocking=True)
             self.rows.index_put_((pairs[:, 0],), pairs[:, 1].int())
-        if self.pages.near is not None:
-            self.pages.near.copy(copies if self.rows is None else row_copies)
+        if self.pages.window_pages is not None:
+            self.pages.window_pages.copy(copies if self.rows is None else row_copies)
         if self.states is not None:
             self.states.copy(states)
 

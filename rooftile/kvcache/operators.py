@@ -1,7 +1,8 @@
 """The operators of a paged cache: writing tokens into their slots, gathering sequences out of blocks, copying blocks.
 
-Each has a definition in plain PyTorch and a kernel in `rooftile.kvcache.kernels`. None has a gradient: a cache is for inference.
-k_cache and v_cache are one layer's blocks, (blocks, size, heads, dim); a slot is block x size + the place in the block.
+Each has a definition in plain PyTorch and a kernel in `rooftile.kvcache.page_kernels`. None has a gradient: a cache is for
+inference. k_cache and v_cache are one layer's blocks, (blocks, size, heads, dim); a slot is block x size + the place in the
+block.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ def _write(
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> None:  # fmt: skip
     if runs_kernels(k_cache):
-        from rooftile.kvcache import kernels
+        from rooftile.kvcache import page_kernels
 
-        kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
+        page_kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
         return
     write_as_defined(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
 
@@ -119,9 +120,9 @@ def _write_and_rotate(
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     if runs_kernels(k_cache):
-        from rooftile.kvcache import kernels
+        from rooftile.kvcache import page_kernels
 
-        rotated: Tensor = kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale, q)  # type: ignore[assignment]
+        rotated: Tensor = page_kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale, q)  # type: ignore[assignment]
         return rotated
     write_as_defined(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
     with torch.no_grad():
@@ -133,9 +134,9 @@ def _gather(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if runs_kernels(k_cache):
-        from rooftile.kvcache import kernels
+        from rooftile.kvcache import page_kernels
 
-        return kernels.gather(k_cache, v_cache, table, lengths, k_scale, v_scale, dtype, PAST)
+        return page_kernels.gather(k_cache, v_cache, table, lengths, k_scale, v_scale, dtype, PAST)
     with torch.no_grad():
         found = gathered_as_defined(k_cache, v_cache, table, lengths, k_scale, v_scale, dtype)
         k, v, cu_k = _gather_fake(k_cache, v_cache, table, lengths, k_scale, v_scale, dtype)
@@ -155,9 +156,9 @@ def _gather_fake(
 
 def _copy_blocks(storage: Tensor, pairs: Tensor) -> None:
     if runs_kernels(storage):
-        from rooftile.kvcache import kernels
+        from rooftile.kvcache import page_kernels
 
-        kernels.copy_blocks(storage, pairs)
+        page_kernels.copy_blocks(storage, pairs)
         return
     with torch.no_grad():
         storage[pairs[:, 1]] = storage[pairs[:, 0]]

@@ -152,13 +152,13 @@ class Pages:
         if dtype == torch.float8_e4m3fn:
             self.scales = torch.empty(blocks, layers, 2, block_size, heads, dtype=torch.float32, device=device)
         self.planes: dict[str, Tensor] = {}
-        self.near: Pages | None = None
+        self.window_pages: Pages | None = None
         """Keys and values that only windows read, in rows of which a block has one for a time (see `WindowPool`)."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values, scales and planes."""
-        return sum(memory.nbytes for memory in self._memories()) + (0 if self.near is None else self.near.nbytes)
+        return sum(memory.nbytes for memory in self._memories()) + (0 if self.window_pages is None else self.window_pages.nbytes)
 
     def add_plane(self, name: str, *shape: int) -> Tensor:
         """Adds memory that each block has beside its keys and values; it is copied whenever the block is.
@@ -228,10 +228,10 @@ class Pages:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
         own = self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
         beside = "".join(f", and {_bytes(plane.nbytes)} of {name}" for name, plane in self.planes.items())
-        near = "" if self.near is None else f", and windows in {self.near}"
+        windows = "" if self.window_pages is None else f", and windows in {self.window_pages}"
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {_bytes(own)}{beside}{near}"
+            f"{head} = {_bytes(own)}{beside}{windows}"
         )
 
 

@@ -15,7 +15,7 @@ from rooftile.fused.rope import Rotation
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Multiply, Norm, Rows, capped
+from rooftile.models.layers import Attend, InputFormat, Layer, Multiply, Norm, capped
 from rooftile.models.placement import Placement
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_words
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             rows = layer.up.rows(stream)
             x = layer.attention(n, x, rotations[n], attend, multiply)
             x, stream = add_norm(x, stream, _there(layer.ffn_norm), layer.attention_post_norm, *rows)
-            rows = layers[n + 1].rows_of_attention(stream) if n + 1 < len(layers) else Rows()
+            rows = layers[n + 1].rows_of_attention(stream) if n + 1 < len(layers) else InputFormat()
             x = layer.feed_forward(x, multiply)
             x, stream = add_norm(x, stream, _there(next_norm), layer.ffn_post_norm, *rows)
         return x

@@ -31,7 +31,7 @@ Part = QuantisedWeight | TwoFour | Tensor
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Rows(NamedTuple):
+class InputFormat(NamedTuple):
     """How a projection wants its input from the kernel that writes it: the arguments of `rooftile.fused.norm.normalise`."""
 
     out: str | None = None  # "fp8" or "int8"; None leaves it in the model's dtype
@@ -57,16 +57,16 @@ class Projection(nn.Module):
         self.weight = self.placement.parameter(self.outputs, self.inputs) if parts is None else None
         self.parts = () if parts is None else tuple(_in_dtype(self.placement.dtype, part) for part in parts)
 
-    def rows(self, x: Tensor) -> Rows:
+    def rows(self, x: Tensor) -> InputFormat:
         """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
         quantised = [part for part in self.parts if isinstance(part, QuantisedWeight)]
         if not quantised or len(quantised) < len(self.parts) or (torch.is_grad_enabled() and x.requires_grad):
-            return Rows()
+            return InputFormat()
         wanted = {(weight_format(part.format).activations, part.input_scale, part.order is None) for part in quantised}
         (out, scale, in_order), *others = wanted
         if others or out not in ("fp8", "int8") or not in_order:
-            return Rows()
-        return Rows(out, scale)
+            return InputFormat()
+        return InputFormat(out, scale)
 
     def dequantised(self) -> Tensor:
         """Returns the weight (out, in), dequantised if it is quantised."""
@@ -252,10 +252,10 @@ class Layer(nn.Module):
         """The projections that a checkpoint may have quantised."""
         return self.qkv, self.o, self.up, self.down
 
-    def rows_of_attention(self, x: Tensor) -> Rows:
+    def rows_of_attention(self, x: Tensor) -> InputFormat:
         """Returns how `attention` wants its input, computed from x."""
         # gates read it too, in 16 bits
-        return self.qkv.rows(x) if self.gates is None else Rows()
+        return self.qkv.rows(x) if self.gates is None else InputFormat()
 
     def attention(
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear

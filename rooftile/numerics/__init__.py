@@ -4,8 +4,8 @@ from rooftile.numerics.block_floating import BLOCK_FORMATS, BlockScaled, quantis
 from rooftile.numerics.fake_quant import fake_quantise
 from rooftile.numerics.formats import FORMATS, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, inverse_hadamard, signs_of
+from rooftile.numerics.quantised_rows import ROW_FORMATS, QuantisedRows, quantise_rows
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
-from rooftile.numerics.rows import ROW_FORMATS, QuantisedRows, quantise_rows
 from rooftile.numerics.scaling import BLOCK, GRANULARITIES, Granularity, Scaled, quantise
 from rooftile.numerics.two_level import TwoLevelScaled, quantise_nvfp4
 

@@ -46,7 +46,7 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     if signs.shape != (D,):
         raise InvalidInput(f"signs is {tuple(signs.shape)}; must be (D,) = ({D},)")
     x = x.float() * (signs * norms(D, x.device))
-    return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
+    return torch.cat([_transformed(piece) for piece in x.split(transform_lengths(D), dim=-1)], dim=-1)
 
 
 @answers_foreign_words
@@ -57,7 +57,7 @@ def inverse_hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     return hadamard(x, torch.ones_like(signs)) * signs
 
 
-def pieces(D: int) -> list[int]:
+def transform_lengths(D: int) -> list[int]:
     """Returns the lengths of the transforms that cover a row of D numbers, the longest first."""
     if D < SHORTEST or D % SHORTEST:
         raise InvalidInput(f"head dim {D} has no Hadamard transform; must be a multiple of {SHORTEST}, or take incoherent=False")
@@ -93,7 +93,7 @@ def norms(D: int, device: torch.device | str = "cpu") -> Tensor:
     """Returns 1 / sqrt(n) for each number of a row, n the length of its transform."""
     if torch.device(device).type != "cpu":
         return norms(D).to(device)
-    return torch.cat([torch.full((n,), n**-0.5) for n in pieces(D)])
+    return torch.cat([torch.full((n,), n**-0.5) for n in transform_lengths(D)])
 
 
 def _transformed(x: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ def _run(
         return
     named = StepNumbers(*numbers)
     if runs_kernels(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
-        from rooftile.optim import kernels
+        from rooftile.optim import adamw_kernels
 
-        kernels.step(weights, gradients, first, second, rests, sums, steps, masks, lr, clip, named, maximize)
+        adamw_kernels.step(weights, gradients, first, second, rests, sums, steps, masks, lr, clip, named, maximize)
         return
     for n, weight in enumerate(weights):
         rest, sum, count, mask = (each[n] if each else None for each in (rests, sums, steps, masks))

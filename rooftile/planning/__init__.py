@@ -4,7 +4,7 @@
 
     model or folder -> targets -> formats of each layer -> costs, timing, losses -> knapsack -> Plan -> apply, prepare, weights
 
-run        `plan`
+make_plan  `plan`
 targets    what is planned, modules (seen by hooks) and decoders, and what puts a plan into them
 formats    names of formats, and weights in them
 costs      times by the ceilings
@@ -16,7 +16,7 @@ records    the rows of a plan
 plan       `Plan`; `output` shows it
 """
 
+from rooftile.planning.make_plan import plan
 from rooftile.planning.plan import Plan
-from rooftile.planning.run import plan
 
 __all__ = ["Plan", "plan"]

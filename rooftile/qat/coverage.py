@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rooftile.nn.converted import Converted
 from rooftile.qat.prepared.layers import Prepared, parameter_of
-from rooftile.qat.prepared.tensors import Place, PreparedModule, places_in
+from rooftile.qat.prepared.tensors import NamedWeight, PreparedModule, places_in
 
 # reasons that are named, before the rest is counted together
 MOST = 4
@@ -86,7 +86,7 @@ def _held_by(layers: Iterable[nn.Module]) -> tuple[int, set[int]]:
     return sum(weights.values()), set(weights)
 
 
-def _reason(module: nn.Module, name: str, whole: str, places: Mapping[str, Place]) -> str:
+def _reason(module: nn.Module, name: str, whole: str, places: Mapping[str, NamedWeight]) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
         return "embeddings"

@@ -18,11 +18,11 @@ from rooftile.qat.prepared import fast_paths
 from rooftile.qat.prepared.described import Preparation
 from rooftile.qat.prepared.found import prepared_in, prepared_layers
 from rooftile.qat.prepared.layers import Prepared, prepare_layer, restore_layer
-from rooftile.qat.prepared.tensors import Place, PreparedModule, prepare_tensor, restore_module
+from rooftile.qat.prepared.tensors import NamedWeight, PreparedModule, prepare_tensor, restore_module
 from rooftile.qat.rounding.learned import first_scales
 from rooftile.qat.rounding.masking import Masking
 from rooftile.qat.rounding.product import ESTIMATORS
-from rooftile.qat.rounding.slow import Told
+from rooftile.qat.rounding.slow import SlowFormatWarning
 from rooftile.qat.selection import check_fits, check_masked_alone, check_sparse, chosen_in
 from rooftile.qat.sharded import writes
 from rooftile.qat.shared import check_shared
@@ -122,16 +122,16 @@ def prepare(
         check_sparse(name, layer, sparsity)
     # layers that share a weight share its scales
     scales: dict[int, nn.Parameter] = {}
-    told = Told()
+    warning = SlowFormatWarning()
     for name, (layer, rounding) in chosen.items():
         if rounding is not None and estimator == "lsq" and id(layer.weight) not in scales:
             # all numbers of a 2:4 weight count, because what is left out may come back
             first = first_scales(layer.weight, rounding.format, rounding.group)  # type: ignore[arg-type]
             scales[id(layer.weight)] = nn.Parameter(first)
         # rows of an embedding are looked up, so half of their numbers would save nothing
-        masking = None if sparsity is None or isinstance(layer, nn.Embedding | Place) else Masking(sparsity)
-        preparation = Preparation(rounding, name, start_step, masking=masking, told=told)
-        if isinstance(layer, Place):
+        masking = None if sparsity is None or isinstance(layer, nn.Embedding | NamedWeight) else Masking(sparsity)
+        preparation = Preparation(rounding, name, start_step, masking=masking, warning=warning)
+        if isinstance(layer, NamedWeight):
             prepare_tensor(layer, preparation)
             continue
         try:

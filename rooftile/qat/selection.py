@@ -11,14 +11,14 @@ from rooftile.numerics.block_floating import RULES, Rule
 from rooftile.qat.patterns import check_patterns, means, skip_given, skipped
 from rooftile.qat.prepared.described import word_of
 from rooftile.qat.prepared.layers import PREPARED
-from rooftile.qat.prepared.tensors import Place, places_in
+from rooftile.qat.prepared.tensors import NamedWeight, places_in
 from rooftile.qat.rounding.codes import Rounding
 from rooftile.qat.rounding.learned import RANGES
 from rooftile.weights.formats import TILE, group_of, parsed, weight_format
 from rooftile.weights.quantise import check_rule
 from rooftile.weights.two_four import Recipe
 
-Layer = nn.Module | Place
+Layer = nn.Module | NamedWeight
 
 
 def chosen_in(
@@ -95,7 +95,7 @@ def check_fits(name: str, layer: Layer, rounding: Rounding) -> None:
     """Raises InvalidInput where a layer cannot be so."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    is_transposed = isinstance(layer, Place) and layer.transposed
+    is_transposed = isinstance(layer, NamedWeight) and layer.transposed
     *outer, rows, columns = weight.mT.shape if is_transposed else weight.shape
     if outer and rounding.format == "fp8_tile" and rows % TILE:
         raise InvalidInput(

@@ -27,7 +27,7 @@ CHUNK = 128
 EMPTY = 2.0**-110
 
 
-class State(NamedTuple):
+class RunningSums(NamedTuple):
     """The sums over past keys: S (B, Hk, F, Dv), z (B, Hk, F), and M (B, Hk), which is -inf before the first key."""
 
     s: Tensor
@@ -48,8 +48,8 @@ class _Chunk(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, problem: Recurrence
-) -> tuple[Tensor, Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, RunningSums]:
     """o (B, T, H, Dv) and den (B, T, H), the sums of weights, in the wide dtype of all arguments; and the last state."""
     if problem.causal:
         return _causal(q, k, v, state, projection, problem)
@@ -62,8 +62,8 @@ def forward(
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, problem: Recurrence
-) -> tuple[Tensor, Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, RunningSums]:
     found = []
     for rows, keys, values in zip(q.split(CHUNK, 1), k.split(CHUNK, 1), v.split(CHUNK, 1), strict=True):
         chunk = _chunk(rows, keys, state.largest, projection, problem)
@@ -76,7 +76,7 @@ def _causal(
 
 
 def backward(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
+    do: Tensor, d_last: RunningSums, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
     projection: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, S and z; `d_last` has gradients of the last state. States are computed again, by chunks."""
@@ -119,7 +119,7 @@ def backward(
 
 
 def _backward_full(
-    dn: Tensor, d_den: Tensor, d_last: State, q: Tensor, k: Tensor, v: Tensor, state: State,
+    dn: Tensor, d_den: Tensor, d_last: RunningSums, q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
     projection: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Without a mask all queries read the last state, so its gradient is known before any key's."""
@@ -166,7 +166,7 @@ def _chunk(q: Tensor, k: Tensor, largest: Tensor, projection: Tensor | None, pro
     )  # fmt: skip
 
 
-def _whole_state(k: Tensor, v: Tensor, state: State, projection: Tensor | None, problem: Recurrence) -> State:
+def _whole_state(k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, problem: Recurrence) -> RunningSums:
     """The state after all keys."""
     parts = [features(keys, problem.feature, projection, problem.scale) for keys in k.split(CHUNK, 1)]
     f = torch.cat([part for part, _ in parts], 1)
@@ -177,19 +177,19 @@ def _whole_state(k: Tensor, v: Tensor, state: State, projection: Tensor | None, 
         keep = _exp_of_difference(state.largest, largest)
         weight, s, z = (m - largest[:, None]).exp(), keep[..., None, None] * s, keep[..., None] * z
     f = _weighted(f, weight)
-    return State(s + torch.einsum("bshf,bshd->bhfd", f, v), z + f.sum(1), largest)
+    return RunningSums(s + torch.einsum("bshf,bshd->bhfd", f, v), z + f.sum(1), largest)
 
 
-def _carried(state: State, chunk: _Chunk, v: Tensor) -> State:
+def _carried(state: RunningSums, chunk: _Chunk, v: Tensor) -> RunningSums:
     """The state after a chunk."""
     f = _weighted(chunk.k, chunk.to_state)
     s, z = torch.einsum("bshf,bshd->bhfd", f, v), f.sum(1)
     if chunk.keep is None:
-        return State(state.s + s, state.z + z, chunk.largest)
-    return State(chunk.keep[..., None, None] * state.s + s, chunk.keep[..., None] * state.z + z, chunk.largest)
+        return RunningSums(state.s + s, state.z + z, chunk.largest)
+    return RunningSums(chunk.keep[..., None, None] * state.s + s, chunk.keep[..., None] * state.z + z, chunk.largest)
 
 
-def _read(f_q: Tensor, state: State, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def _read(f_q: Tensor, state: RunningSums, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sums over the state's keys: (B, c, Hk, G, Dv) and (B, c, Hk, G)."""
     f_q = _weighted(f_q, weight)
     return torch.einsum("bthgf,bhfd->bthgd", f_q, state.s), torch.einsum("bthgf,bhf->bthg", f_q, state.z)

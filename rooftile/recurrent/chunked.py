@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.recurrent import plain
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import RunningSums
 from rooftile.recurrent.features import width
 from rooftile.recurrent.plain import wide_dtype
 from rooftile.recurrent.problem import Recurrence, decode
@@ -27,12 +27,12 @@ def recur(
     q: Tensor,  # (B, T, H, D), or (total, H, D) with cu
     k: Tensor,  # (B, S, Hk, D); S = T under a causal mask
     v: Tensor,  # (B, S, Hk, Dv)
-    state: State | None,
+    state: RunningSums | None,
     problem: Recurrence,
     *,
     cu: Tensor | None = None,  # (B + 1,)
     projection: Tensor | None = None,  # (rows, D)
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, RunningSums]:
     """o (B, T, H, Dv) in the dtype of q, and the state after the last key, in fp32 (fp64 for fp64 inputs).
 
     Gradients flow to q, k, v and the state's sums, and from o and the sums that are returned. Neither the projection nor the
@@ -51,12 +51,12 @@ def recur(
         o, _, *last = _Recurrence.apply(*arguments)
     else:
         o, _, *last = _run(*arguments)
-    return o, State(*last)
+    return o, RunningSums(*last)
 
 
 def _first(
-    q: Tensor, k: Tensor, v: Tensor, state: State | None, problem: Recurrence, cu: Tensor | None, projection: Tensor | None
-) -> State:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums | None, problem: Recurrence, cu: Tensor | None, projection: Tensor | None
+) -> RunningSums:  # fmt: skip
     """The state before the first key: nothing, if none is given."""
     if state is not None:
         return state
@@ -65,7 +65,7 @@ def _first(
     dtype = wide_dtype(q)
     s = torch.zeros((B, k.shape[-2], F, v.shape[-1]), dtype=dtype, device=q.device)
     largest = torch.full(s.shape[:2], -math.inf, dtype=dtype, device=q.device)
-    return State(s, torch.zeros(s.shape[:3], dtype=dtype, device=q.device), largest)
+    return RunningSums(s, torch.zeros(s.shape[:3], dtype=dtype, device=q.device), largest)
 
 
 # the largest head dims of the kernels: a state of more does not stay in registers
@@ -104,10 +104,10 @@ def _run(
         from rooftile.recurrent import kernels
 
         with device_of(q):
-            o, den, last = kernels.forward(q, k, v, State(s, z, largest), projection, cu, problem)
+            o, den, last = kernels.forward(q, k, v, RunningSums(s, z, largest), projection, cu, problem)
         return o, den, last.s, last.z, largest.clone() if last.largest is largest else last.largest
     with torch.autocast(q.device.type, enabled=False):
-        o, den, last = plain.forward(q, k, v, State(s, z, largest), projection, cu, problem)
+        o, den, last = plain.forward(q, k, v, RunningSums(s, z, largest), projection, cu, problem)
     # an operator returns none of its inputs
     return o.contiguous(), den.contiguous(), *(x.clone(memory_format=torch.contiguous_format) for x in last)
 
@@ -117,8 +117,8 @@ def _run_backward(
     z: Tensor, largest: Tensor, decay: Tensor | None, projection: Tensor | None, cu: Tensor | None, scale: float, code: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     problem = decode(code, scale)
-    d_last = State(_or_zeros(ds, s), _or_zeros(dz, z), largest)
-    state = State(s, z, largest)
+    d_last = RunningSums(_or_zeros(ds, s), _or_zeros(dz, z), largest)
+    state = RunningSums(s, z, largest)
     if runs_kernels(q, v, problem):
         from rooftile.recurrent import kernels
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.recurrent import by_chunks
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import RunningSums
 from rooftile.recurrent.problem import Recurrence
 from rooftile.runtime.operators import transformed
 
@@ -25,8 +25,8 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, cu: Tensor | None, problem: Recurrence
-) -> tuple[Tensor, Tensor, State]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, cu: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, RunningSums]:  # fmt: skip
     """o in the dtype of q, the sums of weights, and the last state."""
     projection = None if projection is None else projection.detach().to(wide_dtype(q))
     if cu is None:
@@ -37,11 +37,11 @@ def forward(
             parts.append(_forward_dense(q_b, k_b, v_b, own, projection, problem))
         like = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide_dtype(q)), q[..., 0].to(wide_dtype(q)), *state)
         o, den, *last = _joined(parts, 2, like)
-    return o.to(q.dtype), den, State(*last)
+    return o.to(q.dtype), den, RunningSums(*last)
 
 
 def backward(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
+    do: Tensor, d_last: RunningSums, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
     projection: Tensor | None, cu: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v in their dtypes, and of S and z; `d_last` has the gradients of the last state."""
@@ -59,7 +59,7 @@ def backward(
 
 
 def _forward_dense(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, problem: Recurrence
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, problem: Recurrence
 ) -> tuple[Tensor, ...]:  # fmt: skip
     q, k, v = (x.to(wide_dtype(x)) for x in (q, k, v))
     lost_k, lost_v = ~k.isfinite().all(-1), ~v.isfinite()  # (B, S, Hk), (B, S, Hk, Dv)
@@ -77,7 +77,7 @@ def _forward_dense(
 
 
 def _backward_dense(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
+    do: Tensor, d_last: RunningSums, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
     projection: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     do, o, q, k, v = (x.to(wide_dtype(q)) for x in (do, o, q, k, v))
@@ -110,10 +110,12 @@ def _poison(lost: Tensor, like: Tensor) -> Tensor:
     return torch.where(lost, math.nan, 0.0).to(like.dtype)
 
 
-def _sequences(cu: Tensor, packed: tuple[Tensor, ...], states: tuple[State, ...]) -> Iterator[tuple[list[Tensor], list[State]]]:
+def _sequences(
+    cu: Tensor, packed: tuple[Tensor, ...], states: tuple[RunningSums, ...]
+) -> Iterator[tuple[list[Tensor], list[RunningSums]]]:
     """Yields each sequence's rows, as a batch of one, and its states."""
     for b, (start, stop) in enumerate(pairwise(cu.tolist())):
-        yield [x[None, start:stop] for x in packed], [State(*(x[b : b + 1] for x in state)) for state in states]
+        yield [x[None, start:stop] for x in packed], [RunningSums(*(x[b : b + 1] for x in state)) for state in states]
 
 
 def _joined(parts: list[tuple[Tensor, ...]], packed: int, like: tuple[Tensor, ...]) -> list[Tensor]:

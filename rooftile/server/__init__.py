@@ -4,15 +4,15 @@
     the other       engine.process: loop -> Engine.step -> following (the news of a step)
     this process    engine.remote -> engine.calls -> http: responder, texts -> sse or one object -> socket
 
-settings     the settings of `rooftile serve`
-run          starts and ends a server
-service      the served model, shared by all routes
-limits       the limits in one place
-admission    how much may wait
-keys         who may come in
-refusals     errors in OpenAI's form
-engine/      the engine's process
-http/        from a socket to a request
-observe/     log and metrics
-page/        the page at /
+settings    the settings of `rooftile serve`
+server_run  starts and ends a server
+service     the served model, shared by all routes
+limits      the limits in one place
+admission   how much may wait
+keys        who may come in
+refusals    errors in OpenAI's form
+engine/     the engine's process
+http/       from a socket to a request
+observe/    log and metrics
+page/       the page at /
 """

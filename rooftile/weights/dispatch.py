@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
-from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
+from rooftile.numerics.quantised_rows import LONGEST_ROW, rows_as_codes
 from rooftile.runtime.devices import (
     INTERPRETED,
     capability,
@@ -75,9 +75,9 @@ class _Triton:
 
     @staticmethod
     def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        from rooftile.numerics import kernels
+        from rooftile.numerics import row_kernels
 
-        return kernels.quantise(x, format, scale)
+        return row_kernels.quantise(x, format, scale)
 
     @staticmethod
     def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftile.numerics.activations import KINDS, gated_halves
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.weights import dispatch as backends
 from rooftile.weights.definition import Product

@@ -19,7 +19,7 @@ from rooftile.weights import dispatch as backends
 from rooftile.weights.two_four import TwoFour
 from rooftile.weights.two_four.product import dispatch as sparse_backends
 from rooftile.weights.two_four.product import multiply_two_four
-from rooftile.weights.two_four.product.definition import CODES, Product, Sparse
+from rooftile.weights.two_four.product.definition import CODES, Sparse, SparseProduct
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -83,7 +83,7 @@ def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour)
     rows = rows.reshape(-1, weight.shape[1])
     if isinstance(weight, TwoFour):
         sparse = Sparse(weight.values, weight.places, weight.scales)
-        asked = sparse_backends.SparseProductCall(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
+        asked = sparse_backends.SparseProductCall(rows, scales, sparse, None, SparseProduct(*weight.shape, x.dtype, False))
         return sparse_backends.explain(asked).below(f"{tuple(x.shape)} x {weight}")
     product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
     return backends.explain(backends.ProductCall(rows, scales, weight.parts, None, product)).below(f"{tuple(x.shape)} x {weight}")

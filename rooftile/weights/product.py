@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.numerics.rows import QuantisedRows
+from rooftile.numerics.quantised_rows import QuantisedRows
 from rooftile.runtime.operators import below_autograd, call, define, transforms_active, wants_grad, watched
 from rooftile.weights import dispatch as backends
 from rooftile.weights.definition import Product

@@ -16,7 +16,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.numerics.block_floating import RULES, Rule, quantise_blocks
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
-from rooftile.numerics.rows import LONGEST_ROW
+from rooftile.numerics.quantised_rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
 from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
 from rooftile.runtime.devices import lacks_fp8, runs_kernels

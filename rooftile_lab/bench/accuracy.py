@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.exact import api, dispatch, validate
 from rooftile.exact.masks import Mask
-from rooftile.exact.spec import Asked, Options, decode
+from rooftile.exact.spec import CallSettings, Options, decode
 from rooftile.hardware.clock import clock_for
 from rooftile.numerics.precision import PRESETS, Precision
 
@@ -192,5 +192,5 @@ def _time(q: Tensor, k: Tensor, v: Tensor, mask: Mask, precision: str | Precisio
         return api.attention(q, k, v, mask, precision=precision)
 
     work()
-    code = validate.spec_code(q, k, v, mask, Options(), Asked(deterministic=False, precision=precision))
+    code = validate.spec_code(q, k, v, mask, Options(), CallSettings(deterministic=False, precision=precision))
     return statistics.median(clock_for(q.device).samples(work)), str(dispatch.select(decode(code)).NAME)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 from rooftile.engine.engine import Engine
 from rooftile.engine.requests.request import Request
 from rooftile.engine.steps.runner import Result, Runner
-from rooftile.engine.steps.scheduler import Plan
+from rooftile.engine.steps.scheduler import StepPlan
 from rooftile.errors import InvalidInput
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Workload, WorkloadRequest
@@ -104,7 +104,7 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: StepPlan) -> Result:
         """Runs the runner's step."""
         began = self._clock.now()
         result = self._runner.run(plan)

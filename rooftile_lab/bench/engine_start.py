@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis import decode_step
+from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.models import Decoder
 from rooftile_lab.bench.driver import fitted

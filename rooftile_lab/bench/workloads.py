@@ -26,7 +26,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple
 
-from rooftile.diagnosis.decode_step import IDS
+from rooftile.diagnosis.programs.decode_step import IDS
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput
 

@@ -29,7 +29,7 @@ from rooftile.weights.definition import Product
 from rooftile.weights.hopper import launch
 from rooftile.weights.hopper.early import weights_stay
 from rooftile.weights.hopper.ordered import in_order
-from rooftile.weights.hopper.schedule import WARPGROUPS, Tile
+from rooftile.weights.hopper.schedule import WARPGROUPS, ProductTile
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 # bytes of weights that a variant walks through: several times the L2 cache
@@ -40,7 +40,7 @@ DEVICE = "cuda"
 MOST_ORDERED = 64
 
 
-def tiles_for(M: int, format: str) -> Iterator[Tile]:
+def tiles_for(M: int, format: str) -> Iterator[ProductTile]:
     """Yields tiles whose rings fit into shared memory, with all stages that fit and with fewer."""
     columns = min(max(1 << (M - 1).bit_length(), 8), 128)
     kind = weight_format(format)
@@ -51,7 +51,7 @@ def tiles_for(M: int, format: str) -> Iterator[Tile]:
         shapes += [(1, columns, 2)] if columns < M else []
         shapes += [(2, columns // 2, 1), (1, columns // 2, 2)] if columns >= 64 else []
     for blocks_n, columns_, blocks_m in shapes:
-        tile = Tile(blocks_n, columns_, blocks_m, 0)
+        tile = ProductTile(blocks_n, columns_, blocks_m, 0)
         if kind.activations is None:
             held = WARPGROUPS * tile.block_m * 256 if M <= MOST_ORDERED else 0
             stage = tile.block_n * 16 * kind.bits + tile.block_m * 256
@@ -63,13 +63,13 @@ def tiles_for(M: int, format: str) -> Iterator[Tile]:
                 yield tile._replace(STAGES=stages)
 
 
-def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
+def variants(M: int, format: str) -> Iterator[tuple[ProductTile, bool]]:
     """Yields tiles, each with whether x is put in order by a kernel before."""
     orders = (False, True) if weight_format(format).activations is None and M <= MOST_ORDERED else (True,)
     yield from product(tiles_for(M, format), orders)
 
 
-def programs_for(tile: Tile, M: int, N: int, K: int, processors: int) -> list[int]:
+def programs_for(tile: ProductTile, M: int, N: int, K: int, processors: int) -> list[int]:
     """Returns numbers of programs: those that are chosen, all multiprocessors, and whole tiles or shares of one."""
     sizes = launch.sizes_of(tile, M, N, K, False)
     found = {launch.programs_of(sizes, processors, M, is_codes=is_codes) for is_codes in (False, True)}
@@ -90,7 +90,7 @@ class Layers:
         self.o = torch.empty(M, N, dtype=torch.bfloat16, device=DEVICE)
         self.due = rt.linear(self.x, self.weights[0], backend="definition")
 
-    def start(self, tile: Tile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
+    def start(self, tile: ProductTile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
         if self.rows is not None:
             launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
             return self.o
@@ -99,12 +99,12 @@ class Layers:
         launch.start_widened(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
         return self.o
 
-    def error(self, tile: Tile, programs: int, ordered: bool) -> float:
+    def error(self, tile: ProductTile, programs: int, ordered: bool) -> float:
         self.o.fill_(torch.nan)
         found = self.start(tile, programs, ordered, self.weights[0]).float()
         return float((found - self.due.float()).abs().mean() / self.due.float().abs().mean())
 
-    def all_layers(self, tile: Tile, programs: int, ordered: bool) -> None:
+    def all_layers(self, tile: ProductTile, programs: int, ordered: bool) -> None:
         for weight in self.weights:
             self.start(tile, programs, ordered, weight)
 
@@ -151,7 +151,7 @@ def compile_all(formats: list[str], rows: list[int]) -> None:
     """Compiles each kernel once, several at a time: the compiler spends most of its time outside Python."""
 
     @torch.inference_mode()
-    def compiled(layers: Layers, tile: Tile, ordered: bool) -> None:
+    def compiled(layers: Layers, tile: ProductTile, ordered: bool) -> None:
         layers.error(tile, 4, ordered)
 
     jobs = []

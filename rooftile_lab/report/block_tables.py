@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rooftile.engine.engine import Engine
 from rooftile.engine.steps.runner import Result
-from rooftile.engine.steps.scheduler import Plan
+from rooftile.engine.steps.scheduler import StepPlan
 
 BLOCK = 16
 
@@ -64,7 +64,7 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: StepPlan) -> Result:
         """The runner's step."""
         result = self._runner.run(plan)
         running = self._engine.scheduler.running

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis.checkpoint import diagnose_checkpoint
 from rooftile.diagnosis.diagnosis import Diagnosis
-from rooftile.diagnosis.run import diagnose
+from rooftile.diagnosis.programs.diagnose_call import diagnose
+from rooftile.diagnosis.programs.diagnose_checkpoint import diagnose_checkpoint
 from rooftile.diagnosis.tour.elementwise import knee_of, repeats
 from rooftile.diagnosis.tour.exhibit import Lab, show
 from rooftile.hardware import ceilings

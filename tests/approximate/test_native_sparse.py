@@ -14,7 +14,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.approximate.native_sparse import compression, definition, selection
-from rooftile.approximate.native_sparse.selected.choice import refusal
+from rooftile.approximate.native_sparse.selected.block_choice import refusal
 from rooftile.runtime.devices import INTERPRETED
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.approximate.native_sparse import definition as native_sparse
-from rooftile.approximate.native_sparse.selected import attend, choice
+from rooftile.approximate.native_sparse.selected import attend, block_choice
 from rooftile.approximate.native_sparse.selected.attention import refusal
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from rooftile.approximate.native_sparse.selected.tiles import queries_for, tiles_of
@@ -192,7 +192,7 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
     words = {"block_size": block, "count": count, "first": first, "length": length, "local": local, "stride": stride, "tokens": S}
     due = ap.choose_blocks(q, compressed, backend="eager", **words)
     assert torch.equal(ap.choose_blocks(q, compressed, backend="plain", **words), due)
-    if choice.refusal(q, Hk, length, block, stride, count) is not None:
+    if block_choice.refusal(q, Hk, length, block, stride, count) is not None:
         with pytest.raises(rt.Unsupported, match="needs a CUDA GPU"):
             ap.choose_blocks(q, compressed, backend="triton", **words)
         return
@@ -205,7 +205,7 @@ def test_a_compressed_key_counts_in_both_blocks_that_it_reaches(block: int) -> N
     q, compressed = torch.ones(1, 1, 2, 16), torch.zeros(1, 159, 1, 16)
     compressed[0, block * 4 + 3] = 9.0
     words = {"block_size": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
-    for backend in ["eager", "plain"] + ["triton"] * (choice.refusal(q, 1, 8, 16, 4, 3) is None):
+    for backend in ["eager", "plain"] + ["triton"] * (block_choice.refusal(q, 1, 8, 16, 4, 3) is None):
         assert ap.choose_blocks(q, compressed, backend=backend, **words).flatten().tolist() == [block, block + 1, 39], backend
 
 

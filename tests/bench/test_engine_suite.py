@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from rooftile.diagnosis import decode_step
+from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput, Unsupported

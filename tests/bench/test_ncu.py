@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftile.diagnosis import ncu
+from rooftile.diagnosis.counts import ncu
 
 PRINTED = """==PROF== Connected to process 1
 "ID","Kernel Name","time.sum","cycles.avg"

@@ -16,7 +16,7 @@ from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.steps.runner import Result
-from rooftile.engine.steps.scheduler import Plan
+from rooftile.engine.steps.scheduler import StepPlan
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
 from rooftile.kvcache import BlockPool, ReservedPool
@@ -62,7 +62,7 @@ class Stub:
         self.decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary, eos_ids=()))
         self.generator = torch.Generator().manual_seed(0)
 
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: StepPlan) -> Result:
         self.clock.time += 1.0
         outputs = [answer for work in plan.work for answer in work.outputs]
         keep = max((answer.request.top_count or 0 for answer in outputs), default=0)
@@ -152,14 +152,14 @@ class FakeEngine:
         changed = list(self.scheduler.running)
         self.clock.time += 0.1
         self.pool.step += 1
-        self.runner.run(Plan())
+        self.runner.run(StepPlan())
         self.steps.update(steps=1, tokens=len(changed))
         for request in changed:
             request.answers[0].generated += 1
         self.scheduler.running = [request for request in changed if request.live]
         return changed
 
-    def _compute(self, plan: Plan) -> SimpleNamespace:
+    def _compute(self, plan: StepPlan) -> SimpleNamespace:
         self.clock.time += 0.4
         return SimpleNamespace(arrived=None)
 
@@ -211,14 +211,14 @@ def test_on_a_gpu_the_host_does_what_is_not_waiting() -> None:
         def synchronize(self) -> None:
             clock.time += 0.25
 
-    def compute(plan: Plan) -> SimpleNamespace:
+    def compute(plan: StepPlan) -> SimpleNamespace:
         clock.time += 0.2
         return SimpleNamespace(arrived=Event())
 
     class Ahead(FakeEngine):
         def step(self) -> list[FakeRequest]:
             changed = super().step()
-            self.runner.run(Plan()).arrived.synchronize()
+            self.runner.run(StepPlan()).arrived.synchronize()
             return changed
 
     engine = Ahead(clock)

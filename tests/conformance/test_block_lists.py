@@ -15,7 +15,7 @@ from rooftile.exact import dispatch, reference
 from rooftile.exact.blocks import Blocks, packed
 from rooftile.exact.masks import CAUSAL, FULL, Mask, Prefix, Window
 from rooftile.exact.ops.listed import with_blocks
-from rooftile.exact.spec import Asked, Call, Options, Spec
+from rooftile.exact.spec import Call, CallSettings, Options, Spec
 from rooftile.runtime.devices import arch
 from tests.conformance.exact import ulp
 
@@ -362,7 +362,7 @@ def test_nested_tensors_with_lists_are_refused() -> None:
 
 def test_a_call_without_lists_is_left_alone() -> None:
     q, k, v = (torch.randn(1, 8, 2, 32) for _ in range(3))
-    call = Call(q, k, v, CAUSAL, Options(), Asked())
+    call = Call(q, k, v, CAUSAL, Options(), CallSettings())
     assert with_blocks(call, None) is call
 
 

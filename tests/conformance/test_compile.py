@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import rooftile as rt
 from rooftile.exact import dispatch
 from rooftile.exact.cases import CASES, Case
-from rooftile.exact.spec import Asked, Options, decode
+from rooftile.exact.spec import CallSettings, Options, decode
 from rooftile.exact.validate import spec_code
 from rooftile.runtime.devices import arch
 from tests.conformance.exact import answer
@@ -146,7 +146,7 @@ def operator_arguments(case: Case, backend: str, device: torch.device, requires_
         torch.tensor([seed], device=device) if seed is not None else None,
         *offsets,
     )
-    code = spec_code(q, k, v, mask, named, Asked(deterministic=False, needs_lse=True, **options))
+    code = spec_code(q, k, v, mask, named, CallSettings(deterministic=False, needs_lse=True, **options))
     return (q, k, v, [x for x in named if x is not None], code, backend)
 
 

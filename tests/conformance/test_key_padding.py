@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.exact.ops.padding import without_padding
-from rooftile.exact.spec import Asked, Call, Options
+from rooftile.exact.spec import Call, CallSettings, Options
 
 B, T, S, H, Hk, D = 3, 11, 17, 4, 2, 8
 NAN = float("nan")
@@ -74,15 +74,15 @@ def test_keys_are_packed_exactly_where_that_is_the_same(name: str) -> None:
     """A backend without a bias runs these."""
     options, may = OPTIONS[name]
     given = {key: options.get(key) for key in ("alibi", "sinks")}
-    asked = Asked(dropout=options.get("dropout", 0))
+    settings = CallSettings(dropout=options.get("dropout", 0))
     q, k, v = (x.detach() for x in tensors())
     for kind, packs in zip(("right", "left", "scattered"), may, strict=True):
-        call = without_padding(Call(q, k, v, options.get("mask"), Options(**given), asked), padding(kind))
+        call = without_padding(Call(q, k, v, options.get("mask"), Options(**given), settings), padding(kind))
         assert (call.options.cu_k is not None, call.options.bias is not None) == (packs, not packs), kind
         if packs:
             assert call.k.shape[0] == int((~padding(kind)).sum())
     # the same keys for all: a view of them
-    call = without_padding(Call(q, k, v, None, Options(), Asked()), padding("all alike"))
+    call = without_padding(Call(q, k, v, None, Options(), CallSettings()), padding("all alike"))
     assert call.options == Options()
     assert call.k.data_ptr() == k[:, 3:].data_ptr()
     assert call.k.shape[1] == S - 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from tests.grids import swept
 from tests.unit.poison import assert_nan_only_where_seen
 
 Window = rt.Window
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(device: torch.device) -> Iterator[None]:
+    with device:
+        yield
 
 
 def or_skip(backend: str, mask: Mask, **options: Any) -> None:

@@ -9,7 +9,7 @@ import rooftile as rt
 from rooftile.exact import dispatch, ops
 from rooftile.exact.cases import Case
 from rooftile.exact.masks import CAUSAL, FULL
-from rooftile.exact.spec import NO_OPTIONS, Asked, Options
+from rooftile.exact.spec import NO_OPTIONS, CallSettings, Options
 from rooftile.runtime.devices import arch
 
 CASE = Case(name="repeated", tags=frozenset(), T=70, S=70, dim=32)
@@ -47,16 +47,16 @@ def test_a_repeated_call_reads_its_own_data(backend: str, device: torch.device) 
 def test_a_plain_call_can_be_remembered(device: torch.device) -> None:
     """Without a cache hit, every call would be checked again: correct, but slow."""
     q, k, v = inputs(device)
-    key = ops.signature(q, k, v, CAUSAL, NO_OPTIONS, Asked())
+    key = ops.signature(q, k, v, CAUSAL, NO_OPTIONS, CallSettings())
     assert key is not None
-    assert ops.signature(*inputs(device), CAUSAL, NO_OPTIONS, Asked()) == key
-    assert ops.signature(q, k, v, CAUSAL, NO_OPTIONS, Asked(deterministic=True)) not in (None, key)
-    with_sinks = ops.signature(q, k, v, CAUSAL, Options(sinks=torch.zeros(2, device=device)), Asked())
+    assert ops.signature(*inputs(device), CAUSAL, NO_OPTIONS, CallSettings()) == key
+    assert ops.signature(q, k, v, CAUSAL, NO_OPTIONS, CallSettings(deterministic=True)) not in (None, key)
+    with_sinks = ops.signature(q, k, v, CAUSAL, Options(sinks=torch.zeros(2, device=device)), CallSettings())
     assert with_sinks not in (None, key)
     # 4 bytes off the alignment that kernels were compiled for
     off = torch.randn(q.numel() + 1, device=device)[1:].view(q.shape)
-    assert ops.signature(off, k, v, CAUSAL, NO_OPTIONS, Asked()) is None
-    assert ops.signature(q.requires_grad_(), k, v, CAUSAL, NO_OPTIONS, Asked()) not in (None, key)
+    assert ops.signature(off, k, v, CAUSAL, NO_OPTIONS, CallSettings()) is None
+    assert ops.signature(q.requires_grad_(), k, v, CAUSAL, NO_OPTIONS, CallSettings()) not in (None, key)
 
 
 def test_what_differs_from_an_earlier_call_counts(backend: str, device: torch.device) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import rooftile as rt
-from rooftile.diagnosis.program import diagnose_script
+from rooftile.diagnosis.programs.diagnose_script import diagnose_script
 from rooftile.diagnosis.records import OperatorRow
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.watch import Watch
 from rooftile.errors import InvalidInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse|quantized tensor creation).*")

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.text import pieces
+from rooftile.engine.text import incremental_decoder
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.tokenizer import Tokenizer
 from tests.engine.folders import KINDS, SPECIAL, TEXTS, save
@@ -46,7 +46,7 @@ def test_whatever_is_read_and_whenever(kind: str, seed: int, skip: bool, follows
     lazy = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip))
     eager = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip, stop=NEVER))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "AT_ONCE", at_once)
+        patch.setattr(incremental_decoder, "AT_ONCE", at_once)
         if follows:
             lazy.follow()
             eager.follow()
@@ -115,7 +115,7 @@ def test_a_long_answer_that_is_read_at_its_end_takes_few_decodes(kind: str, end:
     # each token is decoded about once, in windows of a bounded length
     assert len(ids) <= sum(handed) < 1.3 * len(ids) + 100
     assert len(handed) < len(ids) / 20
-    assert max(handed) <= pieces.AT_ONCE + 2 * pieces.SPAN
+    assert max(handed) <= incremental_decoder.AT_ONCE + 2 * incremental_decoder.SPAN
 
 
 @pytest.mark.parametrize("kind", KINDS)

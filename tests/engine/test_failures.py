@@ -20,7 +20,7 @@ from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.steps.runner import Result
-from rooftile.engine.steps.scheduler import Plan, Scheduler
+from rooftile.engine.steps.scheduler import Scheduler, StepPlan
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
@@ -223,7 +223,7 @@ class Model:
     device = torch.device("cpu")
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY, eos_ids=()))
 
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: StepPlan) -> Result:
         answers = [answer for work in plan.work for answer in work.outputs]
         tokens = torch.tensor([(7 * len(answer.ids) + 3 * answer.index) % VOCABULARY for answer in answers], dtype=torch.int64)
         ids = (tokens[:, None] + torch.arange(9)) % VOCABULARY

@@ -9,8 +9,8 @@ import torch
 
 from rooftile.engine import EngineConfig
 from rooftile.engine.caches import memory
-from rooftile.engine.caches.layout import CacheLayout, Load
-from rooftile.engine.mixers.exact.mixer import Exact
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
+from rooftile.engine.mixers.exact.mixer import ExactMixer
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile_lab.bench.models import MODELS
@@ -33,8 +33,8 @@ def decoder(monkeypatch) -> SimpleNamespace:
 
 def blocks_of(decoder: SimpleNamespace, size: int, dtype: torch.dtype, batched: int, longest: int) -> int:
     """The blocks of a model whose layers all have exact attention."""
-    exact = Exact(decoder.config, tuple(range(32)), EngineConfig(block_size=size))
-    layout, load = CacheLayout(size, exact.specs()), Load(256, batched)
+    exact = ExactMixer(decoder.config, tuple(range(32)), EngineConfig(block_size=size))
+    layout, load = CacheLayout(size, exact.specs()), PeakLoad(256, batched)
     return memory.blocks_that_fit(decoder, layout, [exact], dtype, load, utilization=0.9, longest=longest)
 
 

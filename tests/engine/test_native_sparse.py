@@ -9,14 +9,14 @@ import torch
 
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, EngineConfig, SamplingParams
-from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers.layers import Layers
 from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.native_sparse import mixer as native_sparse
 from rooftile.engine.mixers.native_sparse.step import COMPRESSED
 from rooftile.engine.mixers.registry import mixers_of
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder, ModelConfig
@@ -82,7 +82,7 @@ def test_a_step_that_a_graph_could_hold_finds_the_same_tokens(folder: Path, alon
     """Nothing in it asks the host: tables have all their columns, and each token makes a compressed key, complete or not."""
     on, count = Layers.on, []
 
-    def without_a_host(self: Layers, step: Step) -> object:
+    def without_a_host(self: Layers, step: StepTokens) -> object:
         count.append(step.chunks is None)
         return on(self, step._replace(on_host=None) if step.chunks is None else step)
 
@@ -152,11 +152,11 @@ def test_the_cache_says_what_it_holds(folder: Path) -> None:
     # a pair for each layer, the selected branch's where there are three
     assert pages.storage.shape == (600, 3, 2, SIZE, 2, 8)
     assert pages.planes[COMPRESSED].shape == (600, 2, 2, SIZE // 4, 2, 8)
-    assert pages.near.storage.shape == (600, 4, 2, SIZE, 2, 8)
+    assert pages.window_pages.storage.shape == (600, 4, 2, SIZE, 2, 8)
     few = LLM(folder, block_size=SIZE, **ROOM | FEW).pages
     # windows of 12 tokens in three blocks each, of the answers and of a prompt that is kept, and a step of 24 tokens
-    assert few.near.storage.shape[0] == 4 * 3 + 3
-    assert few.nbytes == pages.nbytes - 585 * few.near.nbytes // 15
+    assert few.window_pages.storage.shape[0] == 4 * 3 + 3
+    assert few.nbytes == pages.nbytes - 585 * few.window_pages.nbytes // 15
     assert "= 1.84 MB, and 307 kB of compressed keys and values, and windows in 15 blocks of 8 tokens, 120 in all" in str(few)
 
 
@@ -164,16 +164,16 @@ def test_memory_is_shared_out_between_blocks_and_rows(folder: Path, monkeypatch:
     config = ModelConfig.from_folder(folder)
     mixers = mixers_of(config, EngineConfig(block_size=SIZE))
     layout = CacheLayout(SIZE, tuple(spec for mixer in mixers for spec in mixer.specs()))
-    block, row, load = layout.block_bytes(torch.float32), layout.row_bytes(torch.float32), Load(answers=3, tokens=24)
+    block, row, load = layout.block_bytes(torch.float32), layout.row_bytes(torch.float32), PeakLoad(answers=3, tokens=24)
     assert (block, row) == (3 * 2 * SIZE * 2 * 8 * 4 + 2 * 2 * 2 * 2 * 8 * 4, 4 * 2 * SIZE * 2 * 8 * 4)
     for room in (5 * (block + row) + 1, 500 * block):
         blocks = layout.blocks_in(room, torch.float32, load)
         assert blocks is not None
         taken = blocks * block + layout.rows(blocks, load) * row
         assert room - block - row < taken <= room
-    assert layout.rows(500, Load(answers=3, tokens=24, paged=False)) == 500
+    assert layout.rows(500, PeakLoad(answers=3, tokens=24, paged=False)) == 500
     # a copy of a prompt's keys and values; sums of two blocks of 16 tokens for each of 3 answers' 4 heads, and ten parts
-    (sparse,) = (mixer for mixer in mixers if isinstance(mixer, native_sparse.NativeSparse))
+    (sparse,) = (mixer for mixer in mixers if isinstance(mixer, native_sparse.NativeSparseMixer))
     largest = Largest(32, 3, 24, torch.float32, torch.float32, torch.device("cpu"))
     assert sparse.working_bytes(largest) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
     # in place: a copy of 32 / 4 compressed keys and values, lists of 3 blocks for each of 24 tokens and 2 heads, and 4 tensors of

@@ -16,7 +16,7 @@ from rooftile.engine import EngineConfig
 from rooftile.fused import linear
 from rooftile.fused.norm import normalise
 from rooftile.models import Decoder
-from rooftile.models.layers import Rows
+from rooftile.models.layers import InputFormat
 from rooftile.runtime import devices
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
@@ -211,7 +211,7 @@ def test_at_most_one_kernel_a_layer_does_nothing_but_quantise(weights: str, fold
     assert seen.names["linear_quantised"] == 4 * layers
     assert seen.names["quantise_rows"] == 0
     # where nothing is quantised early, the numbers are the same
-    monkeypatch.setattr("rooftile.models.layers.Projection.rows", lambda self, x: Rows())
+    monkeypatch.setattr("rooftile.models.layers.Projection.rows", lambda self, x: InputFormat())
     with torch.no_grad():
         assert torch.equal(decoder(tokens, positions, attend), found)
 
@@ -301,12 +301,12 @@ def test_who_asks_for_codes(folder: Path) -> None:
     x = torch.zeros(1, 64)
     mixed = Decoder.from_folder(folder, weights={"re:.*q_proj": "fp8", "re:.*k_proj": "int8", "re:.*v_proj": "fp8"})
     layer = mixed.layers[0]
-    assert layer.qkv.rows(x) == layer.up.rows(x) == Rows()
+    assert layer.qkv.rows(x) == layer.up.rows(x) == InputFormat()
     of_bits = Decoder.from_folder(folder, weights="w8").layers[0]
-    assert of_bits.qkv.rows(x) == Rows()
+    assert of_bits.qkv.rows(x) == InputFormat()
     codes = Decoder.from_folder(folder, weights="int8").layers[0]
-    assert codes.qkv.rows(x) == Rows("int8")
-    assert codes.qkv.rows(x.requires_grad_()) == Rows()
+    assert codes.qkv.rows(x) == InputFormat("int8")
+    assert codes.qkv.rows(x.requires_grad_()) == InputFormat()
 
 
 @pytest.mark.parametrize("word", ["int4:32", "w8"])

@@ -12,12 +12,12 @@ from torch import Tensor
 import rooftile
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, EngineConfig, SamplingParams
-from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers import registry
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.errors import Unsupported
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
@@ -48,11 +48,11 @@ class DecayingSum(Mixer):
     def specs(self) -> tuple[CacheSpec, ...]:
         return (State(self.layers, "sum", (self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)),)
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def begin(self, decoder: Decoder, caches: Caches, asked: CallSettings) -> None:
         assert caches.states is not None
         self.sums = caches.states.memory["sum"]
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         slots, positions = step.slots.tolist(), step.positions.tolist()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_states_have_their_share_of_memory() -> None:
     config: ModelConfig = config_of(said, "here")
     found = registry.mixers_of(config, EngineConfig(block_size=SIZE))
     layout = CacheLayout(SIZE, tuple(spec for mixer in found for spec in mixer.specs()))
-    load = Load(answers=8, tokens=24)
+    load = PeakLoad(answers=8, tokens=24)
     # a row for each answer, for padding, for zeros, and for two states that are kept; two layers of 2 heads of 8 x 8 numbers
     assert layout.state_bytes(load) == (8 + 1 + 1 + 2) * 2 * 2 * 8 * 8 * 4
     # one layer has pages

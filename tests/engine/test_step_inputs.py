@@ -6,7 +6,7 @@ import torch
 
 from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.steps.scheduler import Work
+from rooftile.engine.steps.scheduler import ScheduledTokens
 from rooftile.engine.steps.step_inputs import StepInputs
 
 
@@ -18,13 +18,13 @@ def answer_of(ids: list[int], slot: int) -> Answer:
 def test_chunks_come_first_and_outputs_keep_the_order_of_the_plan() -> None:
     decoding, waiting, reading, done = (answer_of([10 * n + i for i in range(5)], n) for n in range(4))
     works = [
-        Work(decoding, 4, 1, (decoding,)),
+        ScheduledTokens(decoding, 4, 1, (decoding,)),
         # its token is still on the device
-        Work(waiting, 5, 1, (waiting,)),
+        ScheduledTokens(waiting, 5, 1, (waiting,)),
         # a prompt that goes on
-        Work(reading, 1, 2, ()),
+        ScheduledTokens(reading, 1, 2, ()),
         # a prompt that ends: two answers get a token from its last one
-        Work(done, 2, 3, (done, answer_of([], 7))),
+        ScheduledTokens(done, 2, 3, (done, answer_of([], 7))),
     ]
     found = [part.tolist() for part in StepInputs.of(works)]
     assert found == [
@@ -48,7 +48,7 @@ def test_one_copy_carries_everything(monkeypatch) -> None:
         sent.append(self)
         return self
 
-    work = Work(answer_of([1, 2, 3], 0), 0, 3, (answer_of([1, 2, 3], 0),))
+    work = ScheduledTokens(answer_of([1, 2, 3], 0), 0, 3, (answer_of([1, 2, 3], 0),))
     inputs = StepInputs.of([work])
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)

@@ -16,7 +16,7 @@ from rooftile.engine.mixers import trial
 from rooftile.engine.mixers.exact import trials as exact_trials
 from rooftile.engine.mixers.native_sparse.step import SparseStep
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.start import build, warm_up
 from rooftile.engine.start import compilation as compilation_module
 from rooftile.engine.start.compilation import Compilation
@@ -49,16 +49,16 @@ def test_threads_find_all_modules_imported() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     found = set(done.stdout.split())
     kernels = {
-        "rooftile.exact.backends.hopper.flash_fwd.kernel", "rooftile.exact.backends.hopper.flash_fwd.run",
-        "rooftile.exact.backends.hopper.decode.run", "rooftile.exact.backends.hopper.decode.bf16",
+        "rooftile.exact.backends.hopper.flash_fwd.kernel", "rooftile.exact.backends.hopper.flash_fwd.launch_forward",
+        "rooftile.exact.backends.hopper.decode.launch_decode", "rooftile.exact.backends.hopper.decode.bf16",
         "rooftile.exact.backends.hopper.decode.fp8", "rooftile.exact.backends.triton.paged_decode",
-        "rooftile.exact.backends.triton.paged_fwd", "rooftile.kvcache.kernels", "rooftile.fused.kernels.norm",
-        "rooftile.fused.kernels.gated", "rooftile.fused.kernels.linear", "rooftile.engine.sampling.kernels",
-        "rooftile.fused.kernels.gate_quantised", "rooftile.weights.two_four.product.kernels",
+        "rooftile.exact.backends.triton.paged_fwd", "rooftile.kvcache.page_kernels", "rooftile.fused.kernels.norm",
+        "rooftile.fused.kernels.gated", "rooftile.fused.kernels.linear", "rooftile.engine.sampling.sampling_kernels",
+        "rooftile.fused.kernels.gate_quantised", "rooftile.weights.two_four.product.few_rows",
         "rooftile.weights.two_four.product.hopper", "rooftile.weights.two_four.product.transposed",
         "rooftile.weights.hopper.two_four", "rooftile.weights.hopper.ordered", "rooftile.weights.triton.launch",
         "rooftile.weights.hopper.launch", "rooftile.weights.hopper.codes", "rooftile.weights.hopper.widened",
-        "rooftile.numerics.kernels", "rooftile.approximate.native_sparse.selected.kernels.choice",
+        "rooftile.numerics.row_kernels", "rooftile.approximate.native_sparse.selected.kernels.block_choice",
         "rooftile.approximate.native_sparse.selected.kernels.outputs",
         "rooftile.approximate.native_sparse.selected.kernels.gated_sum",
         "rooftile.approximate.native_sparse.decoding_kernels.tokens", "rooftile.exact.backends.triton.flash_fwd",
@@ -114,7 +114,7 @@ def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, said))
     assert config.native_sparse is not None
     with recorded(90) as found, torch.inference_mode():
-        layer = SparseLayer(Trial(config, torch.bfloat16, torch.device("cpu"), 16, torch.bfloat16, 100))
+        layer = SparseLayer(TrialSetup(config, torch.bfloat16, torch.device("cpu"), 16, torch.bfloat16, 100))
         assert layer.attention.in_place
         layer.read_prompts((100, 8))
         prompts = {one.name for one in found.values()}

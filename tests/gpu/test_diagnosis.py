@@ -18,7 +18,7 @@ from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
 from rooftile.diagnosis.experiments.step import replayed_share
 from rooftile.diagnosis.experiments.timing import timer_for
-from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.errors import Unsupported
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 
 import rooftile as rt
 from rooftile.exact.backends.hopper import DIMS
-from rooftile.exact.backends.hopper.flash_fwd.run import tile_of
+from rooftile.exact.backends.hopper.flash_fwd.launch_forward import tile_of
 from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.exact.spec import Sizes, Spec
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.numerics import kernels as row_kernels
-from rooftile.numerics import quantise_rows
+from rooftile.numerics import quantise_rows, row_kernels
 from rooftile.numerics.activations import gated_halves
-from rooftile.numerics.rows import rows_as_codes
+from rooftile.numerics.quantised_rows import rows_as_codes
 from rooftile.runtime import launch
 from rooftile.weights import dequantise, multiply_gated, multiply_gated_rows
 from rooftile.weights import dispatch as backends

@@ -267,7 +267,7 @@ def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) ->
     """A server meets every length, and a kernel takes seconds to compile."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    from rooftile.exact.backends.hopper.flash_fwd import run
+    from rooftile.exact.backends.hopper.flash_fwd import launch_forward
 
     def read(lengths: list[int]) -> int:
         cache = cache_of(lengths, 2, 64, size)
@@ -275,7 +275,7 @@ def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) ->
         counts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
         q = torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16()
         rt.attention_paged(q, replace(cache, cu_q=counts), rt.CAUSAL, backend="hopper")
-        return run._kernel.cache_info().currsize
+        return launch_forward._kernel.cache_info().currsize
 
     known = read([9000]), read([70])
     assert [read(lengths) for lengths in ([600], [4000], [9000, 9000], [80] * 50, [200, 6000])] == [known[1]] * 5

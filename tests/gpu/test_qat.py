@@ -9,7 +9,7 @@ import torch
 
 import rooftile as rt
 from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
-from rooftile.numerics.rows import rounded_rows
+from rooftile.numerics.quantised_rows import rounded_rows
 from rooftile.qat.rounding.codes import inside
 from rooftile.runtime import launch
 from rooftile.weights import weight_format

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.engine.sampling import kernels as sampling_kernels
+from rooftile.engine.sampling import sampling_kernels
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import SamplingFeatures, features_of, penalised, sample, sample_as_defined, thresholds
 from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn

@@ -139,8 +139,8 @@ def tensors_of(weight: TwoFour) -> backends.Sparse:
     return backends.Sparse(weight.values, weight.places, weight.scales)
 
 
-def product_of(weight: TwoFour, out_dtype: torch.dtype) -> backends.Product:
-    return backends.Product(*weight.shape, out_dtype, False)
+def product_of(weight: TwoFour, out_dtype: torch.dtype) -> backends.SparseProduct:
+    return backends.SparseProduct(*weight.shape, out_dtype, False)
 
 
 def test_which_kernel_runs() -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 3, 40, 99, 100])
 def test_the_best_of_scores_of_all_sizes(count: int) -> None:
     """One exponent, many of them, signs, ties, zeros of both signs, infinities and NaN."""
-    from rooftile.approximate.gathered.kernels.choice import best
+    from rooftile.approximate.gathered.kernels.grouping import best
 
     scores = torch.stack([
         torch.rand(100) + 1, torch.exp2(torch.randn(100) * 30), torch.randn(100), -torch.rand(100) * 1e-30, torch.zeros(100),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rooftile.approximate.loki import decoding as paged
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import Pages
 from rooftile.kvcache.operators import write, write_as_defined
 from rooftile.runtime import launch
@@ -88,7 +88,7 @@ def test_chosen_pages_are_read_where_they_lie(size: int, Hk: int, G: int, D: int
     pages, table, lengths = cache_of(size, Hk, D, r)
     q, cache = torch.randn(4, Hk * G, D), pages.view(1, table, lengths)
     found, due = (
-        paged.decode(q, cache, pages.planes["leading"][:, 1], keep=keep, asked=Asked(0.3, None, backend=backend))
+        paged.decode(q, cache, pages.planes["leading"][:, 1], keep=keep, settings=CallSettings(0.3, None, backend=backend))
         for backend in ("triton", "eager")
     )
     torch.testing.assert_close(found, due)
@@ -98,7 +98,7 @@ def test_chosen_pages_are_not_copied() -> None:
     pages, table, lengths = cache_of(16, 2, 16, 5)
     leading, q, seen = pages.planes["leading"][:, 1], torch.randn(4, 4, 16), list[str]()
     with launch.observe(seen.append):
-        paged.decode(q, pages.view(1, table, lengths), leading, keep=0.3, asked=Asked(0.3, backend="triton"))
+        paged.decode(q, pages.view(1, table, lengths), leading, keep=0.3, settings=CallSettings(0.3, backend="triton"))
     assert seen == ["_page_sums", "_page_shares", "_choose", "_decode", "_merge"]
 
 

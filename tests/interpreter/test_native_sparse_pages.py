@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse import decoding_kernels as sparse_kernels
-from rooftile.approximate.native_sparse.decoding_kernels import choice, shape
+from rooftile.approximate.native_sparse.decoding_kernels import block_choice, shape
 from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.mixers.native_sparse.step import SparseStep, reads_in_place
 from rooftile.kvcache import WindowPool
@@ -43,10 +43,10 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, dict[str, int]]] = {
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter runs them one after the other; the choice compares 16 blocks at a time, so that it has several steps."""
     monkeypatch.setattr(shape, "PROGRAMS", 20)
-    monkeypatch.setattr(choice, "COMPARED", 16)
-    choice.constants_of.cache_clear()
+    monkeypatch.setattr(block_choice, "COMPARED", 16)
+    block_choice.constants_of.cache_clear()
     yield
-    choice.constants_of.cache_clear()
+    block_choice.constants_of.cache_clear()
 
 
 def call_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:

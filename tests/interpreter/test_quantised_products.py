@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.numerics import QuantisedRows, quantise_rows
-from rooftile.numerics import kernels as row_kernels
-from rooftile.numerics.rows import rows_as_codes
+from rooftile.numerics import QuantisedRows, quantise_rows, row_kernels
+from rooftile.numerics.quantised_rows import rows_as_codes
 from rooftile.runtime import launch
 from rooftile.weights import dequantise
 from rooftile.weights.triton import launch as tiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.numerics.rows import ROW_FORMATS, QuantisedRows, rounded_rows, rows_as_codes
+from rooftile.numerics.quantised_rows import ROW_FORMATS, QuantisedRows, rounded_rows, rows_as_codes
 from rooftile.runtime import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.engine.sampling import kernels as sampling_kernels
+from rooftile.engine.sampling import sampling_kernels
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import (
     SamplingFeatures,

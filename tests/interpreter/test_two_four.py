@@ -9,7 +9,7 @@ import rooftile as rt
 from rooftile.numerics import quantise_rows
 from rooftile.runtime import launch
 from rooftile.weights.two_four import compress, definition, two_four
-from rooftile.weights.two_four.product import kernels
+from rooftile.weights.two_four.product import few_rows
 from tests.grids import swept
 from tests.weights.two_four.test_masks import some
 
@@ -89,7 +89,7 @@ def test_products_of_few_rows(M: int, N: int, K: int, dtype: torch.dtype) -> Non
     weight = compress(w, two_four(w))
     x, bias = torch.randn(M, K + 8).to(dtype)[:, :K], torch.randn(N)
     # with K of 4,300 a program has several tiles, and the last of them ends past K
-    assert K < 4300 or kernels.tile_of(4, kernels.Product(N, K, dtype, False), False, True).STEPS == 3
+    assert K < 4300 or few_rows.tile_of(4, few_rows.SparseProduct(N, K, dtype, False), False, True).STEPS == 3
     exact = x.double() @ weight.dense().double().T + bias.double()
     due = rt.linear(x, weight, bias, backend="definition")
     for fixed in (False, True):
@@ -121,10 +121,10 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
 
 
 def test_k_is_split_where_rows_of_the_weight_are_few() -> None:
-    product = kernels.Product(64, 1024, torch.bfloat16, False)
-    tile = kernels.tile_of(1, product, False, True)
+    product = few_rows.SparseProduct(64, 1024, torch.bfloat16, False)
+    tile = few_rows.tile_of(1, product, False, True)
     assert (tile.SPLITS, tile.STEPS, tile.BIAS) == (8, 1, False)
-    whole = kernels.tile_of(64, kernels.Product(28672 * 4, 4096, torch.bfloat16, False), False, True)
+    whole = few_rows.tile_of(64, few_rows.SparseProduct(28672 * 4, 4096, torch.bfloat16, False), False, True)
     assert (whole.SPLITS, whole.BLOCK_K, whole.BIAS) == (1, 64, True)
 
 

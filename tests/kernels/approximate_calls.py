@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rooftile import CAUSAL, FULL
 from rooftile import approximate as ap
-from rooftile.approximate.gathered import choice as gathered_choice
+from rooftile.approximate.gathered import grouping as gathered_choice
 from rooftile.approximate.loki import decoding as loki
 from rooftile.approximate.native_sparse import decoding as native_sparse
 from rooftile.approximate.native_sparse.decoding_kernels.shape import LARGEST_BYTES as DECODE_BYTES
-from rooftile.approximate.native_sparse.selected import attend, choice
+from rooftile.approximate.native_sparse.selected import attend, block_choice
 from rooftile.approximate.native_sparse.selected.attention import LARGEST_BYTES as SELECTED_BYTES
 from rooftile.approximate.native_sparse.selected.attention import attend_in_pages
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
@@ -94,10 +94,10 @@ def chooses(
     dtype: torch.dtype, H: int, Hk: int, D: int, has_lse: bool, length: int, stride: int, block: int, count: int
 ) -> None:  # fmt: skip
     q, k = _draw(dtype, 1, 100, H, D), _draw(dtype, 1, 10, Hk, D)
-    assert choice.refusal(q, Hk, length, block, stride, count) is None
+    assert block_choice.refusal(q, Hk, length, block, stride, count) is None
     lse = _draw(FP32, 1, H, 100) if has_lse else None
     sizes = SIZES | {"length": length, "stride": stride, "block_size": block, "count": count}
-    choice.choose(q, k, 200, scale=0.1, lse=lse, **sizes)
+    block_choice.choose(q, k, 200, scale=0.1, lse=lse, **sizes)
 
 
 def gates(dtype: torch.dtype, D: int) -> None:

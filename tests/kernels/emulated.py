@@ -76,7 +76,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def given_codes(x: Tensor, scale: Tensor, largest: float) -> Held:
-    """`numerics.kernels.given_codes`."""
+    """`numerics.row_kernels.given_codes`."""
     codes = (x / scale).as_subclass(Tensor).clamp(-largest, largest)
     return held(torch.where(x.isfinite().as_subclass(Tensor), codes, torch.nan))
 
@@ -263,7 +263,7 @@ def specialise(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regis
 
 
 class Product:
-    """`schedule.Product` in Python."""
+    """`schedule.TiledProduct` in Python."""
 
     def __init__(self, o, bias, partials, counters, M, N, tiles, steps, spread, BIAS, T) -> None:
         self.o, self.bias, self.partials, self.counters, self.BIAS = o, bias, partials, counters, BIAS
@@ -273,7 +273,7 @@ class Product:
 
 
 for _name in ("tiles_of_rows", "bounds", "run_at", "program_of", "partial"):
-    setattr(Product, _name, getattr(schedule.Product, _name).fn)
+    setattr(Product, _name, getattr(schedule.TiledProduct, _name).fn)
 
 
 class Grid:
@@ -308,7 +308,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
         for name, value in {
-            "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "tma_load": tma_load,
+            "gl": language, "TiledProduct": Product, "STEP": 128, "ROWS": 64, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
             "LARGEST": 448.0, "given_codes": given_codes,
             "activated": lambda x, kind: held(ACTIVATED[kind](x.as_subclass(Tensor))),

@@ -26,13 +26,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
 from rooftile.exact.backends.hopper.decode import bf16, fp8
-from rooftile.exact.backends.hopper.decode import run as decode
+from rooftile.exact.backends.hopper.decode import launch_decode as decode
 from rooftile.exact.backends.hopper.flash_bwd import dkdv, dq, dq_accumulator, fused
-from rooftile.exact.backends.hopper.flash_bwd import run as backward
+from rooftile.exact.backends.hopper.flash_bwd import launch_backward as backward
 from rooftile.exact.backends.hopper.flash_fwd import kernel as forward_kernel
-from rooftile.exact.backends.hopper.flash_fwd import run as forward
+from rooftile.exact.backends.hopper.flash_fwd import launch_forward as forward
 from rooftile.exact.backends.hopper.quantised import kernel as quantised_kernel
-from rooftile.exact.backends.hopper.quantised import run as quantised
+from rooftile.exact.backends.hopper.quantised import launch_8bit as quantised
 from rooftile.exact.backends.hopper.tiles import (
     LONG,
     MASKED,
@@ -42,7 +42,7 @@ from rooftile.exact.backends.hopper.tiles import (
     TWO,
     WIDE,
     BiasKind,
-    Tile,
+    ForwardTile,
     backward_kv_tile,
     backward_q_tile,
     backward_tile,
@@ -74,7 +74,7 @@ class Configuration:
     """A kernel that we ship, as one kind of call compiles it."""
 
     dim: int
-    tile: Tile | None  # the forward's
+    tile: ForwardTile | None  # the forward's
     mask: Mask = FULL
     layout: str = "dense"
     extras: bool = False  # softcap and sinks

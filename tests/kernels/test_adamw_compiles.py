@@ -22,12 +22,12 @@ WORDS = dict.fromkeys(NUMBERS, "fp32") | {"table_ptr": "*i64", "chunks_ptr": "*i
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_it_compiles(dtype: torch.dtype, split: bool, counted: bool, sparse: bool, sm: int) -> None:
-    from rooftile.optim import kernels
+    from rooftile.optim import adamw_kernels
 
     if split and dtype == torch.float32:
         pytest.skip("weights in fp32 are not split")
     moment = torch.float32 if split else dtype
-    constants = kernels.constants_of(dtype, dtype, moment, split, sparse, counted, True, True, True)
-    built = compiled(kernels._adamw, sm, constants, **WORDS)
+    constants = adamw_kernels.constants_of(dtype, dtype, moment, split, sparse, counted, True, True, True)
+    built = compiled(adamw_kernels._adamw, sm, constants, **WORDS)
     assert stack(built) == 0
     assert "ld.global.v4.b32" in built.asm["ptx"] or "ld.global.v2.b64" in built.asm["ptx"]

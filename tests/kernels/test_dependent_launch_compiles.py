@@ -21,10 +21,10 @@ GATE = {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "PDL": False, "num_warps": 4
 
 
 def _quantising(pdl: dict[str, bool]) -> str:
-    from rooftile.numerics import kernels
+    from rooftile.numerics import row_kernels
 
-    constants = kernels.constants_of(4096, "fp8", False, torch.device("cpu")) | pdl
-    return compiled_rows(kernels._quantise_rows, 90, constants, codes_ptr="*fp8e4nv", scales_ptr="*fp32").asm["ptx"]
+    constants = row_kernels.constants_of(4096, "fp8", False, torch.device("cpu")) | pdl
+    return compiled_rows(row_kernels._quantise_rows, 90, constants, codes_ptr="*fp8e4nv", scales_ptr="*fp32").asm["ptx"]
 
 
 def _gating_to_codes(pdl: dict[str, bool]) -> str:

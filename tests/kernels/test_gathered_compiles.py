@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.approximate.gathered import Lists, from_hashes, from_members
+from rooftile.approximate.gathered import RowLists, from_hashes, from_members
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -65,7 +65,7 @@ def read(found: Any, tool: str, *flags: str) -> str:
         return run(Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *flags, file.name)
 
 
-def lists_of(kind: str, width: int) -> Lists:
+def lists_of(kind: str, width: int) -> RowLists:
     if kind == "lists":
         places = torch.zeros(1, 1, 4, width, dtype=torch.int32)
         return from_members(places, places, True)
@@ -103,20 +103,20 @@ def test_the_repair_of_a_shape() -> None:
 
 def test_the_choices() -> None:
     """Sixteen thousand scores of a cluster, 64 centroids, and 128 random vectors per round."""
-    from rooftile.approximate.gathered.kernels import choice
+    from rooftile.approximate.gathered.kernels import grouping
 
     for kernel, found in (
-        (choice._hash, choice._hash_constants(128, 128)),
-        (choice._score, choice._score_constants(128, 64, 2)),
-        (choice._best, choice._best_constants(16384)),
+        (grouping._hash, grouping._hash_constants(128, 128)),
+        (grouping._score, grouping._score_constants(128, 64, 2)),
+        (grouping._best, grouping._best_constants(16384)),
     ):
         constants = {name: x for name, x in found.items() if not name.startswith("num_")}
         stack, shared, matrix = compiled(kernel, constants, found["num_warps"], 90)
         # ... and the newer Triton twenty words of the best, outside of its loops
-        assert stack <= (96 if NEWER and kernel is choice._best else 64), kernel.__name__
-        assert matrix == ("" if kernel is choice._best else "wgmma"), kernel.__name__
+        assert stack <= (96 if NEWER and kernel is grouping._best else 64), kernel.__name__
+        assert matrix == ("" if kernel is grouping._best else "wgmma"), kernel.__name__
         assert shared <= SHARED[90]
-    loops = innermost_loops(read(built(choice._best, {"BLOCK": 16384}, 16, 90), "nvdisasm", "-c"))
+    loops = innermost_loops(read(built(grouping._best, {"BLOCK": 16384}, 16, 90), "nvdisasm", "-c"))
     # exponents, and then bits, are tried in them
     assert len(loops) >= 2
     assert accesses(loops) == 0

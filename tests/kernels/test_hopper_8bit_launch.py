@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.exact.backends.hopper import plan
-from rooftile.exact.backends.hopper.quantised import run as quantised
+from rooftile.exact.backends.hopper.quantised import launch_8bit as quantised
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import Options, Spec
 from rooftile.numerics.precision import Precision

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 import torch
 
 from rooftile.exact.backends.hopper import plan
-from rooftile.exact.backends.hopper.flash_bwd import run as backward
-from rooftile.exact.backends.hopper.flash_fwd import run as forward
+from rooftile.exact.backends.hopper.flash_bwd import launch_backward as backward
+from rooftile.exact.backends.hopper.flash_fwd import launch_forward as forward
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import Sizes, Spec
 

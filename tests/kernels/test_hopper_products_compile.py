@@ -98,7 +98,7 @@ def test_codes_times_codes(name: str, M: int, deterministic: bool) -> None:
     assert (name == "int8") == (not re.findall(r"add(?:\.rn)?\.f32|fma\.rn\.f32", loop_of(ptx)))
 
 
-def assert_waits(ptx: str, tile: schedule.Tile, copies: int = 1) -> None:
+def assert_waits(ptx: str, tile: schedule.ProductTile, copies: int = 1) -> None:
     """Every role waits for the kernel before, and reads nothing before that but tiles of the weight, in so many copies."""
     *roles, end = ptx.split("griddepcontrol.wait")
     assert len(roles) == schedule.WARPGROUPS + 1
@@ -166,7 +166,7 @@ def test_gates_in_a_product(M: int, name: str, dtype: torch.dtype, group: int, z
 
 
 def assert_widens(
-    tile: schedule.Tile, M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str
+    tile: schedule.ProductTile, M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str
 ) -> str:  # fmt: skip
     word, wide = WORDS[dtype], name in ("w8", "mxfp8")
     kinds = {

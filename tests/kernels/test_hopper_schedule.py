@@ -20,7 +20,9 @@ SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (77, 384), (4
 class Line:
     """The code of `schedule`, run by Python for one program."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: launch.ProductSizes, programs: int, tile: schedule.Tile) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, sizes: launch.ProductSizes, programs: int, tile: schedule.ProductTile
+    ) -> None:
         self.tiles, self.steps, self.spread, self.programs = sizes.tiles, sizes.steps, sizes.spread, programs
         self.BLOCKS, self.COLUMNS, self.partials, self.program = tile.blocks, tile.COLUMNS, 0, 0
         language = SimpleNamespace(
@@ -33,19 +35,19 @@ class Line:
 
     def runs(self, program: int) -> list[Any]:
         self.program = program
-        place, end = schedule.Product.bounds.fn(self)
+        place, end = schedule.TiledProduct.bounds.fn(self)
         found = []
         while place < end:
-            run = schedule.Product.run_at.fn(self, place, end)
+            run = schedule.TiledProduct.run_at.fn(self, place, end)
             found.append(run)
             place += run.stop - run.first
         return found
 
     def program_of(self, step: int) -> int:
-        return schedule.Product.program_of.fn(self, step)
+        return schedule.TiledProduct.program_of.fn(self, step)
 
     def partial(self, program: int, begins: int, tile_m: int, block: int) -> int:
-        return int(schedule.Product.partial.fn(self, torch.tensor(program), begins, tile_m, block))
+        return int(schedule.TiledProduct.partial.fn(self, torch.tensor(program), begins, tile_m, block))
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["", "deterministic"])

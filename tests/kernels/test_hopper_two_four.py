@@ -15,7 +15,7 @@ from rooftile.weights.hopper import launch, two_four  # noqa: E402
 from rooftile.weights.two_four import TwoFour, compress  # noqa: E402
 from rooftile.weights.two_four import two_four as mask_of  # noqa: E402
 from rooftile.weights.two_four.product import definition, hopper  # noqa: E402
-from rooftile.weights.two_four.product.definition import Product, Sparse  # noqa: E402
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct  # noqa: E402
 from tests.grids import swept  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels.test_hopper_products_compile import assert_fits, described, read  # noqa: E402
@@ -59,9 +59,9 @@ def test_x_is_put_in_the_order_of_weights() -> None:
     assert two_four.in_pairs.fn(number)[0].tolist() == [place[n] for n in range(128)]
 
 
-def asked(M: int, N: int = 512, K: int = 1024, *, fixed: bool = False) -> tuple[torch.Tensor, Sparse, Product]:
+def asked(M: int, N: int = 512, K: int = 1024, *, fixed: bool = False) -> tuple[torch.Tensor, Sparse, SparseProduct]:
     values, places = torch.zeros(N, K // 2).bfloat16(), torch.zeros(N, -(-K // 8), dtype=torch.uint8)
-    return torch.zeros(M, K).bfloat16(), Sparse(values, places, None), Product(N, K, torch.bfloat16, fixed)
+    return torch.zeros(M, K).bfloat16(), Sparse(values, places, None), SparseProduct(N, K, torch.bfloat16, fixed)
 
 
 def test_refusals_say_what_came_and_what_is_there() -> None:
@@ -115,7 +115,7 @@ def test_emulated_products(dtype: torch.dtype, M: int, N: int, K: int, fixed: bo
     x = torch.randn(M, K)
     rows = quantise_rows(x)
     codes, scales = (rows.codes, rows.scales) if dtype == FP8 else (x.to(dtype), None)
-    product = Product(N, K, torch.float32, fixed)
+    product = SparseProduct(N, K, torch.float32, fixed)
     assert not list(hopper.refusals(codes, sparse(weight), product))
     found = hopper.multiply(codes, scales, sparse(weight), bias, product)
     due = definition.multiply(
@@ -126,7 +126,7 @@ def test_emulated_products(dtype: torch.dtype, M: int, N: int, K: int, fixed: bo
 
 def test_bits_of_a_row_do_not_depend_on_the_others(processors: int) -> None:
     weight, x = sparse(weight_of(301, 640, torch.bfloat16)), torch.randn(130, 640).bfloat16()
-    product = Product(301, 640, torch.bfloat16, True)
+    product = SparseProduct(301, 640, torch.bfloat16, True)
     assert torch.equal(hopper.multiply(x, None, weight, None, product)[:3], hopper.multiply(x[:3], None, weight, None, product))
 
 

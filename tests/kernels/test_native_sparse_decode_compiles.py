@@ -31,16 +31,16 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.approximate.native_sparse.decoding_kernels import choice, compressed, merge, tokens
+    from rooftile.approximate.native_sparse.decoding_kernels import block_choice, compressed, merge, tokens
     from rooftile.approximate.native_sparse.decoding_kernels.shape import shape_of
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
     # kernels wait for each other on a GPU of that kind
     shape = shape_of(q, 4, dim_v, size, **SIZES)._replace(PDL=sm >= 90)
     every: dict[str, Any] = {"SHAPE": shape, "num_warps": 4}
-    scored, compared = choice.constants_of(shape)
+    scored, compared = block_choice.constants_of(shape)
     kernels = {
-        compressed._decode_compressed: every, choice._score_blocks: scored, choice._keep_best: compared,
+        compressed._decode_compressed: every, block_choice._score_blocks: scored, block_choice._keep_best: compared,
         tokens._decode_tokens: every, merge._merge_branches: merge.constants_of(shape),
     }  # fmt: skip
     for kernel, constants in kernels.items():

@@ -84,24 +84,24 @@ def test_decoding_from_caches_in_fp8_compiles(sm: int, dim: int) -> None:
 @pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & Window(9) & Chunk(64)], ids=str)
 def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
     from rooftile.exact.backends.device import split_kv
-    from rooftile.exact.backends.hopper.decode import run
+    from rooftile.exact.backends.hopper.decode import launch_decode
 
     paged = {"layout": "paged", "queries": "one", "device": "sm90"}
     spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=mask, scale=1.0, **paged)
-    assert_compiles(split_kv._merge, run._constants_of_merge(spec, 16, 256), 90, torch.bfloat16)
+    assert_compiles(split_kv._merge, launch_decode._constants_of_merge(spec, 16, 256), 90, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_writing_and_gathering_compile(sm: int) -> None:
     from rooftile.fused.kernels import rope
-    from rooftile.kvcache import kernels
+    from rooftile.kvcache import page_kernels
 
     # Ampere has no FP8
     for scaled in (False, True) if sm > 80 else (False,):
         for q_heads in (0, 32):
-            writes = kernels._writes(8, q_heads, 128, 64, 16, scaled, torch.device("cpu"))
-            assert_compiles(kernels._write, writes, sm, torch.bfloat16)
-        assert_compiles(kernels._gather, kernels._gathers(8, 128, 128, 16, 256, scaled), sm, torch.bfloat16)
+            writes = page_kernels._writes(8, q_heads, 128, 64, 16, scaled, torch.device("cpu"))
+            assert_compiles(page_kernels._write, writes, sm, torch.bfloat16)
+        assert_compiles(page_kernels._gather, page_kernels._gathers(8, 128, 128, 16, 256, scaled), sm, torch.bfloat16)
     assert_compiles(rope._rotate, rope.rotates(8, 128, 64), sm, torch.bfloat16)
 
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from rooftile.exact import dispatch
 from rooftile.exact.backends import hopper, triton
 from rooftile.exact.backends.hopper import plan
-from rooftile.exact.backends.hopper.flash_bwd import run as hopper_backward
-from rooftile.exact.backends.hopper.flash_fwd import run as hopper_forward
+from rooftile.exact.backends.hopper.flash_bwd import launch_backward as hopper_backward
+from rooftile.exact.backends.hopper.flash_fwd import launch_forward as hopper_forward
 from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.exact.spec import Options, Spec
 from rooftile.runtime.launch import Kernel

@@ -67,7 +67,7 @@ def test_codes_times_codes(name: str, sm: int, M: int) -> None:
     from rooftile.weights.triton import launch, scaled
 
     tile, warps = launch.tile_of(M, 4096, 4096, 128, False, False)
-    constants = {"C": scaled.Codes(name, 4096, 4096, 128), "T": tile, "num_warps": warps}
+    constants = {"C": scaled.ScaledWeight(name, 4096, 4096, 128), "T": tile, "num_warps": warps}
     codes = "*i8" if name == "int8" else "*u8"
     words = {"x_ptr": codes, "codes_ptr": codes}
     if tile.SPLITS > 1:
@@ -86,7 +86,7 @@ def test_codes_times_codes(name: str, sm: int, M: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_what_comes_before_and_after(sm: int) -> None:
-    from rooftile.numerics import kernels as rows
+    from rooftile.numerics import row_kernels as rows
     from rooftile.weights.triton import scaled, unpacked
     from tests.weights.cases import weight_of as some
 
@@ -106,6 +106,6 @@ def test_places_are_of_64_bits() -> None:
     from rooftile.weights.triton import launch, scaled
 
     tile, warps = launch.tile_of(8192, 4096, 4096, 128, False, False)
-    constants = {"C": scaled.Codes("int8", 4096, 4096, 128), "T": tile, "num_warps": warps}
+    constants = {"C": scaled.ScaledWeight("int8", 4096, 4096, 128), "T": tile, "num_warps": warps}
     built = compiled(scaled._scaled, 90, constants, x_ptr="*i8", codes_ptr="*i8")
     assert not re.search(r"arith\.muli .*tensor<128xi32>", built.asm["ttir"])

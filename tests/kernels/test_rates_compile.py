@@ -12,10 +12,10 @@ def test_every_step_of_the_chain_is_computed(name: str, instruction: str) -> Non
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.hardware import kernels
+    from rooftile.hardware import arithmetic_kernels
 
     signature = {"x": "*fp32", "y": "*fp32", "REPEATS": "constexpr", "BLOCK": "constexpr"}
-    source = ASTSource(getattr(kernels, name), signature, {(2,): 512, (3,): 1024})
+    source = ASTSource(getattr(arithmetic_kernels, name), signature, {(2,): 512, (3,): 1024})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     # 1,024 numbers over 128 threads: eight chains per thread, in a loop or unrolled
     assert ptx.count(instruction) >= 8

@@ -13,8 +13,10 @@ from tests.kernels.test_sampling_compiles import stack
 @pytest.mark.parametrize("K", [2048, 14336])
 @pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8"])
 def test_it_compiles(format: str, K: int) -> None:
-    from rooftile.numerics import kernels
+    from rooftile.numerics import row_kernels
 
-    found = compiled(kernels._round_rows, 90, kernels.rounding_constants(K, format), x_ptr="*bf16", o_ptr="*bf16", x_stride="i32")
+    found = compiled(
+        row_kernels._round_rows, 90, row_kernels.rounding_constants(K, format), x_ptr="*bf16", o_ptr="*bf16", x_stride="i32"
+    )
     assert stack(found) == 0
     assert found.metadata.shared <= 99 * 1024

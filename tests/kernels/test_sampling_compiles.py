@@ -25,7 +25,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, aligned: bool, constants: d
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.engine.sampling import kernels as sampling_kernels
+    from rooftile.engine.sampling import sampling_kernels
 
     kernel = getattr(sampling_kernels, name)
     types = INTS | {"logits_ptr": WORDS[dtype]}

@@ -107,12 +107,12 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> No
 @pytest.mark.parametrize("has_lse", [False, True])
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_choice_with_the_papers_sizes(sm: int, has_lse: bool) -> None:
-    from rooftile.approximate.native_sparse.selected.kernels import choice
+    from rooftile.approximate.native_sparse.selected.kernels import block_choice
 
     q = torch.empty(1, 64, 128, dtype=torch.bfloat16)
-    shape = choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2, has_lse)
+    shape = block_choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2, has_lse)
     assert shape.MOST >= shape.NEW >= 16
-    stack, shared, matrix = compiled(choice._choose, shape, 8, sm)
+    stack, shared, matrix = compiled(block_choice._choose, shape, 8, sm)
     assert shared <= SHARED[sm]
     assert matrix == ("wgmma" if sm == 90 else "mma.sync")
     assert stack == 0

@@ -43,13 +43,13 @@ def widths(built: Any, what: str) -> set[str]:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("word", ["*i16", "*i32", "*u8"])
 def test_masks_and_compression_are_one_pass(word: str, sm: int) -> None:
-    from rooftile.weights.two_four import kernels
+    from rooftile.weights.two_four import compression_kernels
 
-    tiles, infinite = kernels.tiles_of(4096), {"*i16": 0x7F80, "*i32": 0x7F800000, "*u8": 0x7E}[word]
+    tiles, infinite = compression_kernels.tiles_of(4096), {"*i16": 0x7F80, "*i32": 0x7F800000, "*u8": 0x7E}[word]
     built = {
-        "mask": compiled(kernels._mask, sm, kernels.tiles_of(4096, infinite), w_ptr=word, o_ptr="*i8"),
-        "compress": compiled(kernels._compress, sm, tiles, w_ptr=word, values_ptr=word),
-        "dense": compiled(kernels._dense, sm, tiles, values_ptr=word, o_ptr=word),
+        "mask": compiled(compression_kernels._mask, sm, compression_kernels.tiles_of(4096, infinite), w_ptr=word, o_ptr="*i8"),
+        "compress": compiled(compression_kernels._compress, sm, tiles, w_ptr=word, values_ptr=word),
+        "dense": compiled(compression_kernels._dense, sm, tiles, values_ptr=word, o_ptr=word),
     }
     for name, one in built.items():
         assert stack(one) == 0, name
@@ -63,9 +63,9 @@ def test_masks_and_compression_are_one_pass(word: str, sm: int) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("word", ["*bf16", "*fp32", "*u8"])
 def test_the_transposable_choice_stays_in_registers(word: str, sm: int) -> None:
-    from rooftile.weights.two_four import kernels
+    from rooftile.weights.two_four import compression_kernels
 
-    built = compiled(kernels._transposable_mask, sm, kernels.blocks_of(4096), w_ptr=word, o_ptr="*i8")
+    built = compiled(compression_kernels._transposable_mask, sm, compression_kernels.blocks_of(4096), w_ptr=word, o_ptr="*i8")
     assert stack(built) == 0
     assert built.metadata.shared <= 64
     assert not re.search(r"\b(ld|st)\.local", built.asm["ptx"])
@@ -77,15 +77,15 @@ def test_the_transposable_choice_stays_in_registers(word: str, sm: int) -> None:
 @pytest.mark.parametrize(("N", "K"), [(28672, 4096), (4096, 14336)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> None:
-    from rooftile.weights.two_four.product import kernels
+    from rooftile.weights.two_four.product import few_rows
 
     is_fp8 = dtype == torch.float8_e4m3fn
-    tile = kernels.tile_of(M, kernels.Product(N, K, torch.bfloat16, False), is_fp8, True)
+    tile = few_rows.tile_of(M, few_rows.SparseProduct(N, K, torch.bfloat16, False), is_fp8, True)
     word, groups = ("*u8", "*i16") if is_fp8 else ("*i16", "*i32")
     o = "*bf16" if tile.SPLITS == 1 else "*fp32"
-    constants = kernels.constants_of(dtype, tile)
+    constants = few_rows.constants_of(dtype, tile)
     for sm in (80, 90) if not is_fp8 else (90,):
-        built = compiled(kernels._few_rows, sm, constants, x_ptr=word, values_ptr=groups, o_ptr=o)
+        built = compiled(few_rows._few_rows, sm, constants, x_ptr=word, values_ptr=groups, o_ptr=o)
         assert stack(built) == 0, stack(built)
         assert built.metadata.shared <= 100 * 1024
         assert re.search("wgmma" if sm == 90 else r"mma\.sync", built.asm["ptx"])

@@ -22,7 +22,7 @@ MUTATIONS = {
         ("tests/interpreter/test_loki_pages.py",), interpreted=True,
     ),
     "native sparse, beyond a block": Mutation(
-        "approximate/native_sparse/decoding_kernels/choice.py", "_weights(sums_ptr + SHAPE.NEW, ", "_weights(sums_ptr, ",
+        "approximate/native_sparse/decoding_kernels/block_choice.py", "_weights(sums_ptr + SHAPE.NEW, ", "_weights(sums_ptr, ",
         ("tests/interpreter/test_native_sparse_pages.py", "-k", "small"), interpreted=True,
     ),
     "native sparse, window": Mutation(
@@ -31,7 +31,8 @@ MUTATIONS = {
         ("tests/interpreter/test_native_sparse_pages.py", "-k", "small or gate"), interpreted=True,
     ),
     "choice, the neighbour's weight": Mutation(
-        "approximate/native_sparse/selected/kernels/choice.py", "tl.where(b[None, :] == 0, left[:, None], before)", "before",
+        "approximate/native_sparse/selected/kernels/block_choice.py",
+        "tl.where(b[None, :] == 0, left[:, None], before)", "before",
         ("tests/interpreter/test_selected.py", "-k", "both_blocks"), interpreted=True,
     ),
     "selected, a block of the union": Mutation(

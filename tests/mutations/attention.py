@@ -83,7 +83,7 @@ MUTATIONS = {
         ("tests/unit/test_windows.py", "tests/engine/test_native_sparse.py", "-k", "prefix or whatever"),
     ),
     "page offset, write": Mutation(
-        "kvcache/kernels.py", "page, place = slot // SIZE, slot % SIZE", "page, place = slot // SIZE, (slot + 1) % SIZE",
+        "kvcache/page_kernels.py", "page, place = slot // SIZE, slot % SIZE", "page, place = slot // SIZE, (slot + 1) % SIZE",
         ("tests/interpreter/test_page_kernels.py", "-k", "slots"), interpreted=True,
     ),
     "hopper, the eighth bit of w8": Mutation(
@@ -99,7 +99,7 @@ MUTATIONS = {
         ("tests/integrations/test_fuse.py", "-k", "losses_and_gradients"),
     ),
     "rows, numbers that are not rounded": Mutation(
-        "numerics/kernels.py", "codes = codes.to(tl.float8e4nv).to(tl.float32)", "codes = codes.to(tl.float32)",
+        "numerics/row_kernels.py", "codes = codes.to(tl.float8e4nv).to(tl.float32)", "codes = codes.to(tl.float32)",
         ("tests/interpreter/test_rounded_rows.py",), interpreted=True,
     ),
 }  # fmt: skip

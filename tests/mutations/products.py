@@ -104,11 +104,11 @@ MUTATIONS = {
         "optim/split.py", "high = (bits + 0x8000) >> 16", "high = bits >> 16", ("tests/optim", "-k", "halves or split"),
     ),
     "adamw, the kernel's clipping": Mutation(
-        "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
+        "optim/adamw_kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
         ("tests/interpreter/test_adamw.py",), interpreted=True,
     ),
     "adamw, decay of what is kept": Mutation(
-        "optim/kernels.py", "mask=there) != 0, 0.0, p)", "mask=there) == 0, 0.0, p)",
+        "optim/adamw_kernels.py", "mask=there) != 0, 0.0, p)", "mask=there) == 0, 0.0, p)",
         ("tests/interpreter/test_adamw.py", "-k", "step"), interpreted=True,
     ),
     "adamw, decay that is clipped": Mutation(
@@ -134,12 +134,12 @@ MUTATIONS = {
         ("tests/weights/two_four/test_masks.py",),
     ),
     "2:4, a place": Mutation(
-        "weights/two_four/product/kernels.py", "(both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48)",
+        "weights/two_four/product/few_rows.py", "(both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48)",
         "(both & 0xFFFF).to(tl.uint64) << ((four << 2) & 48)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
     "2:4, the last tile": Mutation(
-        "weights/two_four/product/kernels.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
+        "weights/two_four/product/few_rows.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
     "2:4 on Hopper, where a pattern's values are": Mutation(

@@ -10,7 +10,8 @@ MUTATIONS = {
         "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),
     ),
     "loki, recomputed": Mutation(
-        "engine/steps/runner.py", "works = apart(plan.work) if self.layers.prompts_apart else plan.work", "works = plan.work",
+        "engine/steps/runner.py",
+        "works = split_prompts(plan.work) if self.layers.separates_prompts else plan.work", "works = plan.work",
         ("tests/engine/test_loki.py", "-k", "schedule"),
     ),
     "states, of a beam's parent": Mutation(
@@ -54,7 +55,7 @@ MUTATIONS = {
         ("tests/engine/test_ends.py", "-k", "every_end"),
     ),
     "text, half a character of several tokens": Mutation(
-        "engine/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",
+        "engine/text/incremental_decoder.py", "if not self._half or len(ids) == 1:", "if True:",
         ("tests/engine/test_detokenizer_lazy.py",),
     ),
     "text, a token that ends an answer": Mutation(
@@ -115,7 +116,7 @@ MUTATIONS = {
         ("tests/engine/test_forbidden.py", "-k", "reason or nan"),
     ),
     "masks, nothing left, triton": Mutation(
-        "engine/sampling/kernels.py", "tl.where(drawn, token, NOTHING)", "token",
+        "engine/sampling/sampling_kernels.py", "tl.where(drawn, token, NOTHING)", "token",
         ("tests/interpreter/test_sampling.py", "-k", "without_a_token"),
     ),
     "masks, on the host": Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rooftile.hardware import ceilings
-from rooftile.planning import run
+from rooftile.planning import make_plan
 from tests.planning.machine import CEILINGS, Pretended
 
 
@@ -14,5 +14,5 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     """Replaces this machine's ceilings and clock."""
     pretended = Pretended()
     monkeypatch.setattr(ceilings, "measure", lambda device: CEILINGS)
-    monkeypatch.setattr(run, "stopwatch_for", lambda device: pretended)
+    monkeypatch.setattr(make_plan, "stopwatch_for", lambda device: pretended)
     return pretended

@@ -127,13 +127,13 @@ class Fast(Pretended):
 
 
 def test_measured_times_win_over_predicted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftile.planning.run.stopwatch_for", lambda device: Fast())
+    monkeypatch.setattr("rooftile.planning.make_plan.stopwatch_for", lambda device: Fast())
     assert set(rt.plan(mlp(), inputs(), formats=["bf16", "int8"]).weights.values()) == {"int8"}
     assert rt.plan(mlp(), inputs(), formats=["bf16", "int8"], measure=False).weights == "auto"
 
 
 def test_a_whole_plan_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftile.planning.run.stopwatch_for", lambda device: Fast())
+    monkeypatch.setattr("rooftile.planning.make_plan.stopwatch_for", lambda device: Fast())
     plan = rt.plan(mlp(), inputs(64), data=lambda model: model(inputs(64)).square().mean(), max_loss=1e-4)
     assert plan.total.loss == pytest.approx(sum(layer.choice.loss for layer in plan.layers))
     assert plan.total.loss <= 1e-4
@@ -247,7 +247,7 @@ def test_ceilings_that_a_layer_passes_are_measured_again(monkeypatch: pytest.Mon
     again = replace(CEILINGS, matmul_tflops=CEILINGS.matmul_tflops | {"fp32": 0.2})
     measured = []
     monkeypatch.setattr(ceilings, "measure_again", lambda device: measured.append(device) or again)
-    monkeypatch.setattr("rooftile.planning.run.stopwatch_for", lambda device: Pretended(0.5))
+    monkeypatch.setattr("rooftile.planning.make_plan.stopwatch_for", lambda device: Pretended(0.5))
     monkeypatch.setattr("rooftile.planning.timing._measured_again", set())
     assert rt.plan(mlp(), inputs(), formats=["bf16"]).ceilings["matmul_tflops"]["fp32"] == 0.1, "short calls say little"
     plan = rt.plan(mlp(), inputs(8192), formats=["bf16"])

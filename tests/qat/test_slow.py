@@ -32,7 +32,7 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (backends, quantise):
         monkeypatch.setattr(module, "lacks_fp8", lambda device: True)
     monkeypatch.setattr(backends, "capability", lambda device: (8, 0))
-    monkeypatch.setattr(product, "COMPILED", slow.Told())
+    monkeypatch.setattr(product, "COMPILED", slow.SlowFormatWarning())
 
 
 def results(model: nn.Module) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from rooftile.drawing.units import size
 from rooftile_lab.report import diagnosis_section as shown
 from rooftile_lab.report.diagnosis import Diagnosed, Repeats, attention_bytes, raise_arithmetic
 from rooftile_lab.report.plan import DiagnosisPlan
-from tests.diagnosis.test_diagnosis import example
+from tests.diagnosis.output.test_diagnosis import example
 
 # 1 ms of memory, and 0.1 ms per repeat
 REPEATS = Repeats(

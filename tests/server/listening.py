@@ -10,7 +10,7 @@ import uvicorn
 
 from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
-from rooftile.server.run import bind
+from rooftile.server.server_run import bind
 from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rooftile.server.run import ServerRun, bind
+from rooftile.server.server_run import ServerRun, bind
 from rooftile.server.settings import ServerSettings
 
 ENGINE = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": 64, "max_model_len": 8192}

@@ -25,8 +25,8 @@ from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
-from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _Lines, _Queued, _Quiet, log_request
-from rooftile.server.run import SPARE_FILES, ServerRun, allow_files, bind
+from rooftile.server.observe.log import WAITING_LINES, AccessRecord, _LineFormatter, _Queued, _Quiet, log_request
+from rooftile.server.server_run import SPARE_FILES, ServerRun, allow_files, bind
 from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
 
@@ -97,7 +97,7 @@ def test_sigterm_drains(folder) -> None:
 
 def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
     ended = []
-    monkeypatch.setattr("rooftile.server.run.os._exit", lambda code: ended.append(code))
+    monkeypatch.setattr("rooftile.server.server_run.os._exit", lambda code: ended.append(code))
 
     async def test() -> None:
         async with living(folder, ready=False) as it:
@@ -333,7 +333,7 @@ def test_a_clients_words_begin_no_line(as_json) -> None:
     record = logging.makeLogRecord(
         {"msg": "request\nfake", "said": AccessRecord(path='/a\n"x', key="ann", prompt_tokens=3).line()}
     )
-    line = _Lines(as_json=as_json).format(record)
+    line = _LineFormatter(as_json=as_json).format(record)
     assert "\n" not in line
     if as_json:
         assert json.loads(line)["key"] == "ann"

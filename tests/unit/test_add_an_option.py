@@ -25,7 +25,7 @@ LIFT = (
     (
         "exact/validate.py",
         "        has_alibi=",
-        '        lift=_number("lift", asked.lift, -math.inf, math.inf),\n        has_alibi=',
+        '        lift=_number("lift", settings.lift, -math.inf, math.inf),\n        has_alibi=',
     ),
     ("exact/reference/attention.py", "    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    lift: float = 0.0,\n"),
     ("exact/reference/attention.py", "    if alibi is not None:\n", "    x = x + lift\n    if alibi is not None:\n"),

@@ -13,7 +13,7 @@ from rooftile.approximate.loki import decoding as paged
 from rooftile.exact import api, dispatch
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.paged_route import MOST_GATHERED, Route, route, route_of
-from rooftile.exact.spec import Asked, Spec
+from rooftile.exact.spec import CallSettings, Spec
 from rooftile.kvcache import PagedKV, Pages
 
 # bytes of a token's keys and values in bf16: 8 heads of 128
@@ -108,7 +108,7 @@ def test_blocks_that_overlap_are_read_in_place_by_a_kernel_without_a_copy_engine
     Loki.fit(k).attend(q, k, k, unit="page")
     table, lengths = torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32)
     whole = Pages(8, 1, 2, 64, block_size=16, dtype=torch.float32).view(0, table, lengths)
-    paged.attend(q[:, 0], whole, torch.tensor([[[0, 3], [1, 3]]]), torch.tensor([32], dtype=torch.int32), Asked(0.1))
+    paged.attend(q[:, 0], whole, torch.tensor([[[0, 3], [1, 3]]]), torch.tensor([32], dtype=torch.int32), CallSettings(0.1))
     assert [route_of(*call) for call in seen] == [ANY, ANY]
     assert route_of(q, whole) == ONE
 

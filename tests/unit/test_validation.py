@@ -14,7 +14,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile.exact.cases import CASES, Case, tagged
 from rooftile.exact.dispatch import BACKENDS
-from rooftile.exact.spec import Asked, Options, decode
+from rooftile.exact.spec import CallSettings, Options, decode
 from rooftile.exact.validate import SwappedAxes, problem_of, spec_code
 
 NAN = math.nan
@@ -301,7 +301,7 @@ def test_a_call_on_a_case_is_the_cases_problem(case: Case, needs_grad: bool) -> 
     given = {name: options.pop(name) for name in ("bias", "alibi", "sinks") if name in options}
     named = Options(**given, **dict(zip(("cu_q", "cu_k"), cu, strict=bool(cu))))
     options.pop("seed", None)
-    code = spec_code(q, k, v, mask, named, Asked(deterministic=False, **options))
+    code = spec_code(q, k, v, mask, named, CallSettings(deterministic=False, **options))
     assert problem_of(q, k, v, code, named) == case.problem(needs_grad=needs_grad)
 
 

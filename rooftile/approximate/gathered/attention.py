@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.gathered import plain
-from rooftile.approximate.gathered.lists import Lists
+from rooftile.approximate.gathered.lists import RowLists
 from rooftile.runtime.devices import arch, lack_of_kernels
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
@@ -20,7 +20,7 @@ MOST_ROUNDS = 8
 Results = tuple[Tensor, Tensor, Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lists: Lists, *, scale: float, backend: str = "auto") -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, lists: RowLists, *, scale: float, backend: str = "auto") -> Tensor:
     """Exact softmax over the pairs that the lists show.
 
     Args:
@@ -62,15 +62,15 @@ def refusal(q: Tensor, v: Tensor, rounds: int = 1) -> str | None:
     return None
 
 
-def _kind(lists: Lists) -> str:
+def _kind(lists: RowLists) -> str:
     return f"{lists.kind} causal" if lists.causal else lists.kind
 
 
-def _prepared(q: Tensor, v: Tensor, backend: str, *rest: Any) -> tuple[Lists, Any]:
+def _prepared(q: Tensor, v: Tensor, backend: str, *rest: Any) -> tuple[RowLists, Any]:
     """The lists of an operator's arguments, and the module that runs them."""
     rows, keys, marks, lows, width, key_width, kind = rest
     name, _, causal = kind.partition(" ")
-    lists = Lists(rows, keys, marks, lows, width, key_width, name, causal == "causal")
+    lists = RowLists(rows, keys, marks, lows, width, key_width, name, causal == "causal")
     if backend == "plain" or refusal(q, v, 1 if marks is None else marks.shape[1]) is not None:
         return lists, plain
     from rooftile.approximate.gathered import kernels

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# each kind decides which pairs a group sees; Lists.kind says how
+# each kind decides which pairs a group sees; RowLists.kind says how
 KINDS = ("lists", "chunks", "window")
 
 
-class Lists(NamedTuple):
+class RowLists(NamedTuple):
     """The lists of a call, as the kernels read them.
 
     kind: "lists": a group's queries see its keys. "chunks": they see the keys of their group and of the one before, the first
@@ -50,7 +50,7 @@ class Lists(NamedTuple):
 
 def from_hashes(
     hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bool, buckets: int | None = None
-) -> Lists:  # fmt: skip
+) -> RowLists:  # fmt: skip
     """The lists of Reformer's rounds, from hashes (B, T, H, R), below `buckets` if it is known."""
     T, R = hashes.shape[1], hashes.shape[3]
     chunk = min(chunk, max(T, 1))
@@ -66,7 +66,7 @@ def from_hashes(
         rank = torch.empty_like(order).scatter_(-1, order, ranks)  # the rank of each place
         marks = _by_round(rank if strict else rank // chunk, order)
     rows = order.int()
-    return Lists(rows, rows, marks, lows, chunk, chunk, "window" if strict else "chunks", causal)
+    return RowLists(rows, rows, marks, lows, chunk, chunk, "window" if strict else "chunks", causal)
 
 
 def sorted_rows(x: Tensor, below: int | None = None) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,10 @@ def _by_round(x: Tensor, order: Tensor) -> Tensor:
     return torch.stack([x.roll(-n, 0).gather(-1, order) for n in range(R)], dim=1).int().contiguous()
 
 
-def from_members(queries: Tensor, keys: Tensor, causal: bool) -> Lists:
+def from_members(queries: Tensor, keys: Tensor, causal: bool) -> RowLists:
     """The lists of clusters: places (B, H, c, w) of queries and (B, H, c, w') of keys."""
     rows, others = (x.int().flatten(2)[None].contiguous() for x in (queries, keys))
-    return Lists(rows, others, None, None, max(queries.shape[-1], 1), max(keys.shape[-1], 1), "lists", causal)
+    return RowLists(rows, others, None, None, max(queries.shape[-1], 1), max(keys.shape[-1], 1), "lists", causal)
 
 
 class Slots(NamedTuple):

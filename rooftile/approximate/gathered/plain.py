@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.approximate.gathered.lists import Lists
+from rooftile.approximate.gathered.lists import RowLists
 
 Results = tuple[Tensor, Tensor, Tensor]
 
@@ -26,7 +26,7 @@ class _Pairs(NamedTuple):
     shares: Tensor | float  # 1 / N_ij
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Results:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float) -> Results:
     """Returns o (B, T, H, Dv), and lse and outputs for the backward: see `attention.attend`."""
     pairs = _pairs(lists, q.shape[1], k.shape[1])
     x, values, lost_v = _scores(q, k, v, pairs, scale)
@@ -65,7 +65,7 @@ def _two_numbers(top: Tensor, total: Tensor) -> Tensor:
     return torch.stack([lse, torch.where(top == -math.inf, 0.0, total.log() - (lse - top))], -1)
 
 
-def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Results:
+def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float) -> Results:
     """Returns dq, dk and dv from do (B, T, H, Dv), and o and lse as the forward gave them for the backward."""
     pairs, (B, T, H), wide = _pairs(lists, q.shape[1], k.shape[1]), q.shape[:3], lse.dtype
     x, values, lost_v = _scores(q, k, v, pairs, scale)
@@ -95,7 +95,7 @@ def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _pairs(lists: Lists, T: int, S: int) -> _Pairs:
+def _pairs(lists: RowLists, T: int, S: int) -> _Pairs:
     """The pairs of all groups. A place out of range is not there."""
     groups, device = lists.groups, lists.rows.device
     g = torch.arange(groups, device=device)[:, None]
@@ -120,7 +120,7 @@ def _pairs(lists: Lists, T: int, S: int) -> _Pairs:
     return _Pairs(i, j, there, seen, shares)
 
 
-def _again(lists: Lists, n: int, at: Tensor, j_at: Tensor, seen: Tensor) -> Tensor:
+def _again(lists: RowLists, n: int, at: Tensor, j_at: Tensor, seen: Tensor) -> Tensor:
     """The seen pairs that the n-th round after theirs sees too."""
     assert lists.marks is not None
     of_i, of_j = _at(lists.marks[:, n], at)[..., :, None], _at(lists.marks[:, n], j_at)[..., None, :]

@@ -22,7 +22,7 @@ from rooftile.approximate.arguments import (
 from rooftile.approximate.linear import definition
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import FULL, Mask
-from rooftile.recurrent.by_chunks import EMPTY, State
+from rooftile.recurrent.by_chunks import EMPTY, RunningSums
 from rooftile.recurrent.chunked import recur
 from rooftile.recurrent.features import PLAIN, features
 from rooftile.recurrent.problem import Recurrence
@@ -140,7 +140,7 @@ def _attended(
     if chosen == "eager":
         o, S, z = _as_defined(q, k, v, causal, kind, normalise, S, z, cu)
     else:
-        given = None if S is None or z is None else State(S, z, z.new_zeros(z.shape[:2]))
+        given = None if S is None or z is None else RunningSums(S, z, z.new_zeros(z.shape[:2]))
         problem = Recurrence(kind, causal, normalise, backend=chosen)
         o, last = recur(q, k, v, given, problem, cu=cu)
         S, z = last.s, last.z

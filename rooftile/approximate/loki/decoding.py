@@ -22,13 +22,13 @@ from rooftile.approximate.gathered.pairs import best
 from rooftile.approximate.gathered.pieces import in_pieces
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import PagedKV
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
 
-def decode(q: Tensor, cache: PagedKV, leading: Tensor, *, keep: float, asked: Asked) -> Tensor:
+def decode(q: Tensor, cache: PagedKV, leading: Tensor, *, keep: float, settings: CallSettings) -> Tensor:
     """Attention of one query per sequence to the pages that its leading dimensions choose.
 
     Args:
@@ -36,15 +36,15 @@ def decode(q: Tensor, cache: PagedKV, leading: Tensor, *, keep: float, asked: As
         cache: a layer's turned keys, and its values; their blocks have the strides of `Pages`.
         leading: the leading dims of the keys, (P, size, Hk, r).
         keep: share of the keys that are read, in whole pages.
-        asked: scale, softcap and backend.
+        settings: scale, softcap and backend.
 
     Returns:
         o (B, H, D).
     """
-    assert asked.scale is not None
-    scores = page_scores(q, leading, cache.table, cache.lengths, scale=asked.scale, softcap=asked.softcap)
+    assert settings.scale is not None
+    scores = page_scores(q, leading, cache.table, cache.lengths, scale=settings.scale, softcap=settings.softcap)
     pages, lengths = choose(scores, cache.lengths, size=cache.size, keep=keep)
-    return attend(q, cache, pages, lengths, asked)
+    return attend(q, cache, pages, lengths, settings)
 
 
 def page_scores(q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, scale: float, softcap: float | None) -> Tensor:
@@ -132,7 +132,7 @@ def chosen_as_defined(scores: Tensor, counts: Tensor, pages: Tensor, most: int) 
     return torch.where(beyond[:, None], N, chosen).sort(dim=-1).values.int()
 
 
-def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, asked: Asked) -> Tensor:
+def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, settings: CallSettings) -> Tensor:
     """Exact attention of q (B, H, D) to chosen pages (B, Hk, n) that hold `lengths` keys (B,)."""
     B, Hk, n = pages.shape
     places = pages.clamp(max=cache.table.shape[1] - 1).flatten(1).long()
@@ -144,7 +144,7 @@ def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, asked: Ask
     table = blocks * step + torch.arange(Hk, device=q.device)[:, None]
     own = PagedKV(k, v, table.flatten(0, 1).int(), lengths[:, None].expand(B, Hk).flatten())
     rows = q.reshape(B * Hk, 1, q.shape[1] // Hk, q.shape[2])
-    o, _ = api.prepare_paged(rows, own, CAUSAL, asked=asked)(rows, own)
+    o, _ = api.prepare_paged(rows, own, CAUSAL, settings=settings)(rows, own)
     return o.view(B, q.shape[1], -1)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.gathered.kernels.choice import is_best
+from rooftile.approximate.gathered.kernels.grouping import is_best
 from rooftile.exact.backends.triton.scores import scaled_tanh
 from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.launch import Kernel

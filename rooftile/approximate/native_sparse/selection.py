@@ -16,8 +16,8 @@ from rooftile.approximate.gathered.pairs import best
 from rooftile.approximate.native_sparse import definition
 from rooftile.approximate.native_sparse.compression import check_compressed, check_lengths
 from rooftile.approximate.native_sparse.selected import attend as attend_selected
-from rooftile.approximate.native_sparse.selected.choice import choose as choose_in_kernel
-from rooftile.approximate.native_sparse.selected.choice import refusal
+from rooftile.approximate.native_sparse.selected.block_choice import choose as choose_in_kernel
+from rooftile.approximate.native_sparse.selected.block_choice import refusal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
 from rooftile.exact.validate import shown

@@ -24,7 +24,7 @@ from rooftile.approximate.performer.features import Features, check_positive_sca
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.validate import shown
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import RunningSums
 from rooftile.recurrent.chunked import recur
 from rooftile.recurrent.problem import Recurrence
 from rooftile.runtime.words import answers_with
@@ -137,7 +137,7 @@ def _attended(
     given = None
     if state is not None:
         shapes = {"S": (B, Hk, features.m, v.shape[-1]), "z": (B, Hk, features.m), "largest": (B, Hk)}
-        given = State(*check_states(state, shapes, q))
+        given = RunningSums(*check_states(state, shapes, q))
     if chosen == "eager":
         o, last = _as_defined(q, k, v, causal, features.kind, projection, number, given, cu)
     else:
@@ -160,7 +160,7 @@ def _projection_for(features: Any, q: Tensor) -> Tensor:
 
 
 def _as_defined(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: str, projection: Tensor, scale: float, state: State | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: str, projection: Tensor, scale: float, state: RunningSums | None,
     cu: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """The definition, of each packed sequence by itself."""
@@ -170,7 +170,7 @@ def _as_defined(
     ends = cu.tolist()
     for b in range(len(ends) - 1):
         q_b, k_b, v_b = (x[None, ends[b] : ends[b + 1]] for x in (q, k, v))
-        own = None if state is None else State(*(x[b : b + 1] for x in state))
+        own = None if state is None else RunningSums(*(x[b : b + 1] for x in state))
         parts.append(definition.performer(q_b, k_b, v_b, causal, projection, kind, scale=scale, state=own))
     if not parts:
         # an empty batch

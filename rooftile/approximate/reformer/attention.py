@@ -139,7 +139,7 @@ def unit(x: Tensor) -> Tensor:
     return definition.unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
 
-def _gathered(qk: Tensor, v: Tensor, lists: gathered.Lists, scale: float) -> Tensor:
+def _gathered(qk: Tensor, v: Tensor, lists: gathered.RowLists, scale: float) -> Tensor:
     """All rounds at once. Unit keys equal keys of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
     k = rms_norm(qk, torch.ones(qk.shape[-1], dtype=qk.dtype, device=qk.device), 1e-6)
     return gathered.attend(qk, k, v, lists, scale=scale * qk.shape[-1] ** -0.5)

@@ -4,6 +4,8 @@ traffic     bytes, by storage
 arithmetic  FLOPs and special functions
 sparse      the same of sparse and nested tensors
 custom      what users say of their own operators
+fusable     whether a compiler fuses an operator into others
+counters    the predicted counts beside the hardware's, which `ncu` reads with Nsight Compute
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.records import Sample
+from rooftile.diagnosis.watching.compiled import GeneratedKernel
 
 
 class RepeatableCall:

@@ -9,10 +9,10 @@ from statistics import median
 
 import torch
 
-from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.experiments.capture import capturing
-from rooftile.diagnosis.steps import StepTimer
-from rooftile.diagnosis.watch import name_of
+from rooftile.diagnosis.watching.dispatched import Dispatched
+from rooftile.diagnosis.watching.steps import StepTimer
+from rooftile.diagnosis.watching.watch import name_of
 from rooftile.errors import Unsupported
 
 Work = Callable[[], None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rooftile.diagnosis.output.json_rows import Op, StepSummary
 from rooftile.diagnosis.output.page import HEAD, SHOWN, remedy_of, row_of
 from rooftile.diagnosis.output.pictures.bars import time_line
 from rooftile.diagnosis.output.pictures.roofline import roofline
-from rooftile.diagnosis.output.rows import Op, StepSummary
 from rooftile.diagnosis.output.table import PHASES
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import notebook as shown

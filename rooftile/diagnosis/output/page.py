@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rooftile.diagnosis.output.json_rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.pictures.bars import NAMES, time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
-from rooftile.diagnosis.output.rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftile.diagnosis.output.rows import Op, Program, StepSummary
+from rooftile.diagnosis.output.json_rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.units import count, digits, duration, percent
 from rooftile.diagnosis.remedies.remedy import GRAPH, Remedy, together
 

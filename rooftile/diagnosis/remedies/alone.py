@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.experiments.timing import keep_busy
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
-from rooftile.diagnosis.steps import wait_for
+from rooftile.diagnosis.watching.compiled import NAMESPACE
+from rooftile.diagnosis.watching.steps import wait_for
 
 RUNS = 15
 # seconds for all runs; a work that is very slow is run twice

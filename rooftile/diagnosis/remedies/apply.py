@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD
-from rooftile.diagnosis.steps import Finished, Role, StepTimer
+from rooftile.diagnosis.watching.steps import Finished, Role, StepTimer
 from rooftile.errors import InvalidInput
 from rooftile.integrations import enabled
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.attentions import StepAttention
 from rooftile.diagnosis.remedies.bf16.narrower import narrower
@@ -30,6 +29,7 @@ from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
+from rooftile.diagnosis.watching.compiled import NAMESPACE
 
 PRODUCTS = ("aten::mm", "aten::addmm")
 # the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of this many launches

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rooftile.diagnosis.records import OperatorRow
-from rooftile.diagnosis.timeline import Launch, OpKey
+from rooftile.diagnosis.watching.timeline import Launch, OpKey
 
 # launches that may wait for the device; the host waits before it asks for one more
 DEPTH = 1024

@@ -13,7 +13,7 @@ of it. The gain g is the share of the time that goes away with the traffic to ma
     s <= 1/3 and g between              memory if 80 % of its roof are reached, else balanced
 
 Where runs have 10 % of noise, these are right in 99 of 100 cases if the bound takes 2.5 times as long as each of the others
-(tests/diagnosis/test_classify.py). Experiments win over the model. Where both are decided and differ, the confidence is
+(tests/diagnosis/verdicts/test_classify.py). Experiments win over the model. Where both are decided and differ, the confidence is
 "contradicted", unless the operator's arithmetic is so far below its roof that the model cannot tell.
 """
 

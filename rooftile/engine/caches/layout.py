@@ -19,7 +19,7 @@ Spec = TypeVar("Spec", bound=CacheSpec)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PeakLoad:
     """The most that an engine runs at once.
 
     Args:
@@ -83,25 +83,25 @@ class CacheLayout:
         """Returns the bytes of one row: the keys and values of a block that only a window reads."""
         return sum(spec.row_bytes(self.size, dtype) for spec in self.specs)
 
-    def state_bytes(self, load: Load) -> int:
+    def state_bytes(self, load: PeakLoad) -> int:
         """Returns the bytes of all states."""
         rows = self.state_rows(load)
         return 0 if rows is None else rows.total * sum(spec.sequence_bytes() for spec in self.specs)
 
-    def state_rows(self, load: Load) -> StateRows | None:
+    def state_rows(self, load: PeakLoad) -> StateRows | None:
         """Returns the rows of states; None if no layer has a state."""
         if not self.has_states:
             return None
         return StateRows(load.answers, StateRows.snapshots_for(load.answers) if load.prefixes and load.paged else 0)
 
-    def rows(self, blocks: int, load: Load) -> int:
+    def rows(self, blocks: int, load: PeakLoad) -> int:
         """Returns how many rows `blocks` blocks have: enough for all windows at once, and at most one per block."""
         if self.window is None or not load.paged:
             return blocks
         # a prompt that is kept for further answers holds the rows of one more
         return min(blocks, WindowPool.rows_for(self.window, self.size, answers=load.answers + 1, tokens=load.tokens))
 
-    def blocks_in(self, room: int, dtype: torch.dtype, load: Load) -> int | None:
+    def blocks_in(self, room: int, dtype: torch.dtype, load: PeakLoad) -> int | None:
         """Returns how many blocks, with rows and states, fit into `room` bytes; None if blocks take no memory."""
         each, row = self.block_bytes(dtype), self.row_bytes(dtype)
         room -= self.state_bytes(load)
@@ -111,7 +111,7 @@ class CacheLayout:
         rows = self.rows(blocks, load)
         return blocks if rows == blocks else (room - rows * row) // each
 
-    def pool(self, blocks: int, load: Load, longest: int) -> BlockPool:
+    def pool(self, blocks: int, load: PeakLoad, longest: int) -> BlockPool:
         """Returns the books of this many blocks.
 
         Args:
@@ -131,7 +131,7 @@ class CacheLayout:
             pool.snapshots = Snapshots(states.total - states.first_snapshot)
         return pool
 
-    def allocate(self, blocks: int, load: Load, dtype: torch.dtype, device: torch.device) -> Caches:
+    def allocate(self, blocks: int, load: PeakLoad, dtype: torch.dtype, device: torch.device) -> Caches:
         """Returns the memory of this many blocks, with their rows, and of all states."""
         places = self.places
         # without a layer that has pages a block is a number in the books, and no memory
@@ -141,7 +141,7 @@ class CacheLayout:
             pages.add_plane(plane.name, *plane.shape)
         for windowed in self._of(WindowedKeys):
             pairs = windowed.pairs * len(windowed.layers)
-            pages.near = Pages(
+            pages.window_pages = Pages(
                 self.rows(blocks, load), pairs, windowed.heads, windowed.dim, block_size=self.size, dtype=dtype, device=device
             )  # fmt: skip
         rows = self.state_rows(load)

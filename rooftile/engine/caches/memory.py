@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.sampling.state import SamplingState
 from rooftile.errors import InvalidInput
@@ -21,7 +21,7 @@ SPARE_BYTES = 768 << 20
 
 
 def blocks_that_fit(
-    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: Load, *, utilization: float,
+    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, *, utilization: float,
     longest: int,
 ) -> int:  # fmt: skip
     """Returns how many blocks fit into memory, but no more than all sequences together could use.
@@ -68,7 +68,7 @@ def _least(fit: int | None, useful: int) -> int:
     return useful if fit is None else min(fit, useful)
 
 
-def _states(layout: CacheLayout, load: Load) -> str:
+def _states(layout: CacheLayout, load: PeakLoad) -> str:
     states = layout.state_bytes(load)
     return f", and the states of {load.answers} answers take {states / 1e9:.1f} (max_num_seqs)" if states else ""
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.step import Step
-from rooftile.exact.spec import Asked
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Attend, Decoder
@@ -21,21 +21,21 @@ class Layers:
         mixers: one for each kind of layer.
         decoder: the model.
         caches: what its layers keep.
-        asked: scale, softcap and the like.
+        settings: scale, softcap and the like.
     """
 
-    def __init__(self, mixers: Sequence[Mixer], decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def __init__(self, mixers: Sequence[Mixer], decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         self.mixers = tuple(mixers)
         for mixer in mixers:
-            mixer.begin(decoder, caches, asked)
+            mixer.begin(decoder, caches, settings)
         kinds = {layer: kind for kind, mixer in enumerate(mixers) for layer in mixer.layers}
         self._kinds = [kinds[layer] for layer in range(decoder.config.layers)]
         self.captures = all(mixer.captures for mixer in mixers)
         """Whether steps that only decode can be captured in graphs."""
-        self.prompts_apart = any(mixer.prompts_apart for mixer in mixers)
+        self.separates_prompts = any(mixer.separates_prompts for mixer in mixers)
         """Whether some layer computes a prompt's tokens otherwise than an answer's, whatever a step reads together."""
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         """Returns what mixes tokens in one step."""
         if len(self.mixers) == 1:
             return self.mixers[0].on(step)

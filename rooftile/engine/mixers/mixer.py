@@ -17,10 +17,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.settings.config import EngineConfig
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec
 from rooftile.models import Attend, Decoder, ModelConfig
@@ -57,7 +57,7 @@ class Mixer(ABC):
     kernels: ClassVar[tuple[str, ...]] = ()
     """The modules with its kernels, which one thread imports before several compile."""
 
-    prompts_apart: ClassVar[bool] = False
+    separates_prompts: ClassVar[bool] = False
     """Whether a prompt's tokens are computed otherwise than an answer's, whatever a step reads together."""
 
     captures: ClassVar[bool] = True
@@ -83,20 +83,20 @@ class Mixer(ABC):
         return 0
 
     @abstractmethod
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         """Takes the weights and the caches, once, before the first step.
 
         Args:
             decoder: the model.
             caches: the memory of what `specs` says.
-            asked: scale, softcap and the like.
+            settings: scale, softcap and the like.
         """
 
     @abstractmethod
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         """Returns what mixes the tokens of its layers in one step."""
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         """Returns the jobs that compile its kernels, longest first."""
         return ()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from rooftile.engine.mixers.exact.mixer import Exact
-from rooftile.engine.mixers.loki.mixer import Loki
+from rooftile.engine.mixers.exact.mixer import ExactMixer
+from rooftile.engine.mixers.loki.mixer import LokiMixer
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.native_sparse.mixer import NativeSparse
+from rooftile.engine.mixers.native_sparse.mixer import NativeSparseMixer
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import Unsupported
 from rooftile.kvcache.specs import State
 from rooftile.models import ModelConfig
 
 # the mixer of each kind of layer, by the name that the model has for it (`rooftile.models.mixers.MIXERS`)
-MIXERS: dict[str, type[Mixer]] = {"attention": Exact, "native_sparse": NativeSparse}
+MIXERS: dict[str, type[Mixer]] = {"attention": ExactMixer, "native_sparse": NativeSparseMixer}
 # the mixers that `approximate=` puts in the place of others
-APPROXIMATE: dict[str, type[Mixer]] = {"attention": Loki}
+APPROXIMATE: dict[str, type[Mixer]] = {"attention": LokiMixer}
 
 
 def kind_of(name: str, *, approximate: bool = False) -> type[Mixer]:
@@ -34,6 +34,6 @@ def mixers_of(shape: ModelConfig, config: EngineConfig) -> tuple[Mixer, ...]:
     for name in sorted(dict.fromkeys(shape.mixers), key=lambda name: name in APPROXIMATE):
         layers = tuple(n for n, own in enumerate(shape.mixers) if own == name)
         found.append(kind_of(name, approximate=config.approximate is not None)(shape, layers, config))
-    if any(mixer.prompts_apart for mixer in found) and any(isinstance(s, State) for mixer in found for s in mixer.specs()):
+    if any(mixer.separates_prompts for mixer in found) and any(isinstance(s, State) for mixer in found for s in mixer.specs()):
         raise Unsupported("approximate is given and the model has layers with a state, which read no answer token by token again")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""`Step`: where the tokens of a step lie in the cache, as the attention of every layer needs it."""
+"""`StepTokens`: where the tokens of a step lie in the cache, as the attention of every layer needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 
 
-class Step(NamedTuple):
+class StepTokens(NamedTuple):
     """The tokens of a step: chunks of prompts first, then single tokens."""
 
     size: int  # tokens per block

@@ -1,4 +1,4 @@
-"""`Trial`: what a mixer knows when it runs its kernels so that they are compiled, on very little memory."""
+"""`TrialSetup`: what a mixer knows when it runs its kernels so that they are compiled, on very little memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT, USUAL = 8, 64
 ROWS = 16
 
 
-class Trial(NamedTuple):
+class TrialSetup(NamedTuple):
     """An engine that is being built: its model, and what its kernels depend on.
 
     Args:

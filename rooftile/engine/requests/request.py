@@ -124,7 +124,7 @@ class Request:
     search: BeamSearch | None = None
     banned: tuple[tuple[int, ...], ...] = ()
     """Token sequences that an answer must not have."""
-    sits_out: bool = False
+    needs_host: bool = False
     """Whether an answer sits steps out until its last token has reached the host, which then decides: where its grammar stands,
     which beams go on, which tokens would complete a bad word."""
     tokenizer: Tokenizer | None = None

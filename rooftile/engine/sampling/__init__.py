@@ -1,11 +1,11 @@
 """How the next token is chosen from the logits.
 
-params        SamplingParams: what a caller asks for
-state         the parameters and token counts of all requests, in tensors with a row per slot
-sampler       the definition in torch, for any device
-kernels       the same in Triton, for CUDA
-noise         the noise of a draw in Triton
-forbidden     tokens that an answer must not have next
-grammar       structured output, and in grammar_errors what is wrong with one
-beam_search   which beams go on
+params            SamplingParams: what a caller asks for
+state             the parameters and token counts of all requests, in tensors with a row per slot
+sampler           the definition in torch, for any device
+sampling_kernels  the same in Triton, for CUDA
+noise             the noise of a draw in Triton
+forbidden         tokens that an answer must not have next
+grammar           structured output, and in grammar_errors what is wrong with one
+beam_search       which beams go on
 """

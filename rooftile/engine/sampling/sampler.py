@@ -13,8 +13,8 @@ NaN counts as -inf, and +inf as the largest finite number. A token of -inf is ne
 its other tokens, and a row in which every token is -inf gets NOTHING instead of a token. This mark travels with the tokens, so
 the host learns of such a row when they arrive, without a wait of its own.
 
-This file is the definition, in torch on any device. On CUDA `sample` runs the kernels in `kernels.py` instead. Neither waits for
-the device, and no shape depends on data, so both can be captured into a CUDA graph, one for each `SamplingFeatures`.
+This file is the definition, in torch on any device. On CUDA `sample` runs `sampling_kernels` instead. Neither waits for the
+device, and no shape depends on data, so both can be captured into a CUDA graph, one for each `SamplingFeatures`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
 
 def _choose(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
     if runs_kernels(logits):
-        from rooftile.engine.sampling.kernels import sample as launch
+        from rooftile.engine.sampling.sampling_kernels import sample as launch
 
         return launch(logits, slots, positions, state, features)
     return sample_as_defined(logits, slots, positions, state, features)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from rooftile.engine.caches import memory
-from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.registry import mixers_of
@@ -53,7 +53,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     for mixer in mixers:
         mixer.check_decoder(decoder)
     layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
-    load = Load(
+    load = PeakLoad(
         config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=config.enable_prefix_caching
     )  # fmt: skip
     num_blocks = count_blocks(decoder, layout, mixers, config, load, max_len)
@@ -73,7 +73,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
         # else the keys that a request finds in the prefix cache would depend on the requests before it
-        shares_answers=not runner.layers.prompts_apart,
+        shares_answers=not runner.layers.separates_prompts,
         states=layout.state_rows(load),
     )
 
@@ -176,7 +176,7 @@ def check_weights(model: str | Path | Decoder, config: EngineConfig, device: tor
 
 
 def count_blocks(
-    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: Load, max_len: int
+    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: PeakLoad, max_len: int
 ) -> int:
     """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
     size, num_blocks = config.block_size, config.num_blocks
@@ -195,7 +195,7 @@ def count_blocks(
     return num_blocks
 
 
-def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: Load, num_blocks: int) -> Caches:
+def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int) -> Caches:
     """Allocates the memory of what the layers keep."""
     cached = config.cache_dtype(decoder.embedding.dtype)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.engine.mixers.registry import MIXERS, kind_of
-from rooftile.engine.mixers.trial import ROWS, Trial
+from rooftile.engine.mixers.trial import ROWS, TrialSetup
 from rooftile.engine.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.exact.backends import hopper
 from rooftile.fused import linear
@@ -32,8 +32,8 @@ RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=Tru
 # the modules with kernels; each mixer names its own modules
 KERNELS = (
     "fused.kernels.norm", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
-    "weights.hopper.launch", "weights.two_four.product.kernels", "weights.two_four.product.hopper",
-    "weights.two_four.product.transposed", "numerics.kernels", "engine.sampling.kernels",
+    "weights.hopper.launch", "weights.two_four.product.few_rows", "weights.two_four.product.hopper",
+    "weights.two_four.product.transposed", "numerics.row_kernels", "engine.sampling.sampling_kernels",
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def jobs(
     deterministic: bool = False,
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
-    trial = Trial(config, dtype, device, size, kv_dtype, longest, deterministic)
+    trial = TrialSetup(config, dtype, device, size, kv_dtype, longest, deterministic)
     decoder = Decoder(trial.small(), dtype=dtype, device=device)
     # the kernels of what `approximate=` puts in the place of exact layers are compiled at their first step
     mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name).trials(trial)]

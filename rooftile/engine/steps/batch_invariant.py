@@ -28,7 +28,7 @@ TILE = 16
 Found = TypeVar("Found", Tensor, tuple[Tensor, ...])
 
 
-class Tile(NamedTuple):
+class SequenceTile(NamedTuple):
     """TILE positions of one sequence, of which a step reads some; a row that it does not read has the position -1."""
 
     rows: slice
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     chunks: Chunks
 
 
-def tiles_of(inputs: StepInputs, table: Tensor, size: int) -> Iterator[Tile]:
+def tiles_of(inputs: StepInputs, table: Tensor, size: int) -> Iterator[SequenceTile]:
     """Cuts the tokens of a step into tiles.
 
     Args:
@@ -62,7 +62,7 @@ def tiles_of(inputs: StepInputs, table: Tensor, size: int) -> Iterator[Tile]:
             TILE, table[slot, : -(-stop // size)][None], torch.tensor([stop], dtype=torch.int32),
             torch.tensor([0, TILE], dtype=torch.int32),
         )  # fmt: skip
-        yield Tile(rows, places, tokens, positions, slot.expand(TILE), chunks)
+        yield SequenceTile(rows, places, tokens, positions, slot.expand(TILE), chunks)
 
 
 def row_by_row(compute: Callable[..., Found], *tensors: Tensor) -> Found:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
-from rooftile.engine.steps.scheduler import Work
+from rooftile.engine.steps.scheduler import ScheduledTokens
 from rooftile.weights.hopper.early import weights_stay
 
 # numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than those of 256
@@ -57,7 +57,7 @@ class DecodeGraphs:
         for rows in reversed(rungs(self.pad_slot)):
             self._graphs[rows, features] = self._capture(decode, rows, features)
 
-    def replay(self, decode: Decode, works: list[Work], features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+    def replay(self, decode: Decode, works: list[ScheduledTokens], features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs a step of single tokens; returns logits and tokens, a row per work."""
         n = len(works)
         rows = next((rows for rows in LADDER if rows >= n), n)

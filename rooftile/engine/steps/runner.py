@@ -17,15 +17,15 @@ from torch.nn import functional
 
 from rooftile.engine.mixers.layers import Layers
 from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.requests.request import Answer, Top
 from rooftile.engine.sampling.forbidden import banned_next
 from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.steps.graphs import DecodeGraphs
-from rooftile.engine.steps.scheduler import Plan, Work
-from rooftile.engine.steps.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
-from rooftile.exact.spec import Asked
+from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs, in_reading_order, is_single, split_prompts
+from rooftile.exact.spec import CallSettings
 from rooftile.fused import linear
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
@@ -40,7 +40,7 @@ class Result:
     answers: list[Answer]
     tokens: Tensor
     tops: tuple[Tensor, ...] | None
-    prompts: list[tuple[Work, tuple[Tensor, ...]]]
+    prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]]
     """Logprobs of prompt tokens: for each work those of the tokens that follow the ones it has read."""
     arrived: torch.cuda.Event | None
 
@@ -81,21 +81,21 @@ class Runner:
         self.device = decoder.embedding.device
         self.deterministic = deterministic
         # on a CPU, one tile and one row at a time
-        self._alone = deterministic and self.device.type == "cpu"
-        self._multiply: Multiply = linear if deterministic and not self._alone else functional.linear
+        self._tile_by_tile = deterministic and self.device.type == "cpu"
+        self._multiply: Multiply = linear if deterministic and not self._tile_by_tile else functional.linear
         # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders
-        asked = Asked(
+        settings = CallSettings(
             decoder.config.scale, decoder.config.softcap, deterministic=deterministic or None,
-            backend="triton" if deterministic and not self._alone else None,
+            backend="triton" if deterministic and not self._tile_by_tile else None,
         )  # fmt: skip
-        if self._alone:
+        if self._tile_by_tile:
             max_len = -(-max_len // TILE) * TILE
         self.size = self.pages.storage.shape[3]
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
         self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.layers = Layers(mixers, decoder, caches, asked)
+        self.layers = Layers(mixers, decoder, caches, settings)
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
@@ -103,7 +103,7 @@ class Runner:
             self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: StepPlan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
         self._start(plan.started)
         self._update_tables(plan)
@@ -113,11 +113,11 @@ class Runner:
         bans = [(row, token) for row, answer in enumerate(answers) for token in banned_next(answer, befores[row])]
         masked = [(answer.slot, answer.grammar.mask) for answer in answers if answer.grammar is not None]
         self.sampling.allow([slot for slot, _ in masked], [mask for _, mask in masked])
-        prompts: list[tuple[Work, tuple[Tensor, ...]]] = []
+        prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]] = []
         if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
-            works = apart(plan.work) if self.layers.prompts_apart else plan.work
+            works = split_prompts(plan.work) if self.layers.separates_prompts else plan.work
             inputs, hidden = self._read(works)
             prompts = self._prompt_logprobs(works, hidden)
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
@@ -135,10 +135,10 @@ class Runner:
         if self._graphs is not None:
             self._graphs.capture(self._decode)
 
-    def _only_decodes(self, works: list[Work]) -> bool:
+    def _only_decodes(self, works: list[ScheduledTokens]) -> bool:
         """Whether a graph can run a step: each answer in it reads one token and gets one."""
-        apart = self.layers.prompts_apart
-        return all(is_single(work, prompts_in_chunks=apart) and len(work.outputs) == 1 for work in works)
+        separate = self.layers.separates_prompts
+        return all(is_single(work, prompts_in_chunks=separate) and len(work.outputs) == 1 for work in works)
 
     def _start(self, started: list[Answer]) -> None:
         """Gives the sampler the parameters of answers that have got a slot."""
@@ -160,7 +160,7 @@ class Runner:
             features |= wanted
         return features
 
-    def _update_tables(self, plan: Plan) -> None:
+    def _update_tables(self, plan: StepPlan) -> None:
         """Writes new entries of the block tables, and copies what is shared no longer."""
         if plan.entries:
             values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in plan.entries.items()])).T
@@ -168,10 +168,10 @@ class Runner:
         if plan.copies or plan.rows or plan.row_copies or plan.states:
             self.caches.prepare(plan.copies, plan.rows, plan.row_copies, plan.states)
 
-    def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
+    def _read(self, works: list[ScheduledTokens]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.prompts_apart)
-        if self._alone:
+        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.separates_prompts)
+        if self._tile_by_tile:
             return on_host, self._forward_tiles(on_host)
         inputs = on_host.to(self.device)
         chunks = None
@@ -204,14 +204,14 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        attend = self.layers.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host, self.caches.rows))
+        attend = self.layers.on(StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, self.caches.rows))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (n, vocab) of hidden states (n, hidden)."""
         compute = partial(self.decoder.logits, multiply=self._multiply)
-        return row_by_row(compute, hidden) if self._alone else compute(hidden)
+        return row_by_row(compute, hidden) if self._tile_by_tile else compute(hidden)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, ...]:
         # the order of its sums depends on where a row begins, also on a GPU
@@ -220,7 +220,7 @@ class Runner:
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
         compute = partial(sample, state=self.sampling, features=features)
-        return row_by_row(compute, logits, slots, positions) if self._alone else compute(logits, slots, positions)
+        return row_by_row(compute, logits, slots, positions) if self._tile_by_tile else compute(logits, slots, positions)
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""
@@ -232,12 +232,12 @@ class Runner:
         logits = self._logits(self._forward(tokens, positions, slots, chunks))
         return logits, self._sample(logits, slots, positions + 1, features)
 
-    def _prompt_logprobs(self, works: list[Work], hidden: Tensor) -> list[tuple[Work, tuple[Tensor, ...]]]:
+    def _prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> list[tuple[ScheduledTokens, tuple[Tensor, ...]]]:
         """Computes the logprobs of prompt tokens, where they are asked for, from the hidden states before them."""
-        found: list[tuple[Work, tuple[Tensor, ...]]] = []
+        found: list[tuple[ScheduledTokens, tuple[Tensor, ...]]] = []
         most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
         row = 0
-        for work in in_reading_order(works, prompts_in_chunks=self.layers.prompts_apart):
+        for work in in_reading_order(works, prompts_in_chunks=self.layers.separates_prompts):
             request = work.answer.request
             count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
             if request.params.prompt_logprobs is not None and count > 0:
@@ -252,7 +252,7 @@ class Runner:
         return found
 
     def _collect(
-        self, answers: list[Answer], logits: Tensor, tokens: Tensor, prompts: list[tuple[Work, tuple[Tensor, ...]]]
+        self, answers: list[Answer], logits: Tensor, tokens: Tensor, prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]]
     ) -> Result:
         """Sends tokens and logprobs on their way to the host."""
         wanted = [n for answer in answers if (n := answer.request.top_count) is not None]

@@ -23,7 +23,7 @@ from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.states import StateRows
 
 
-class Work(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Tokens of one answer for the model to read: `tokens` of them from position `start`."""
 
     answer: Answer
@@ -34,10 +34,10 @@ class Work(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step: what the model reads, and what must be done before."""
 
-    work: list[Work] = field(default_factory=list)
+    work: list[ScheduledTokens] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     """Blocks to copy before the step writes into them (copy-on-write)."""
     entries: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -104,9 +104,9 @@ class Scheduler:
         """Puts a request at the end of the queue."""
         self.waiting.append(request)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
-        plan = Plan(entries=self._forked, states=self._forked_states)
+        plan = StepPlan(entries=self._forked, states=self._forked_states)
         self._forked, self._forked_states = {}, {}
         self._read_now = None
         self.pool.next_step()
@@ -173,25 +173,25 @@ class Scheduler:
                     if self.states is not None:
                         self._forked_states[answer.slot] = answers[parents[n]].slot
 
-    def _decode(self, plan: Plan, budget: int) -> int:
+    def _decode(self, plan: StepPlan, budget: int) -> int:
         """Plans one token of each answer that has one unread token; returns the budget that is left."""
         for request in self.running.copy():
             for answer in request.answers:
                 if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
-                if answer.pending and request.sits_out:
+                if answer.pending and request.needs_host:
                     continue
                 if not self._ensure_block(plan, answer):
                     break
-                self._cover(answer, 1)
-                plan.work.append(Work(answer, answer.planned, 1, (answer,)))
+                self._reserve_rows(answer, 1)
+                plan.work.append(ScheduledTokens(answer, answer.planned, 1, (answer,)))
                 budget -= 1
         for work in plan.work:
             work.answer.planned += 1
             work.answer.pending += 1
         return budget
 
-    def _ensure_block(self, plan: Plan, answer: Answer) -> bool:
+    def _ensure_block(self, plan: StepPlan, answer: Answer) -> bool:
         """Makes room for the answer's next token, if need be by preempting the newest answers.
 
         Returns False if the answer itself was preempted.
@@ -210,7 +210,7 @@ class Scheduler:
             else:
                 return True
 
-    def _append(self, plan: Plan, answer: Answer, tokens: int) -> None:
+    def _append(self, plan: StepPlan, answer: Answer, tokens: int) -> None:
         """Gives an answer room for more tokens and notes the new table entries in the plan."""
         table = answer.table
         assert table is not None
@@ -221,12 +221,12 @@ class Scheduler:
         for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
-    def _cover(self, answer: Answer, tokens: int) -> None:
+    def _reserve_rows(self, answer: Answer, tokens: int) -> None:
         """Makes rows for the next tokens of an answer, where blocks share rows."""
         assert answer.table is not None
         self.pool.cover(answer.table, answer.planned, tokens)
 
-    def _continue_prefill(self, plan: Plan, budget: int) -> int:
+    def _continue_prefill(self, plan: StepPlan, budget: int) -> int:
         """Plans further chunks of running prompts; returns the budget that is left."""
         for request in self.running:
             for answer in request.answers:
@@ -235,7 +235,7 @@ class Scheduler:
                     budget -= self._prefill(plan, answer, budget)
         return budget
 
-    def _prefill(self, plan: Plan, answer: Answer, budget: int) -> int:
+    def _prefill(self, plan: StepPlan, answer: Answer, budget: int) -> int:
         """Plans as many unread tokens of an answer as the budget allows; returns how many.
 
         When the last token of a prompt is read, the request's other answers start from the same blocks, and the blocks are kept
@@ -245,7 +245,7 @@ class Scheduler:
         if self.states is not None:
             tokens = self.states.to_a_border(answer, tokens)
         start = answer.planned
-        self._cover(answer, tokens)
+        self._reserve_rows(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
         request = answer.request
@@ -265,7 +265,7 @@ class Scheduler:
                 output.table = self.pool.fork(answer.table)
                 output.planned = answer.planned
                 plan.entries |= entries_of(output)
-        plan.work.append(Work(answer, start, tokens, outputs))
+        plan.work.append(ScheduledTokens(answer, start, tokens, outputs))
         if self.states is not None:
             plan.states_after |= self.states.after(answer, outputs)
         return tokens
@@ -281,7 +281,7 @@ class Scheduler:
             self.pool.free(request.kept)
             request.kept = None
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         """Starts what waits, in order, while there are slots, blocks and budget for it."""
         for request in self.running:
             budget = self._start(plan, request, budget)
@@ -299,7 +299,7 @@ class Scheduler:
             if request.queued:
                 return
 
-    def _start(self, plan: Plan, request: Request, budget: int) -> int:
+    def _start(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Starts answers of a request that wait, in order and as many as fit; returns the budget that is left."""
         starting = self._next_of(request)
         readers = starting
@@ -332,7 +332,7 @@ class Scheduler:
         ready = queued[: next((n for n, answer in enumerate(queued) if answer.pending), len(queued))][: len(self._slots)]
         return [] if request.search is not None and len(ready) < len(queued) else ready
 
-    def _reserve(self, plan: Plan, request: Request, readers: list[Answer]) -> list[Answer]:
+    def _reserve(self, plan: StepPlan, request: Request, readers: list[Answer]) -> list[Answer]:
         """Reserves blocks for all that answers have to read; returns the first ones, which have got them.
 
         Of a search all get them, or none does.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.engine.steps.scheduler import Work
+from rooftile.engine.steps.scheduler import ScheduledTokens
 
 
 class StepInputs(NamedTuple):
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
     chunk_slots: Tensor  # (c,)
 
     @classmethod
-    def of(cls, works: Sequence[Work], *, all_chunks: bool = False, prompts_in_chunks: bool = False) -> StepInputs:
+    def of(cls, works: Sequence[ScheduledTokens], *, all_chunks: bool = False, prompts_in_chunks: bool = False) -> StepInputs:
         """Lays out the work of a step, on the host.
 
         Args:
@@ -81,28 +81,28 @@ class Chunks(NamedTuple):
     cu_q: Tensor
 
 
-def is_single(work: Work, *, prompts_in_chunks: bool = False) -> bool:
+def is_single(work: ScheduledTokens, *, prompts_in_chunks: bool = False) -> bool:
     """Whether work is a single token, read as those of decoding answers are; a prompt's may be a chunk of one instead."""
     return work.tokens == 1 and not (prompts_in_chunks and work.start < len(work.answer.request.prompt))
 
 
-def in_reading_order(works: Sequence[Work], *, prompts_in_chunks: bool = False) -> list[Work]:
+def in_reading_order(works: Sequence[ScheduledTokens], *, prompts_in_chunks: bool = False) -> list[ScheduledTokens]:
     """Returns chunks of prompts first, then single tokens: the order of a step's rows."""
     return sorted(works, key=lambda work: is_single(work, prompts_in_chunks=prompts_in_chunks))
 
 
-def apart(works: Sequence[Work]) -> list[Work]:
+def split_prompts(works: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
     """Cuts work into the part that is a prompt's and the single tokens of the answer.
 
     An answer is read in chunks when it is computed again after a preemption. Where prompts and answers are computed in different
     ways, its tokens must be computed one by one, as they were before.
     """
-    found: list[Work] = []
+    found: list[ScheduledTokens] = []
     for work in works:
         end = work.start + work.tokens
         prompt = min(len(work.answer.request.prompt), end)
         parts = [(work.start, prompt - work.start)] if work.start < prompt else []
         parts += [(n, 1) for n in range(max(prompt, work.start), end)]
-        found += [Work(work.answer, *part, ()) for part in parts[:-1]]
-        found.append(Work(work.answer, *parts[-1], work.outputs))
+        found += [ScheduledTokens(work.answer, *part, ()) for part in parts[:-1]]
+        found.append(ScheduledTokens(work.answer, *parts[-1], work.outputs))
     return found

@@ -1,7 +1,7 @@
 """Turns tokens into text, and finds the stop string that ends an answer.
 
 Without stop strings nobody needs the text of a token before somebody reads it: tokens are kept, and decoded together when text is
-read (`pieces.py`). With stop strings each token is decoded when it comes.
+read (`incremental_decoder.py`). With stop strings each token is decoded when it comes.
 
 The decoded text is then searched for the stop strings (`stops.py`). Text that may still become a stop string is held back, and
 all other text is released at once. A stop string that is spelt with a special token is searched in the text with all special
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.growing import GrowingText, TextSnapshot
-from rooftile.engine.text.pieces import Pieces
+from rooftile.engine.text.incremental_decoder import IncrementalDecoder
 from rooftile.engine.text.stops import Hidden, StopString
 from rooftile.engine.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.stopped: str | None = None
         self._tokenizer = tokenizer
-        self._pieces = Pieces(tokenizer, params.skip_special_tokens, prompt)
+        self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt)
         self._stops = [StopString(stop, tokenizer.spells_special(stop)) for stop in params.stops]
         self._sees_special = any(stop.spells_special for stop in self._stops)
         self._hides_special = self._sees_special and params.skip_special_tokens
@@ -89,12 +89,12 @@ class Detokenizer:
     def tokens_released(self) -> int:
         """How many tokens begin within the final text so far; the text of the others is held back."""
         self._decode()
-        return bisect_left(self._pieces.begins, self._length - len(self._held))
+        return bisect_left(self._decoder.begins, self._length - len(self._held))
 
     @property
     def begins(self) -> list[int]:
-        """How many characters come before the text of each token that is decoded (see `Pieces`)."""
-        return self._pieces.begins
+        """How many characters come before the text of each token that is decoded (see `IncrementalDecoder`)."""
+        return self._decoder.begins
 
     @property
     def length(self) -> int:
@@ -104,7 +104,7 @@ class Detokenizer:
     @property
     def tokens_kept(self) -> int:
         """How many tokens belong to the text: all of them, or after a stop string those that begin before its end."""
-        begins = self._pieces.begins
+        begins = self._decoder.begins
         return len(begins) + len(self._kept) if self.stopped is None else bisect_left(begins, self._length)
 
     def add(self, ids: Sequence[int]) -> None:
@@ -116,16 +116,16 @@ class Detokenizer:
         for id in ids:
             if self.stopped is not None:
                 break
-            self._release(self._pieces.add(id))
+            self._release(self._decoder.add(id))
             if self._hides_special and self._tokenizer.is_special(id):
                 # text that waits comes before it, but for a character that it tears apart
-                self._pass(id, self._pieces.flush())
+                self._pass(id, self._decoder.flush())
 
     def add_end(self, id: int) -> None:
         """Takes the token that ends the answer. It has no text, unless it spells a stop string that is to be shown."""
         if self._sees_special and self._include_stop and self.stopped is None and self._tokenizer.is_special(id):
-            self._pieces.count_silent()
-            self._pass(id, self._pieces.finish())
+            self._decoder.count_silent()
+            self._pass(id, self._decoder.finish())
 
     def finish(self) -> None:
         """Ends the answer and releases the text that was held back, in which a stop string may still be found."""
@@ -137,11 +137,11 @@ class Detokenizer:
         """Brings the text up to date."""
         if self._kept:
             kept, self._kept = self._kept, []
-            self._release(self._pieces.add_all(kept))
+            self._release(self._decoder.add_all(kept))
         if self._finished and not self._complete:
             self._complete = True
             if self.stopped is None:
-                self._release(self._pieces.finish())
+                self._release(self._decoder.finish())
             if self.stopped is None:
                 self._released.append(self._held)
                 self._held = ""
@@ -160,7 +160,7 @@ class Detokenizer:
             self._length += len(piece)
             self._released.append(piece)
             return
-        begins = self._pieces.begins
+        begins = self._decoder.begins
         # a stop string may end after this many characters at the earliest: its last one belongs to a token past min_tokens
         least = (begins[self._min_tokens] + 1 - self._length) if self._min_tokens < len(begins) else len(piece) + 1
         stops = [stop for stop in self._stops if stop.spells_special] if hidden else self._stops

@@ -22,7 +22,7 @@ from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
 from rooftile.exact.blocks.block_mask import lists_of_block_mask
 from rooftile.exact.blocks.captured import Seen, captured, changed
-from rooftile.exact.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpacked
+from rooftile.exact.blocks.lists import BITS, LEAST, TransposedLists, lists_of, transposed, unpacked
 from rooftile.runtime.words import answers_words
 
 # lists by the BlockMask that they were made of, with everything that its mask_mod reads
@@ -61,7 +61,7 @@ class Blocks:
     block_size: tuple[int, int] = (128, 128)
     bits: Tensor | None = None
     validate: bool = False
-    _kept: dict[Any, Lists] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Any, TransposedLists] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _checked_size(self.block_size))
@@ -168,7 +168,7 @@ class Blocks:
         """
         return self.slots(self._key_blocks(key_blocks)) >= 0
 
-    def transposed(self, key_blocks: int | None = None) -> Lists:
+    def transposed(self, key_blocks: int | None = None) -> TransposedLists:
         """Returns the lists seen from the keys, which a backward walks; built on the device, once.
 
         key_blocks: None reads the largest index, which waits for a GPU.
@@ -235,7 +235,7 @@ class Blocks:
         found = torch.full(shape, -1, dtype=torch.int32, device=self.indices.device)
         return found.scatter(-1, targets, places)[..., :n]
 
-    def transposed_packed(self, key_blocks: int, cu_q: Tensor, cu_k: Tensor) -> Lists:
+    def transposed_packed(self, key_blocks: int, cu_q: Tensor, cu_k: Tensor) -> TransposedLists:
         """`transposed` for a packed call: a list for each of `key_blocks` places, with blocks of queries within a sequence."""
         (rows, keys), device = self.block_size, self.counts.device
         sequences = torch.arange(cu_q.shape[0] - 1, device=device)
@@ -250,9 +250,9 @@ class Blocks:
         moved = slots.gather(-1, local.clamp(min=0).expand(slots.shape))
         lists = transposed(torch.where(is_there, moved, -1))
         blocks, places = lists.entries.unbind(-1)
-        return Lists(lists.counts, torch.stack([blocks - first_row[of][blocks.long()].to(torch.int32), places], dim=-1))
+        return TransposedLists(lists.counts, torch.stack([blocks - first_row[of][blocks.long()].to(torch.int32), places], dim=-1))
 
-    def _transposed(self, n: int) -> Lists:
+    def _transposed(self, n: int) -> TransposedLists:
         return transposed(self.slots(n))
 
 

@@ -13,7 +13,7 @@ LEAST = 64
 BITS = 32
 
 
-class Lists(NamedTuple):
+class TransposedLists(NamedTuple):
     """The lists seen from the keys: for each block of keys the blocks of queries that list it."""
 
     counts: Tensor  # (1|B, 1|heads, blocks of keys)
@@ -21,11 +21,11 @@ class Lists(NamedTuple):
     entries: Tensor
 
 
-def transposed(slots: Tensor) -> Lists:
+def transposed(slots: Tensor) -> TransposedLists:
     """Returns the lists of keys, from the place of each block of keys in each list of queries, -1 where it is not listed."""
     slots = slots.mT
     counts, indices = lists_of(slots >= 0)
-    return Lists(counts, torch.stack([indices, slots.gather(-1, indices.long())], dim=-1))
+    return TransposedLists(counts, torch.stack([indices, slots.gather(-1, indices.long())], dim=-1))
 
 
 def unpacked(words: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from rooftile.errors import Unsupported
 from rooftile.exact import dispatch
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.ops import transforms
-from rooftile.exact.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, differentiable, option_names
+from rooftile.exact.spec import NO_OPTIONS, CallSettings, Grads, Options, Spec, decode, differentiable, option_names
 from rooftile.runtime.launch import BoundedCache
 from rooftile.runtime.operators import autocast_on, below_autograd, define, transformed, wants_grad, watched
 
@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
             return transforms.attend(q, k, v, given, spec, backend)
         return attention(q, k, v, given, spec, backend)
     if wants_grad(q, k, v, *given):
-        return _apply(q, k, v, _Call(spec, backend), *given)
+        return _apply(q, k, v, _PreparedCall(spec, backend), *given)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
 
@@ -48,11 +48,13 @@ RAN: Counter[str] = Counter()
 _PREPARED = BoundedCache()
 # types whose values have a hash, and are equal only if they mean the same once their types are
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
-# the types of an Asked that were found to be such
+# the types of call settings that were found to be plain
 _PLAIN_KINDS = BoundedCache()
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked) -> tuple[Any, ...] | None:
+def signature(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, settings: CallSettings
+) -> tuple[Any, ...] | None:
     """Everything that a plain call depends on besides its tensors' contents; None for a call that is not plain.
 
     A call whose signature is known was checked when it was first made. A plain call may carry sinks, and offsets of packed
@@ -64,10 +66,10 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Optio
         return None
     if torch.compiler.is_compiling() or watched(q, k, v) or forward_ad._current_level >= 0:
         return None
-    kinds = tuple(map(type, asked))
-    if (kinds not in _PLAIN_KINDS and not _are_plain(kinds)) or asked.precision != "native":
+    kinds = tuple(map(type, settings))
+    if (kinds not in _PLAIN_KINDS and not _are_plain(kinds)) or settings.precision != "native":
         return None
-    if asked.dropout or asked.seed is not None:
+    if settings.dropout or settings.seed is not None:
         return None
     if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
         return None
@@ -86,7 +88,7 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Optio
         return None
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
-        mask, torch.are_deterministic_algorithms_enabled(), asked, kinds, wants_grad(q, k, v, options.sinks), extra,
+        mask, torch.are_deterministic_algorithms_enabled(), settings, kinds, wants_grad(q, k, v, options.sinks), extra,
     )  # fmt: skip
 
 
@@ -123,13 +125,13 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Opt
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     run: Forward | None = None if prepare is None else prepare(q, k, v, options, decode(spec))
     if wants_grad(q, k, v, options.sinks):
-        call = _Call(spec, backend, run)
+        call = _PreparedCall(spec, backend, run)
         _PREPARED[key] = (lambda q, k, v, options: _apply(q, k, v, call, *listed(options))), backend
     elif run is not None:
         _PREPARED[key] = run, backend
 
 
-class _Call:
+class _PreparedCall:
     """One signature of calls with gradients: what runs them forward, and backward by what comes in."""
 
     __slots__ = ("_backwards", "backend", "forward", "spec")
@@ -254,7 +256,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     if wants_grad(q, k, v, *options):
-        return _apply(q, k, v, _Call(spec, backend), *options)
+        return _apply(q, k, v, _PreparedCall(spec, backend), *options)
     return _forward(q, k, v, options, spec, backend)
 
 

@@ -16,7 +16,7 @@ from rooftile.runtime.operators import levels_of_gradients, mapped, transformed,
 
 
 def with_blocks(call: Call, blocks: Any, validate: bool = False) -> Call:
-    """Returns a call with its lists among the options and their size asked. A FlexAttention BlockMask becomes lists.
+    """Returns a call with its lists among the options and their size among the settings. A FlexAttention BlockMask becomes lists.
 
     Raises InvalidInput where the lists do not fit.
     """
@@ -50,7 +50,9 @@ def with_blocks(call: Call, blocks: Any, validate: bool = False) -> Call:
             # a backward keeps no tensor that was made in inference mode
             lists = {name: x.clone() if x is not None and x.is_inference() else x for name, x in lists.items()}
     lists = {name: None if x is None else x.contiguous() for name, x in lists.items()}
-    return call._replace(mask=mask, options=replaced(options, **lists), asked=call.asked._replace(block_size=blocks.block_size))
+    return call._replace(
+        mask=mask, options=replaced(options, **lists), settings=call.settings._replace(block_size=blocks.block_size)
+    )
 
 
 def _check_fit(blocks: Blocks, q: Tensor, k: Tensor, options: Options) -> int:

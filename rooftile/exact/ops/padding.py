@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.ops.unpad import take_rows
-from rooftile.exact.spec import Asked, Call, Options
+from rooftile.exact.spec import Call, CallSettings, Options
 from rooftile.exact.validate import check_dense_bias, shown
 from rooftile.runtime.launch import is_capturing
 from rooftile.runtime.operators import mapped, transformed
@@ -24,7 +24,7 @@ def without_padding(call: Call, padding: Tensor) -> Call:
     Reads the padding, which waits for a GPU. It is not read where that is impossible: by torch.compile, in a CUDA graph, or if
     vmap maps it.
     """
-    q, k, v, mask, options, asked, _ = call
+    q, k, v, mask, options, settings, _ = call
     if not _fits(q, k, v, mask, padding):
         # the checks of every call say what is wrong
         return call
@@ -37,7 +37,7 @@ def without_padding(call: Call, padding: Tensor) -> Call:
         rows = torch.stack([number.sum(1), number.argmax(1), S - number.flip(1).argmax(1)], dim=1).tolist()
         runs = {(first, end) for count, first, end in rows if count}
         unbroken = all(end - first == count for count, first, end in rows if count)
-        if _is_same(mask or FULL, options, asked, runs, S if unbroken else -1):
+        if _is_same(mask or FULL, options, settings, runs, S if unbroken else -1):
             if unbroken and len(runs) == 1 and all(count for count, _, _ in rows):
                 ((first, end),) = runs
                 return call._replace(k=k[:, first:end], v=v[:, first:end])
@@ -73,13 +73,13 @@ def _may_read(x: Tensor) -> bool:
     return not (transformed() and mapped(x)) and not (x.is_cuda and is_capturing())
 
 
-def _is_same(mask: Mask, options: Options, asked: Asked, runs: set[tuple[int, int]], S: int) -> bool:
+def _is_same(mask: Mask, options: Options, settings: CallSettings, runs: set[tuple[int, int]], S: int) -> bool:
     """Whether attention to the seen keys alone gives the same answer.
 
     runs: the first key of each sequence and the end of its last. S: their number, -1 if padding lies between keys.
     """
     at_start, at_end = (S >= 0 and all(run[n] == edge for run in runs) for n, edge in ((0, 0), (1, S)))
-    if asked.dropout and not at_start:
+    if settings.dropout and not at_start:
         # it counts keys from the first
         return False
     if mask.is_full and options.alibi is None:

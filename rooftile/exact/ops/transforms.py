@@ -27,11 +27,11 @@ Dims = Sequence[int | None]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator `rooftile::attention` under transforms. Returns o and lse."""
-    o, lse = _Attention.apply(spec, backend, q, k, v, *options)
+    o, lse = _TransformedAttention.apply(spec, backend, q, k, v, *options)
     return o, lse
 
 
-class _Attention(torch.autograd.Function):
+class _TransformedAttention(torch.autograd.Function):
     @staticmethod
     def forward(spec, backend, *tensors):
         q, k, v, *options = tensors
@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
     def vmap(info, in_dims, spec, backend, *tensors):
         problem, dims = decode(spec), in_dims[2:]
         names = ("q", "k", "v", *option_names(problem))
-        run = lambda *tensors: _Attention.apply(spec, backend, *tensors)  # noqa: E731
+        run = lambda *tensors: _TransformedAttention.apply(spec, backend, *tensors)  # noqa: E731
         mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
         if not _joins(problem) or "sinks" in mapped:
             return _one_by_one(run, info.batch_size, dims, tensors)

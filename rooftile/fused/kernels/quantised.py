@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.numerics.kernels import codes_of, given_codes
-from rooftile.numerics.rows import ROW_FORMATS
+from rooftile.numerics.quantised_rows import ROW_FORMATS
+from rooftile.numerics.row_kernels import codes_of, given_codes
 
 
 @triton.jit

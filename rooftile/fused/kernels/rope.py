@@ -1,4 +1,4 @@
-"""Rotary positions: heads rotated, also on their way into a cache (`rooftile.kvcache.kernels`)."""
+"""Rotary positions: heads rotated, also on their way into a cache (`rooftile.kvcache.page_kernels`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.places import projections_of
-from rooftile.models.checkpoints.weights import Stored
+from rooftile.models.checkpoints.weights import StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Projection
 from rooftile.weights import QuantisedWeight
@@ -75,8 +75,8 @@ def load(
         if head and _is_quantised(found, reader):
             tensors = _read_all(_take(found, "lm_head", reader))
             _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
-        apart = _fill(config, decoder, projections, taken, reader, on_layer)
-        places = dict(decoder.tensors()) | apart
+        separate = _fill(config, decoder, projections, taken, reader, on_layer)
+        places = dict(decoder.tensors()) | separate
         _leave_zero_biases(found, places, taken)
         if head and "lm_head.weight" not in found:
             places.pop("lm_head.weight", None)
@@ -106,11 +106,11 @@ def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Project
             yield projection, {f"{folder}.{n}.{name}": rows for name, rows in parts.items()}
 
 
-def _is_quantised(found: dict[str, Stored], reader: Reader) -> bool:
+def _is_quantised(found: dict[str, StoredTensor], reader: Reader) -> bool:
     return any(f"lm_head.{name}" in found for name in ("weight_scale", "qweight", "_weight_scale", "weight_values"))
 
 
-def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, Stored]:
+def _take(found: dict[str, StoredTensor], module: str, reader: Reader) -> dict[str, StoredTensor]:
     """Takes the tensors of a module out of all that are stored."""
     needed, optional = reader.suffixes(module)
     missing = [name for name in needed if f"{module}.{name}" not in found]
@@ -123,7 +123,7 @@ def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, St
     return {name: found.pop(f"{module}.{name}") for name in names}
 
 
-def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modules: Iterable[str]) -> None:
+def _leave_zero_biases(found: dict[str, StoredTensor], places: dict[str, Tensor], modules: Iterable[str]) -> None:
     """Leaves biases out that are zeros, where the model has no bias: AutoGPTQ wrote one for each projection."""
     for name in [f"{module}.bias" for module in modules]:
         if name in found and name not in places and not found[name].get_tensor().any():
@@ -142,7 +142,7 @@ def _read(
     return reader.read(module, tensors, (N, K))
 
 
-def _read_all(stored: dict[str, Stored]) -> dict[str, Tensor]:
+def _read_all(stored: dict[str, StoredTensor]) -> dict[str, Tensor]:
     """Reads tensors, which lie in their file: it is mapped."""
     return {name: one.get_tensor() for name, one in stored.items()}
 
@@ -162,10 +162,10 @@ def _owned(
 
 def _fill(
     config: ModelConfig, decoder: Filled, projections: list[tuple[Projection, dict[str, int]]],
-    taken: dict[str, dict[str, Stored]], reader: Reader, on_layer: Callable[[Layer], None] | None,
+    taken: dict[str, dict[str, StoredTensor]], reader: Reader, on_layer: Callable[[Layer], None] | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fills projections; returns the places of weights that stay plain beside quantised ones."""
-    apart: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     layers = list(decoder.layers)
     for done, (projection, names) in enumerate(projections):
         weights.report_progress(done / len(projections))
@@ -182,10 +182,10 @@ def _fill(
                 found = _read(config, reader, name, tensors, (rows, projection.inputs))
                 parts.append(_owned(found, tensors.values(), decoder.embedding.device))
             else:
-                apart[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
-                parts.append(apart[f"{name}.weight"])
+                separate[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
+                parts.append(separate[f"{name}.weight"])
         projection.fill(merged(parts))
-    return apart
+    return separate
 
 
 def merged(parts: Sequence[QuantisedWeight | TwoFour | Tensor]) -> list[QuantisedWeight | TwoFour | Tensor]:

@@ -67,19 +67,19 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
             report_progress(done / whole)
 
 
-def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:
+def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
     return _tensors([stack.enter_context(_opened(path)) for path in files], prefix_of(config))
 
 
 def _matched(
     config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
-) -> list[tuple[Stored, Tensor]]:
+) -> list[tuple[StoredTensor, Tensor]]:
     """Returns each stored tensor with the parameter that it fills."""
     return matched(config, places, stored_in(config, files, stack))
 
 
-def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Stored]) -> list[tuple[Stored, Tensor]]:
+def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
     """Returns each stored tensor with the parameter that it fills.
 
     Raises:
@@ -91,7 +91,7 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
     return [(found[name], place) for name, place in places.items()]
 
 
-class Stored:
+class StoredTensor:
     """One tensor in an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
@@ -127,9 +127,9 @@ def prefix_of(config: ModelConfig) -> str:
     return "transformer." if config.family == "gpt2" else "model."
 
 
-def _tensors(files: list[Any], prefix: str) -> dict[str, Stored]:
-    stored = [Stored(file, name) for file in files for name in _names(file)]
-    found: dict[str, Stored] = {}
+def _tensors(files: list[Any], prefix: str) -> dict[str, StoredTensor]:
+    stored = [StoredTensor(file, name) for file in files for name in _names(file)]
+    found: dict[str, StoredTensor] = {}
     for one in stored:
         name = one.name.removeprefix(prefix)
         if name.endswith(_IGNORED):
@@ -146,7 +146,7 @@ def _names(file: Any) -> list[str]:
     return names
 
 
-def _check_tie(found: dict[str, Stored], embedding: str) -> None:
+def _check_tie(found: dict[str, StoredTensor], embedding: str) -> None:
     """Removes a tied head that was saved all the same, after checking that it equals the embedding."""
     head = found.pop("lm_head.weight", None)
     if head is None:
@@ -160,7 +160,7 @@ def _check_tie(found: dict[str, Stored], embedding: str) -> None:
         )
 
 
-def _check(found: Mapping[str, Stored], places: Mapping[str, Tensor]) -> None:
+def _check(found: Mapping[str, StoredTensor], places: Mapping[str, Tensor]) -> None:
     missing = [name for name in places if name not in found]
     if missing:
         raise InvalidInput(f"the checkpoint lacks {listed(missing)}; its config.json asks for them")

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rooftile.diagnosis.arguments import arguments_of
-from rooftile.diagnosis.run import run_backward
-from rooftile.diagnosis.unchanged import unchanged
+from rooftile.diagnosis.programs.arguments import arguments_of
+from rooftile.diagnosis.programs.diagnose_call import run_backward
+from rooftile.diagnosis.programs.unchanged import unchanged
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Load, Other, Part

@@ -10,7 +10,7 @@ from rooftile.diagnosis.output.table import PHASES
 from rooftile.diagnosis.records import OperatorRow, StepCall
 from rooftile.diagnosis.remedies.fusion.chains import Chain, find_chains
 from rooftile.diagnosis.verdicts.roofs import model
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.watch import Watch
 from rooftile.planning.costs import DeviceCeilings
 from rooftile.planning.records import Other
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftile.diagnosis.watch import Watch
+from rooftile.diagnosis.watching.watch import Watch
 from rooftile.planning.targets.target import SAMPLE
 
 

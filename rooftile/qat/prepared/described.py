@@ -9,7 +9,7 @@ from typing import Any
 from rooftile.qat.rounding.codes import Rounding, Taken
 from rooftile.qat.rounding.finite import Raised
 from rooftile.qat.rounding.masking import Masking
-from rooftile.qat.rounding.slow import Told
+from rooftile.qat.rounding.slow import SlowFormatWarning
 from rooftile.weights.formats import ROW
 
 
@@ -25,7 +25,7 @@ class Preparation:
         ignored: how many `rooftile.qat.off` are open.
         kept: codes, with what tells whether they are still those of the weight.
         masking: of a 2:4 weight.
-        told: what the layers of a model share of the warning about a device without units for their format.
+        warning: what the layers of a model share of the warning about a device without units for their format.
         learns: whether an optimiser holds the scales of "lsq".
         raised: the flag of a weight that is not finite.
     """
@@ -37,7 +37,7 @@ class Preparation:
     ignored: int = 0
     kept: tuple[Any, Taken] | None = None
     masking: Masking | None = None
-    told: Told = field(default_factory=Told)
+    warning: SlowFormatWarning = field(default_factory=SlowFormatWarning)
     learns: bool = False
     raised: Raised = field(default_factory=Raised)
     # compiled code is compiled anew where a number that it reads changes, so it reads this
@@ -51,13 +51,13 @@ class Preparation:
         self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        masking, told = self.masking and replace(self.masking, seen=None), deepcopy(self.told, memo)
+        masking, warning = self.masking and replace(self.masking, seen=None), deepcopy(self.warning, memo)
         # a copy is made inside of `off` to be used outside of it
-        return replace(self, ignored=0, kept=None, learns=False, raised=Raised(), masking=masking, told=told)
+        return replace(self, ignored=0, kept=None, learns=False, raised=Raised(), masking=masking, warning=warning)
 
     def __reduce__(self) -> Any:
         masking = self.masking and replace(self.masking, seen=None)
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, 0, None, masking, self.told)
+        return Preparation, (self.rounding, self.name, self.start_step, self.steps, 0, None, masking, self.warning)
 
 
 def described(preparation: Preparation) -> str:

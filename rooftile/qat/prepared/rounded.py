@@ -13,7 +13,7 @@ from rooftile.qat.rounding import masking, product
 from rooftile.qat.rounding.codes import Taken, taken_from
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.numbers import numbers
-from rooftile.qat.rounding.slow import tell
+from rooftile.qat.rounding.slow import warn_if_slow
 from rooftile.qat.sharded import whole
 from rooftile.runtime.launch import is_capturing
 from rooftile.runtime.operators import autocast_on, transforms_active
@@ -161,7 +161,7 @@ class Rounded:
                 kept = self.kept_weight(in_forward=True).to(x.dtype)
                 return multiply_masked(x, kept, bias, transposable=transposable)
             if not torch.compiler.is_compiling():
-                tell(self.qat.rounding.format, x.device, self.qat.told)
+                warn_if_slow(self.qat.rounding.format, x.device, self.qat.warning)
             taken = self.known_codes()
             # a copy with zeros in place would live until the backward
             if self._tells(taken):

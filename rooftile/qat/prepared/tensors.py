@@ -24,7 +24,7 @@ from rooftile.qat.rounding.numbers import numbers
 from rooftile.qat.sharded import is_sharded
 
 
-class Place(NamedTuple):
+class NamedWeight(NamedTuple):
     """A weight of a module that is prepared by its name.
 
     Args:
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 EXPERTS, ATTENTION, CONV1D = "fused experts", "projections of nn.MultiheadAttention", "Conv1D"
 
 
-def places_in(model: nn.Module) -> dict[str, Place]:
+def places_in(model: nn.Module) -> dict[str, NamedWeight]:
     """Returns the weights of a model that are prepared by their names."""
     return {name: place for prefix, module in model.named_modules() for name, place in _places_of(prefix, module)}
 
@@ -60,21 +60,21 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
 
 
-def _places_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, Place]]:
+def _places_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, NamedWeight]]:
     held = {name: x for name, x in module._parameters.items() if x is not None}
     start = f"{prefix}." if prefix else ""
     if is_conv1d(module):
-        yield prefix, Place(module, "weight", CONV1D, transposed=True)
+        yield prefix, NamedWeight(module, "weight", CONV1D, transposed=True)
     elif type(module) is NonDynamicallyQuantizableLinear:
-        yield prefix, Place(module, "weight", ATTENTION)
+        yield prefix, NamedWeight(module, "weight", ATTENTION)
     elif type(module) is nn.MultiheadAttention:
         names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        yield from ((start + name, Place(module, name, ATTENTION)) for name in names if name in held)
+        yield from ((start + name, NamedWeight(module, name, ATTENTION)) for name in names if name in held)
     # what Transformers' decorator of classes of experts leaves in them
     elif {"has_gate", "is_transposed"} <= vars(module).keys():
         for name, x in held.items():
             if x.ndim == 3:
-                yield start + name, Place(module, name, EXPERTS, transposed=bool(vars(module)["is_transposed"]))
+                yield start + name, NamedWeight(module, name, EXPERTS, transposed=bool(vars(module)["is_transposed"]))
 
 
 class PreparedTensor(Rounded):
@@ -85,7 +85,7 @@ class PreparedTensor(Rounded):
         qat: its state.
     """
 
-    def __init__(self, place: Place, qat: Preparation) -> None:
+    def __init__(self, place: NamedWeight, qat: Preparation) -> None:
         self.module, self.attribute, self.kind, self.transposed = place
         self.qat = qat
         steps.count(self)
@@ -152,7 +152,7 @@ class PreparedModule(nn.Module):
         return _empty, (self.qat_from, self.qat_names), *made[2:]
 
 
-def prepare_tensor(place: Place, preparation: Preparation) -> None:
+def prepare_tensor(place: NamedWeight, preparation: Preparation) -> None:
     """Makes a module show a weight rounded."""
     module, kind = place.module, type(place.module)
     held: dict[str, PreparedTensor] = vars(module).get("qat_tensors", {})

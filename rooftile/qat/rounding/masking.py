@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 from rooftile.qat.sharded import is_sharded, whole
 from rooftile.runtime.operators import transforms_active
 from rooftile.weights.two_four import Recipe
-from rooftile.weights.two_four.choice import mask_of
+from rooftile.weights.two_four.mask_choice import mask_of
 
 
 @dataclass(slots=True)

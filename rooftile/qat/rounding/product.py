@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from rooftile.errors import Unsupported
 from rooftile.numerics.block_floating import BLOCK_FORMATS, MX_ACTIVATIONS, SHARED, Rule, quantise_blocks, rounded_activations
-from rooftile.numerics.rows import rounded_rows
+from rooftile.numerics.quantised_rows import rounded_rows
 from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.learned import gradients_of
-from rooftile.qat.rounding.slow import COMPILED, backend_for, tell
+from rooftile.qat.rounding.slow import COMPILED, backend_for, warn_if_slow
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 from rooftile.weights import QuantisedWeight, dequantise, multiply, weight_format
 
@@ -63,7 +63,7 @@ def run(
     activations: str | None, rule: Rule, in_training: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
-    tell(format, x.device, COMPILED)
+    warn_if_slow(format, x.device, COMPILED)
     rounding = Rounding(format, group, estimator, activations, rule)
     return _forward(x, taken_from(w, rounding, scales, flag_for(w, in_training)).codes, bias, rounding)
 

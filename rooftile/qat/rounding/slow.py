@@ -16,19 +16,19 @@ from rooftile.weights.dispatch import lack_of_fp8
 
 
 @dataclass(slots=True)
-class Told:
+class SlowFormatWarning:
     """Holds what a model's layers share: where they were looked at, and whether the warning was given."""
 
     seen: set[tuple[str, torch.device]] = field(default_factory=set)
-    once: bool = False
+    given: bool = False
 
     def __reduce__(self) -> Any:
         # a copy of a model has its own warning
-        return Told, ()
+        return SlowFormatWarning, ()
 
 
 # compiled code does not know its model
-COMPILED = Told()
+COMPILED = SlowFormatWarning()
 
 
 def backend_for(format: str, device: torch.device) -> str:
@@ -36,14 +36,14 @@ def backend_for(format: str, device: torch.device) -> str:
     return "definition" if lack_of_fp8(format, device) else ""
 
 
-def tell(format: str, device: torch.device, told: Told) -> None:
+def warn_if_slow(format: str, device: torch.device, warning: SlowFormatWarning) -> None:
     """Warns where a device has no units for a format, once."""
-    if (format, device) in told.seen:
+    if (format, device) in warning.seen:
         return
-    told.seen.add((format, device))
-    if told.once or not lack_of_fp8(format, device):
+    warning.seen.add((format, device))
+    if warning.given or not lack_of_fp8(format, device):
         return
-    told.once = True
+    warning.given = True
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     warnings.warn(
         f"layers are prepared for {format}, and {name} has no FP8 units: their forward is computed by the definition, as a "

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import RunningSums
 from rooftile.recurrent.kernels import by_features
 from rooftile.recurrent.kernels.gradients import _key_or_value_gradients, _query_gradients, row_gradients
 from rooftile.recurrent.kernels.outputs import _outputs
@@ -113,14 +113,14 @@ class _Call:
         return (0, x.stride(0), x.stride(1)) if self.packed else (x.stride(0), x.stride(1), x.stride(2))
 
     def states(
-        self, x: Tensor, y: Tensor, weight: Tensor | None, unit: Tensor | None, first: State, reverse: bool
-    ) -> tuple[Tensor, Tensor, State]:
+        self, x: Tensor, y: Tensor, weight: Tensor | None, unit: Tensor | None, first: RunningSums, reverse: bool
+    ) -> tuple[Tensor, Tensor, RunningSums]:
         """The state that each segment starts from, S before z; whether a segment has lost numbers; and the last state."""
         length, size = x.shape[-3], self.dim * self.dim_v + self.dim
         slots = self.slots(length)
         part = torch.empty((slots, self.Hk, size), dtype=torch.float32, device=self.device)
         lost = torch.empty((slots, self.Hk), dtype=torch.int32, device=self.device)
-        last = State(torch.empty_like(first.s), torch.empty_like(first.z), first.largest)
+        last = RunningSums(torch.empty_like(first.s), torch.empty_like(first.z), first.largest)
         s, z = first.s.contiguous(), first.z.contiguous()
         if slots and self.B:
             # backward, all query heads of a group join one state
@@ -137,7 +137,7 @@ class _Call:
             _start_scan((-(-size // _SCANNED), self.B, self.Hk), scanned, constants)
         return part, lost, last
 
-    def starts(self, part: Tensor, last: State) -> tuple[Tensor, Tensor]:
+    def starts(self, part: Tensor, last: RunningSums) -> tuple[Tensor, Tensor]:
         """S and z as a walk reads them: of its segment, or of the whole sequence."""
         if self.problem.causal:
             return part, part.flatten()[self.dim * self.dim_v :]
@@ -145,8 +145,8 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, cu: Tensor | None, problem: Recurrence
-) -> tuple[Tensor, Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, cu: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, RunningSums]:
     """o (B, T, H, Dv) in the dtype of q, the sums of weights (B, T, H), and the last state."""
     if projection is not None:
         return by_features.forward(q, k, v, state, projection, cu, problem)
@@ -167,7 +167,7 @@ def forward(
 
 
 def backward(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
+    do: Tensor, d_last: RunningSums, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
     projection: Tensor | None, cu: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, S and z."""
@@ -179,7 +179,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     weight, unit = row_gradients(do, o, den) if problem.normalise else (torch.ones_like(den), torch.zeros_like(den))
     past, lost_k, last = call.states(k, v, None, None, state, False)
-    later, lost_q, first = call.states(q, do, weight, unit, State(d_last.s, d_last.z, state.largest), True)
+    later, lost_q, first = call.states(q, do, weight, unit, RunningSums(d_last.s, d_last.z, state.largest), True)
     strides = (call.strides(q), call.strides(k), call.strides(v))
     options = {"FEATURE": problem.feature, "CAUSAL": problem.causal}
     slots, slots_k = call.slots(call.T), call.slots(call.S)

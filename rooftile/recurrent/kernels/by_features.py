@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import RunningSums
 from rooftile.recurrent.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
 from rooftile.recurrent.kernels.exponential_gradients import _exponential_keys, _exponential_queries, _exponential_values
 from rooftile.recurrent.kernels.exponents import _exponents
@@ -82,7 +82,7 @@ class _Call:
     """The sizes of a call, the largest exponents of its tokens, and the states of its chunks."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, state: State, w: Tensor, cu: Tensor | None, problem: Recurrence
+        self, q: Tensor, k: Tensor, v: Tensor, state: RunningSums, w: Tensor, cu: Tensor | None, problem: Recurrence
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.causal = q, k, v, problem.causal
         self.packed, self.root = cu is not None, problem.scale**0.5
@@ -144,10 +144,10 @@ class _Call:
             _start_sums((slots, self.Hk, triton.cdiv(self.F, constants["BLOCK_F"])), arguments, constants)
         return part
 
-    def scan(self, part: Tensor, first: State, length: int, reverse: bool) -> tuple[tuple[Tensor, Tensor], State]:
+    def scan(self, part: Tensor, first: RunningSums, length: int, reverse: bool) -> tuple[tuple[Tensor, Tensor], RunningSums]:
         """S and z as a chunk reads them, its own or those of the whole sequence; and the last state."""
         s, z, largest = (x.contiguous() for x in first)
-        last = State(torch.empty_like(s), torch.empty_like(z), torch.empty_like(largest))
+        last = RunningSums(torch.empty_like(s), torch.empty_like(z), torch.empty_like(largest))
         # their products round S to bf16 in any case
         before_s = part.new_empty((*part.shape[:2], self.F * self.dim_v), dtype=_dtype_of_states(self.dtype))
         before_z = self.new(*part.shape[:2], self.F)
@@ -160,8 +160,8 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor, cu: Tensor | None, problem: Recurrence
-) -> tuple[Tensor, Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor, cu: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, RunningSums]:
     """o (B, T, H, Dv) in the dtype of q, the sums of weights (B, T, H), and the last state."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     call = _Call(q, k, v, state, projection, cu, problem)
@@ -177,7 +177,7 @@ def forward(
 
 
 def backward(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor,
+    do: Tensor, d_last: RunningSums, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor,
     cu: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, S and z."""
@@ -187,7 +187,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     weight, unit = row_gradients(do, o, den)
     later = call.sums(q, do, call.slots_q, weight, unit)
-    starts, first = call.scan(later, State(d_last.s, d_last.z, state.largest), call.T, True)
+    starts, first = call.scan(later, RunningSums(d_last.s, d_last.z, state.largest), call.T, True)
     scalars = (call.root, call.T, call.B)
     exponents = (call.top_q, call.top_k, call.m, call.running, call.before)
     if call.slots_q and dq.numel():

@@ -80,7 +80,7 @@ class _Queued(logging.Handler):
             self._records.task_done()
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
         self._as_json = as_json
@@ -107,7 +107,7 @@ def start_log(*, as_json: bool, queued: bool) -> None:
         queued: whether a thread writes it; not in a process that ends by `os._exit`.
     """
     writer = _Quiet(sys.stderr)
-    writer.setFormatter(_Lines(as_json=as_json))
+    writer.setFormatter(_LineFormatter(as_json=as_json))
     logging.raiseExceptions = False
     logging.basicConfig(level=logging.INFO, handlers=[_Queued(writer) if queued else writer], force=True)
     logging.captureWarnings(True)

@@ -9,7 +9,7 @@ Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; DeepSeek-A
 
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
-from rooftile.weights.hopper.schedule import ROWS, STEP, Product, load, whole_sum, with_scales, write
+from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, whole_sum, with_scales, write
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def added(acc, w, x, factor, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _factor(x_scales_ptr, w_scales_ptr, n_0, m, step, to: Product, FORMAT: gl.constexpr):
+def _factor(x_scales_ptr, w_scales_ptr, n_0, m, step, to: TiledProduct, FORMAT: gl.constexpr):
     """The factors of a tile's product (`fp8_tile`), one per row of x."""
     factor = m
     if FORMAT == "fp8_tile":
@@ -42,7 +42,7 @@ def _factor(x_scales_ptr, w_scales_ptr, n_0, m, step, to: Product, FORMAT: gl.co
 
 @gluon.jit
 def _finish(
-    acc, run, tile_m, block: gl.constexpr, n_0, m_0, x_scales_ptr, w_scales_ptr, to: Product, FORMAT: gl.constexpr
+    acc, run, tile_m, block: gl.constexpr, n_0, m_0, x_scales_ptr, w_scales_ptr, to: TiledProduct, FORMAT: gl.constexpr
 ):  # fmt: skip
     """Completes a block's sum, and writes it with scales and bias if it is complete."""
     acc, has_it = whole_sum(acc, run, tile_m, block, to)
@@ -55,7 +55,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    tiles: Ring, xs, x_scales_ptr, w_scales_ptr, to: Product, WARPGROUP: gl.constexpr, FORMAT: gl.constexpr
+    tiles: Ring, xs, x_scales_ptr, w_scales_ptr, to: TiledProduct, WARPGROUP: gl.constexpr, FORMAT: gl.constexpr
 ):  # fmt: skip
     """The role that multiplies: this warpgroup's rows of each tile of the weight."""
     SUM: gl.constexpr = gl.int32 if FORMAT == "int8" else gl.float32
@@ -109,7 +109,7 @@ def product_of_codes(
 ):
     # fmt: on
     """o (M, N): x (M, K) times a weight (N, K) transposed, both in codes, with their scales and a bias."""
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
+    to = TiledProduct(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, STEP], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)

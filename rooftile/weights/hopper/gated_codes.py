@@ -7,18 +7,18 @@ known before: it is the static one of a checkpoint.
 Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
 
-from rooftile.numerics.kernels import given_codes
+from rooftile.numerics.row_kernels import given_codes
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.weights.hopper.codes import added
-from rooftile.weights.hopper.schedule import ROWS, STEP, Product, load, whole_pair, with_bias
+from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, whole_pair, with_bias
 from rooftile.weights.hopper.widened import gated_pair
 
 LARGEST = gl.constexpr(448.0)
 
 
 @gluon.jit
-def _scaled(acc, n_0, m, x_scales_ptr, w_scales_ptr, end, to: Product):
+def _scaled(acc, n_0, m, x_scales_ptr, w_scales_ptr, end, to: TiledProduct):
     """Sums (64, COLUMNS) times the scales of their rows of x and of the weight, which has `end`, plus the bias."""
     n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
     y = acc * gl.expand_dims(gl.load(x_scales_ptr + m, mask=m < to.M, other=0.0), 0)
@@ -27,7 +27,7 @@ def _scaled(acc, n_0, m, x_scales_ptr, w_scales_ptr, end, to: Product):
 
 
 @gluon.jit
-def _put_codes(y, given, n_0, m_0, to: Product):
+def _put_codes(y, given, n_0, m_0, to: TiledProduct):
     """Writes the codes of results (64, COLUMNS) in 16 bits to o (M, N).
 
     They change threads before they are codes: of single bytes ptxas reads registers that nothing wrote.
@@ -43,7 +43,7 @@ def _put_codes(y, given, n_0, m_0, to: Product):
 
 @gluon.jit
 def _multiply(
-    tiles: Ring, xs, x_scales_ptr, w_scales_ptr, given_ptr, o_scales_ptr, to: Product, WARPGROUP: gl.constexpr,
+    tiles: Ring, xs, x_scales_ptr, w_scales_ptr, given_ptr, o_scales_ptr, to: TiledProduct, WARPGROUP: gl.constexpr,
     DTYPE: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies: this warpgroup's rows of both halves of each tile of the weight."""
@@ -94,7 +94,7 @@ def product_of_gates(
 
     All are rounded to DTYPE, as in kernels that follow one another, and the result to FP8 with a given scale.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
+    to = TiledProduct(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, STEP], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)

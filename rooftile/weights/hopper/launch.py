@@ -29,7 +29,7 @@ from rooftile.weights.hopper.early import may_read_early
 from rooftile.weights.hopper.gated_codes import product_of_gates
 from rooftile.weights.hopper.many_rows import BLOCK_M, BLOCK_N, COLUMNS, product_of_many_rows
 from rooftile.weights.hopper.ordered import in_order
-from rooftile.weights.hopper.schedule import ROWS, STEP, WARPGROUPS, Tile
+from rooftile.weights.hopper.schedule import ROWS, STEP, WARPGROUPS, ProductTile
 from rooftile.weights.hopper.widened import product_of_widened
 from rooftile.weights.weight import Parts
 
@@ -69,18 +69,18 @@ _DTYPES = {
 
 
 @cache
-def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors: int = 132) -> Tile:
+def tile_of(M: int, N: int, K: int, format: str, deterministic: bool, processors: int = 132) -> ProductTile:
     """Returns the tile of a product of M rows of x with a weight (N, K)."""
     is_codes = weight_format(format).activations is not None
     columns = min(max(triton.next_power_of_2(M), 8), 128)
     if is_codes:
         # with factors in the loop there are no registers for a second sum of these columns
-        tile, larger = Tile(1, columns, 1, 0), Tile(1, columns, 2, 0)
+        tile, larger = ProductTile(1, columns, 1, 0), ProductTile(1, columns, 2, 0)
         twice = M > 128 and format != "fp8_tile"
     elif M <= 128 or deterministic:
-        tile, larger, twice = Tile(1, columns, 1, 0), Tile(2, columns, 1, 0), True
+        tile, larger, twice = ProductTile(1, columns, 1, 0), ProductTile(2, columns, 1, 0), True
     else:
-        tile, larger, twice = Tile(1, 128, 1, 0), Tile(1, 256, 1, 0), True
+        tile, larger, twice = ProductTile(1, 128, 1, 0), ProductTile(1, 256, 1, 0), True
     rows = 1 if deterministic else M
     costs = [
         each * _programs_of(sizes_of(one, rows, N, K, deterministic), processors, sharing_of(rows, is_codes))[1]
@@ -114,7 +114,7 @@ def sharing_of(rows: int, is_codes: bool) -> tuple[int, int]:
     return SHARING_FEW if rows <= ORDERS else SHARING
 
 
-def _stages(tile: Tile, M: int, format: str, orders: bool) -> int:
+def _stages(tile: ProductTile, M: int, format: str, orders: bool) -> int:
     """How many steps of a tile are in flight; `orders`: a warpgroup orders rows of x for itself."""
     kind = weight_format(format)
     x_bytes = tile.block_m * STEP.value * (1 if kind.activations else 2)
@@ -135,7 +135,7 @@ class ProductSizes(NamedTuple):
     spread: int  # ... for each tile of N: one for each tile of the rows of x, or 1, and a program walks through these
 
 
-def sizes_of(tile: Tile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> ProductSizes:
+def sizes_of(tile: ProductTile, M: int, N: int, K: int, deterministic: bool, block_n: int | None = None) -> ProductSizes:
     """Returns the sizes of a product; a tile has `block_n` of its N results, or those that its rows of the weight give."""
     tiles, steps, rows = _divided(N, block_n or tile.block_n), _divided(K, STEP.value), _divided(M, tile.block_m)
     spread = 1 if deterministic or tiles * steps * rows > MOST_STEPS else rows
@@ -253,7 +253,7 @@ def _by_codes(
 
 
 def start_codes(
-    tile: Tile, programs: int, x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+    tile: ProductTile, programs: int, x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     """Launches a product of codes with a tile; all tensors are contiguous."""
     sizes = _sizes(tile, x.shape[0], product)
@@ -265,9 +265,9 @@ def start_codes(
     kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early())), constants)
 
 
-def gated_tile_of(M: int, N: int, K: int, format: str, processors: int = 132) -> Tile:
+def gated_tile_of(M: int, N: int, K: int, format: str, processors: int = 132) -> ProductTile:
     """Returns the tile of a product whose halves of N are multiplied with each other: a warpgroup has rows of both."""
-    tile = Tile(2, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
+    tile = ProductTile(2, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
     return tile._replace(STAGES=_stages(tile, M, format, orders_itself(M, N, K, processors)))
 
 
@@ -305,7 +305,7 @@ def multiply_gated_codes(
     return o, scales
 
 
-def _sizes_of_halves(tile: Tile, M: int, half: Product) -> ProductSizes:
+def _sizes_of_halves(tile: ProductTile, M: int, half: Product) -> ProductSizes:
     """`_sizes` where a tile has as many rows of each half of the weight."""
     return sizes_of(tile, M, half.N, half.K, half.deterministic, tile.block_n // 2)
 
@@ -328,14 +328,14 @@ def _copied(x: Tensor, product: Product) -> tuple[Tensor, bool]:
 
 
 def start_widened(
-    tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+    tile: ProductTile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     """Launches a product whose weights become 16-bit numbers with a tile; `ordered`: x comes from `in_order`."""
     _start_widened(tile, programs, _sizes(tile, x.shape[0], product), x, ordered, parts, bias, product, o, "")
 
 
 def _start_widened(
-    tile: Tile, programs: int, sizes: ProductSizes, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
+    tile: ProductTile, programs: int, sizes: ProductSizes, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
     product: Product, o: Tensor, gate: str,
 ) -> None:  # fmt: skip
     shared = shared_sums(tile, programs, sizes, torch.float32, x.device)
@@ -352,23 +352,23 @@ def _start_widened(
     kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early()), *counts), constants)
 
 
-def _sizes(tile: Tile, M: int, product: Product) -> ProductSizes:
+def _sizes(tile: ProductTile, M: int, product: Product) -> ProductSizes:
     return sizes_of(tile, M, product.N, product.K, product.deterministic)
 
 
-def _tile(x: Tensor, product: Product) -> Tile:
+def _tile(x: Tensor, product: Product) -> ProductTile:
     N, K, format = product.N, product.K, product.format
     return tile_of(x.shape[0], N, K, format, product.deterministic, processors_of(x.device))
 
 
-def _programs(tile: Tile, x: Tensor, product: Product) -> int:
+def _programs(tile: ProductTile, x: Tensor, product: Product) -> int:
     # under `deterministic` as if there were one row
     rows = 1 if product.deterministic else x.shape[0]
     return programs_of(_sizes(tile, rows, product), processors_of(x.device), rows, is_codes=product.activations is not None)
 
 
 def shared_sums(
-    tile: Tile, programs: int, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
+    tile: ProductTile, programs: int, sizes: ProductSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""
     if sizes.tiles % programs == 0:
@@ -381,7 +381,7 @@ def shared_sums(
 
 
 @cache
-def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+def _kernel_of_codes(format: str, bias: bool, tile: ProductTile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_codes, (described(tile.block_n), described(tile.block_m)))
     return kernel, {"FORMAT": format, "BIAS": bias, "T": tile} | LAUNCH
 
@@ -393,14 +393,14 @@ def _kernel_of_many_rows(bias: bool) -> tuple[Kernel, dict[str, Any]]:
 
 
 @cache
-def _kernel_of_gates(dtype: torch.dtype, gate: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+def _kernel_of_gates(dtype: torch.dtype, gate: str, bias: bool, tile: ProductTile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_gates, (described(tile.block_n // 2), described(tile.block_m)))
     return kernel, {"DTYPE": _DTYPES[dtype], "GATE": gate, "BIAS": bias, "T": tile} | LAUNCH
 
 
 @cache
 def _kernel_of_widened(
-    format: str, group: int, zeros: bool, ordered: bool, gate: str, bias: bool, tile: Tile
+    format: str, group: int, zeros: bool, ordered: bool, gate: str, bias: bool, tile: ProductTile
 ) -> tuple[Kernel, dict[str, Any]]:
     bits = weight_format(format).bits
     rows = tile.block_n // 2 if gate else tile.block_n

@@ -22,7 +22,7 @@ STEP, ROWS = gl.constexpr(128), gl.constexpr(64)
 WARPGROUPS = 2
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """A program's tile."""
 
     BLOCKS_N: int  # times 64: a warpgroup's rows of the weight
@@ -47,8 +47,8 @@ class Tile(NamedTuple):
 
 
 @aggregate
-class Product:
-    """A product's results and sizes, and the compile-time sizes of its tiles (`Tile`)."""
+class TiledProduct:
+    """A product's results and sizes, and the compile-time sizes of its tiles (`ProductTile`)."""
 
     o: gl.tensor  # pointers: (M, N); the bias (N,); partials and counters of tiles that several programs share
     bias: gl.tensor
@@ -143,7 +143,7 @@ class Run:
 
 
 @gluon.jit
-def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product, more_desc, more):
+def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: TiledProduct, more_desc, more):
     """Has a tile of the weight copied in; SIZE counts its bytes and the bytes of x.
 
     Where a copy is half a tile, the first half has gates, and the other as many rows from `to.N` on. `more` is what else there
@@ -165,7 +165,7 @@ def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, 
 
 
 @gluon.jit
-def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, more=None):
+def load(w_desc, x_desc, tiles: Ring, xs, to: TiledProduct, early, more_desc=None, more=None):
     """Runs the role that starts the copies of weight tiles, x tiles and the rest of the weight (`more`) into shared memory.
 
     `early`: the kernel before does not write the weight, so the ring fills with its tiles while that kernel ends.
@@ -202,27 +202,27 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early, more_desc=None, mo
 
 
 @gluon.jit
-def _flattened(acc, to: Product):
+def _flattened(acc, to: TiledProduct):
     """A block's numbers (64, COLUMNS) so that a thread has four side by side, and its neighbours those beside them."""
     parts = acc.reshape([4, 2, 8, to.COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return parts.reshape([to.COLUMNS // 8, ROWS * 8])
 
 
 @gluon.jit
-def _in_rows(flat, layout: gl.constexpr, to: Product):
+def _in_rows(flat, layout: gl.constexpr, to: TiledProduct):
     """Undoes `_flattened`; no number changes its thread."""
     parts = flat.reshape([to.COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     return gl.convert_layout(parts.reshape([ROWS, to.COLUMNS]), layout)
 
 
 @gluon.jit
-def _part(to: Product, program, last, tile_m, block, place):
+def _part(to: TiledProduct, program, last, tile_m, block, place):
     """A program's part of a tile that began before it; zeros past the last program that has one."""
     return gl.load(to.partial(program, 0, tile_m, block) + place, mask=program <= last, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _sum_of_parts(start, last, tile_m, block, place, to: Product):
+def _sum_of_parts(start, last, tile_m, block, place, to: TiledProduct):
     """The parts of all programs that share a tile, added in the order of K."""
     acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
     # a program loads as many at a time as its registers hold, and waits once for all of them
@@ -244,7 +244,7 @@ def _sum_of_parts(start, last, tile_m, block, place, to: Product):
 
 
 @gluon.jit
-def _places(flat, to: Product):
+def _places(flat, to: TiledProduct):
     """Places of a block's numbers in its partial."""
     layout: gl.constexpr = flat.type.layout
     row = gl.arange(0, to.COLUMNS // 8, gl.SliceLayout(1, layout))
@@ -253,13 +253,13 @@ def _places(flat, to: Product):
 
 
 @gluon.jit
-def _put_part(flat, run: Run, tile_m, block, place, to: Product):
+def _put_part(flat, run: Run, tile_m, block, place, to: TiledProduct):
     """Writes this program's part of a block."""
     gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, flat)
 
 
 @gluon.jit
-def _count(run: Run, tile_m, block, to: Product):
+def _count(run: Run, tile_m, block, to: TiledProduct):
     """Counts this program's part; returns the first and last program that share the tile, and whether all have counted."""
     # all threads have written before one of them says so
     barrier()
@@ -275,7 +275,7 @@ def _count(run: Run, tile_m, block, to: Product):
 
 
 @gluon.jit
-def whole_sum(acc, run: Run, tile_m, block, to: Product):
+def whole_sum(acc, run: Run, tile_m, block, to: TiledProduct):
     """Returns a block's sum over all K, and whether this program has it: the last to finish of those that share the tile."""
     layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
@@ -290,7 +290,7 @@ def whole_sum(acc, run: Run, tile_m, block, to: Product):
 
 
 @gluon.jit
-def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
+def whole_pair(acc, acc_2, run: Run, tile_m, block, to: TiledProduct):
     """`whole_sum` of a block and the one after it, both by the same program."""
     layout: gl.constexpr = acc.type.layout
     has_it = run.stop - run.first == to.steps
@@ -307,13 +307,13 @@ def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
 
 
 @gluon.jit
-def write(y, n_0, m_0, to: Product):
+def write(y, n_0, m_0, to: TiledProduct):
     """Adds the bias to results (64, COLUMNS), and writes them to o (M, N): rows of the weight are its columns."""
     put(with_bias(y, n_0, to.N, to), n_0, m_0, to)
 
 
 @gluon.jit
-def with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to: Product):
+def with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to: TiledProduct):
     """Sums (64, COLUMNS) times the scales of their rows of x and of the weight."""
     of_y: gl.constexpr = y.type.layout
     m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(0, of_y))
@@ -323,7 +323,7 @@ def with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to: Product):
 
 
 @gluon.jit
-def with_bias(y, n_0, end, to: Product):
+def with_bias(y, n_0, end, to: TiledProduct):
     """Results (64, COLUMNS) plus the bias of their rows of the weight, which has rows up to `end`."""
     if to.BIAS:
         of_y: gl.constexpr = y.type.layout
@@ -333,7 +333,7 @@ def with_bias(y, n_0, end, to: Product):
 
 
 @gluon.jit
-def put(y, n_0, m_0, to: Product):
+def put(y, n_0, m_0, to: TiledProduct):
     """Writes results (64, COLUMNS) to o (M, N)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     y = gl.convert_layout(y.to(to.o.dtype.element_ty).permute((1, 0)), layout)

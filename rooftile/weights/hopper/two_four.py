@@ -12,7 +12,7 @@ Mishra et al., Accelerating sparse deep neural networks, arXiv:2104.08378.
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
-from rooftile.weights.hopper.schedule import ROWS, STEP, Product, load, whole_sum, with_scales, write
+from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, whole_sum, with_scales, write
 
 # values of a row in a step, and words of places
 VALUES, WORDS = gl.constexpr(64), gl.constexpr(4)
@@ -60,7 +60,7 @@ def _weights(values, places, operand: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, run, tile_m, block, n_0, x_scales_ptr, w_scales_ptr, to: Product, SCALED: gl.constexpr):
+def _finish(acc, run, tile_m, block, n_0, x_scales_ptr, w_scales_ptr, to: TiledProduct, SCALED: gl.constexpr):
     """Completes a block's sum, and writes it with scales and bias if it is complete."""
     m_0 = tile_m * to.BLOCK_M
     y, has_it = whole_sum(acc, run, tile_m, block, to)
@@ -72,7 +72,8 @@ def _finish(acc, run, tile_m, block, n_0, x_scales_ptr, w_scales_ptr, to: Produc
 
 @gluon.jit
 def _ready(
-    tiles: Ring, places, xs, ordered, fill, to: Product, WARPGROUP: gl.constexpr, operand: gl.constexpr, ORDERED: gl.constexpr
+    tiles: Ring, places, xs, ordered, fill, to: TiledProduct, WARPGROUP: gl.constexpr, operand: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Waits for a step's tiles, puts its rows of x in order unless they are, and returns this warpgroup's weights."""
     dtype: gl.constexpr = ordered.dtype
@@ -87,8 +88,8 @@ def _ready(
 
 @gluon.jit
 def _multiply(
-    tiles: Ring, places, xs, ordered, x_scales_ptr, w_scales_ptr, to: Product, WARPGROUP: gl.constexpr, ORDERED: gl.constexpr,
-    SCALED: gl.constexpr,
+    tiles: Ring, places, xs, ordered, x_scales_ptr, w_scales_ptr, to: TiledProduct, WARPGROUP: gl.constexpr,
+    ORDERED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies: this warpgroup's rows of each tile of the weight."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, to.COLUMNS, 16])
@@ -133,7 +134,7 @@ def product_of_two_four(
 
     Places come as words (N, K / 32). x is in FP8 as the values are, or `ORDERED`, and then it is in fp16.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
+    to = TiledProduct(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     dtype: gl.constexpr = gl.float16 if SCALED else x_desc.dtype
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [to.STAGES, to.BLOCK_N, VALUES], w_desc.layout)
     places = gl.allocate_shared_memory(gl.int32, [to.STAGES, to.BLOCK_N, WORDS], places_desc.layout)

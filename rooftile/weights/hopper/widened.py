@@ -18,7 +18,7 @@ from rooftile.numerics.activated import activated
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
-from rooftile.weights.hopper.schedule import ROWS, STEP, Product, load, put, whole_pair, whole_sum, with_bias, write
+from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, put, whole_pair, whole_sum, with_bias, write
 
 
 @gluon.constexpr_function
@@ -169,7 +169,7 @@ def gated_pair(gate, up, dtype: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    tiles: Ring, xs, ordered, scales_ptr, zeros_ptr, outer_ptr, outer_stride, groups, to: Product, WARPGROUP: gl.constexpr,
+    tiles: Ring, xs, ordered, scales_ptr, zeros_ptr, outer_ptr, outer_stride, groups, to: TiledProduct, WARPGROUP: gl.constexpr,
     FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies: this warpgroup's rows of each tile of the weight."""
@@ -261,7 +261,7 @@ def product_of_widened(
     GATE is an activation's formula, or "": with it the weight is (2 N, K), and o is the activation of its first half's product
     times the scale of its second half.
     """
-    to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
+    to = TiledProduct(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, spread, BIAS, T)
     w_smem = gl.allocate_shared_memory(gl.uint8, [to.STAGES, to.BLOCK_N, w_desc.block_type.shape[1]], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     # a warpgroup orders rows of x for itself

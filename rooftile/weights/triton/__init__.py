@@ -5,5 +5,5 @@
     scaled       FP8 and INT8 activations and weights
     launch       the table of tiles, and the launches
 
-Rows of activations are quantised by `rooftile.numerics.kernels`.
+Rows of activations are quantised by `rooftile.numerics.row_kernels`.
 """

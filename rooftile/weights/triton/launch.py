@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rooftile.weights.definition import Product
 from rooftile.weights.triton import scaled, weight_only
-from rooftile.weights.triton.scaled import Codes
+from rooftile.weights.triton.scaled import ScaledWeight
 from rooftile.weights.triton.unpacked import Weight, block_of, bytes_of, weight_of
-from rooftile.weights.triton.weight_only import Tile
+from rooftile.weights.triton.weight_only import OutputTile
 from rooftile.weights.weight import Parts
 
 # programs that fill a chip twice
@@ -30,7 +30,7 @@ FIXED = (16, 64, 4)
 
 
 @cache
-def tile_of(M: int, N: int, K: int, block_k: int, bias: bool, deterministic: bool) -> tuple[Tile, int]:
+def tile_of(M: int, N: int, K: int, block_k: int, bias: bool, deterministic: bool) -> tuple[OutputTile, int]:
     """Returns the tile of a product with M rows, and its warps."""
     block_m, block_n, warps = FIXED if deterministic else next(each[1:] for each in TABLE if each[0] >= M)
     steps = triton.cdiv(K, block_k)
@@ -40,7 +40,7 @@ def tile_of(M: int, N: int, K: int, block_k: int, bias: bool, deterministic: boo
     per_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, per_split)
     stages = 3 if block_m * block_n >= 128 * 128 else 4
-    return Tile(block_m, block_n, per_split, splits, bias and splits == 1, stages), warps
+    return OutputTile(block_m, block_n, per_split, splits, bias and splits == 1, stages), warps
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
@@ -69,7 +69,7 @@ def _weight_only(x: Tensor, parts: Parts, bias: Tensor | None, product: Product)
 def _scaled(x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
     x, codes = x.contiguous(), parts.codes.contiguous()
     w_scales = parts.scales.contiguous()
-    constants = Codes(product.format, product.N, product.K, 128)
+    constants = ScaledWeight(product.format, product.N, product.K, 128)
     rows = _bucket(x.shape[0])
     tile, warps = tile_of(rows, product.N, product.K, 128, bias is not None, product.deterministic)
     o = _output(x, product, tile, torch.int32 if product.format == "int8" else torch.float32)
@@ -88,13 +88,13 @@ def _bucket(M: int) -> int:
     return triton.next_power_of_2(M)
 
 
-def _output(x: Tensor, product: Product, tile: Tile, sums: torch.dtype) -> Tensor:
+def _output(x: Tensor, product: Product, tile: OutputTile, sums: torch.dtype) -> Tensor:
     if tile.SPLITS == 1:
         return torch.empty((x.shape[0], product.N), dtype=product.out_dtype, device=x.device)
     return torch.empty((tile.SPLITS, x.shape[0], product.N), dtype=sums, device=x.device)
 
 
-def _grid(M: int, N: int, tile: Tile) -> tuple[int, int, int]:
+def _grid(M: int, N: int, tile: OutputTile) -> tuple[int, int, int]:
     return triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N), tile.SPLITS, 1
 
 
@@ -110,12 +110,12 @@ def added(parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias:
 
 
 @cache
-def _constants(weight: Weight, tile: Tile, warps: int) -> dict[str, object]:
+def _constants(weight: Weight, tile: OutputTile, warps: int) -> dict[str, object]:
     return {"W": weight, "T": tile, "num_warps": warps}
 
 
 @cache
-def _constants_of_codes(codes: Codes, tile: Tile, warps: int) -> dict[str, object]:
+def _constants_of_codes(codes: ScaledWeight, tile: OutputTile, warps: int) -> dict[str, object]:
     return {"C": codes, "T": tile, "num_warps": warps}
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from rooftile.runtime.launch import Kernel
 
 
-class Codes(NamedTuple):
+class ScaledWeight(NamedTuple):
     """All that a kernel is compiled for of a weight in FP8 or INT8."""
 
     FORMAT: str

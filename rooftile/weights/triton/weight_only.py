@@ -15,7 +15,7 @@ from rooftile.runtime.launch import Kernel
 from rooftile.weights.triton.unpacked import weights
 
 
-class Tile(NamedTuple):
+class OutputTile(NamedTuple):
     """A program's tile of the output, and how K is split."""
 
     BLOCK_M: int

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, INT8
-from rooftile.numerics.kernels import codes_of
+from rooftile.numerics.row_kernels import codes_of
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.formats import WeightFormat
 
 
-class Codes(NamedTuple):
+class RoundingConfig(NamedTuple):
     """The compile-time configuration."""
 
     K: int
@@ -211,7 +211,7 @@ def constants_of(
     # no fraction is above all 23 bits
     fraction = int((largest / 2**exponent - 1) * 2**23) if scales == "round_up" else 1 << 23
     is_integer = rule != "exponent" and kind.name != "fp8"
-    codes = Codes(
+    codes = RoundingConfig(
         K, K // group, group, parts, width, rule, largest, exponent, fraction, is_integer, kind.is_packed, masked, inside
     )
     return {"CODES": codes, "num_warps": min(max(parts * width // 512, 1), 16)}

@@ -123,9 +123,9 @@ def _run(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if w.is_meta or not w.numel():
         return _fake(w, mask)
     if kernels_run_on(w):
-        from rooftile.weights.two_four import kernels
+        from rooftile.weights.two_four import compression_kernels
 
-        values, places, flag = kernels.compress(w, mask)
+        values, places, flag = compression_kernels.compress(w, mask)
         if is_raised(flag):
             _check_mask(mask)
         return values, places
@@ -153,9 +153,9 @@ def _run_dense(values: Tensor, places: Tensor, K: int) -> Tensor:
     if values.is_meta or not values.numel():
         return _fake_dense(values, places, K)
     if kernels_run_on(values):
-        from rooftile.weights.two_four import kernels
+        from rooftile.weights.two_four import compression_kernels
 
-        return kernels.dense(values, places, K)
+        return compression_kernels.dense(values, places, K)
     return definition.dense(values, places, K)
 
 

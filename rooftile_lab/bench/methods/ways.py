@@ -16,7 +16,7 @@ from rooftile.approximate.routing.definition import normed
 from rooftile.cost import approximate as cost
 from rooftile.cost.approximate import Cost
 from rooftile.exact.masks import CAUSAL, FULL, Mask
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile_lab.bench.methods.way import Sizes, Tensors, Way, words_of
 
 
@@ -174,7 +174,7 @@ class Loki(Way):
         if len(x.beside) > 1 and not x.choices:
             loki, cache, leading = x.beside
             q = loki.turn(x.leaves[0])[:, 0]
-            return paged.decode(q, cache, leading, keep=self.keep, asked=Asked(scale=q.shape[-1] ** -0.5))[:, None]
+            return paged.decode(q, cache, leading, keep=self.keep, settings=CallSettings(scale=q.shape[-1] ** -0.5))[:, None]
         return x.beside[0].attend(*x.leaves, backend=backend, page=self.page, turned=True, unit="page", **x.choices)
 
     def chosen(self, x: Tensors) -> Tensors:

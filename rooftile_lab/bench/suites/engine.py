@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rooftile.cost.session import Session
-from rooftile.diagnosis import decode_step
+from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
 from rooftile_lab.bench.driver import fitted

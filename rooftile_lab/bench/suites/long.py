@@ -18,7 +18,7 @@ import torch
 
 from rooftile.cost import roof
 from rooftile.cost.session import Session
-from rooftile.diagnosis import ncu
+from rooftile.diagnosis.counts import ncu
 from rooftile.exact.cases import CASES as PROBLEMS
 from rooftile.hardware.clock import Work
 from rooftile_lab.bench.peers import provider_named

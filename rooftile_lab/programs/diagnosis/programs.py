@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rooftile.diagnosis.decode_step import DecodeSizes, decoding
+from rooftile.diagnosis.programs.decode_step import DecodeSizes, decoding
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.build import build_engine
 from rooftile_lab.bench.models import decoder_named

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from rooftile.cost.session import Session, open_session
-from rooftile.diagnosis import ncu
+from rooftile.diagnosis.counts import ncu
 from rooftile_lab.bench.results import Row
 from rooftile_lab.programs.ladder.run import RUNGS, case_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile.cost import roof
 from rooftile.cost.session import open_session
-from rooftile.diagnosis import ncu
+from rooftile.diagnosis.counts import ncu
 from rooftile.exact.cases import CASES, Case, Inputs
 from rooftile.hardware.clock import clock_for, take_turns
 from rooftile_lab.bench.peers import provider_named

@@ -123,10 +123,10 @@ class Prepared(NamedTuple):
 def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[str, Callable[[], Any]]:
     """The kernels of a variant, by their phase."""
     from rooftile.approximate.native_sparse.selected import kernels
-    from rooftile.approximate.native_sparse.selected.kernels.shape import Launch
+    from rooftile.approximate.native_sparse.selected.kernels.shape import LaunchOptions
 
     # dq fills in the rests of rows, which dk and dv read
-    known, launch = (x.do, x.lse, x.delta, torch.zeros_like(x.lse), x.q, x.k, x.v), Launch(variant.warps, variant.stages)
+    known, launch = (x.do, x.lse, x.delta, torch.zeros_like(x.lse), x.q, x.k, x.v), LaunchOptions(variant.warps, variant.stages)
     return {
         "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, launch),
         "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, launch),
@@ -137,7 +137,7 @@ def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[
             x.cu,
             x.scale,
             x.block,
-            Launch(max(variant.warps, 4), variant.stages),
+            LaunchOptions(max(variant.warps, 4), variant.stages),
             variant.each,
             variant.queries,
         ),

@@ -171,7 +171,7 @@ def test_the_library_is_tried_in_each_kind_of_number(library: Library, monkeypat
 def test_kernels_of_ours_have_no_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     asked = backends.SparseProductCall(torch.empty(3, K), None, backends.Sparse(*weight_tensors(coded("int8")[0])), None,
-                          backends.Product(N, K, torch.bfloat16, False))  # fmt: skip
+                          backends.SparseProduct(N, K, torch.bfloat16, False))  # fmt: skip
     assert "values in int8; has bfloat16, float16, FP8" in list(backends._refusals_of_ours(asked, "triton"))
 
 
@@ -253,7 +253,7 @@ def test_the_librarys_product_by_its_documentation(
     monkeypatch.setattr(cusparselt, "algorithm_for", lambda device, dtype: algorithm)
     weight = weight_of(torch.bfloat16) if format is None else coded(format)[0]
     parts, bias = backends.Sparse(*weight_tensors(weight)), torch.randn(N).bfloat16()
-    product = backends.Product(N, K, torch.bfloat16, False)
+    product = backends.SparseProduct(N, K, torch.bfloat16, False)
     for rows in (65, 100, 128):
         x = torch.randn(rows, 2 * K).bfloat16()[:, ::2]
         given = None if format is None else quantise_rows(x, format)
@@ -306,7 +306,7 @@ def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytes
 )
 def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str, without_hopper: str) -> None:
     weight = weight_of(torch.bfloat16)
-    product = backends.Product(N, K, torch.bfloat16, False)
+    product = backends.SparseProduct(N, K, torch.bfloat16, False)
     asked = backends.SparseProductCall(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert backends.order(asked)[0] == first
     assert next(name for name in backends.order(asked) if name != "hopper") == without_hopper
@@ -322,7 +322,7 @@ def test_a_plan_and_a_launch_have_the_same_few_rows(
     device = torch.device("cuda", 0)
     assert backends.last_of_ours(device) == few
     weight = weight_of(torch.bfloat16)
-    product = backends.Product(N, K, torch.bfloat16, False)
+    product = backends.SparseProduct(N, K, torch.bfloat16, False)
     for rows in (1, 64, 65, 128, 129, 500):
         asked = backends.SparseProductCall(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
         runs = [name for name in backends.order(asked) if name != "hopper" or capability == (9, 0)]
@@ -337,7 +337,7 @@ def test_a_plan_and_a_launch_have_the_same_few_rows(
 def test_hoppers_kernel_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     weight = compress(w := some(48, 128), two_four(w))
-    product = backends.Product(48, 128, torch.float32, False)
+    product = backends.SparseProduct(48, 128, torch.float32, False)
     asked = backends.SparseProductCall(torch.empty(3, 128), None, backends.Sparse(*weight_tensors(weight)), None, product)
     assert list(backends._hopper_refusals(asked, (8, 9))) == ["compute capability 8.9; needs 9.0 (Hopper)"]
     assert not list(backends._hopper_refusals(asked, (9, 0)))

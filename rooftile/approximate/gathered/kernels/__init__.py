@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.gathered.kernels import gradients, outputs, sums
-from rooftile.approximate.gathered.lists import Lists, slots_of
+from rooftile.approximate.gathered.lists import RowLists, slots_of
 
 Results = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Results:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float) -> Results:
     """Returns o (B, T, H, Dv), and lse and outputs for the backward: see `attention.attend`."""
     parts, lse = outputs.forward(q, k, v, lists, scale)
     if not lists.joins:
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Resu
     return *sums.join(parts, lse, v), parts.new_empty(0)
 
 
-def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> Results:
+def backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float) -> Results:
     """Returns dq, dk and dv from contiguous do, and o and lse as `gradients.backward` takes them."""
     if lists.joins:
         dq, dk, dv = gradients.backward(do, o, lse, q, k, v, lists, scale)

@@ -25,7 +25,7 @@ from rooftile.approximate.gathered.kernels.shape import (
     tile_of_group,
     weights,
 )
-from rooftile.approximate.gathered.lists import Lists
+from rooftile.approximate.gathered.lists import RowLists
 from rooftile.exact.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.runtime.launch import Kernel
 
@@ -222,7 +222,7 @@ _start_q, _start_kv = Kernel(_backward_q), Kernel(_backward_kv)
 
 
 def backward(
-    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the parts of dq, dk and dv in fp32, a part per round or group, from contiguous do (B, T, H, Dv).
 

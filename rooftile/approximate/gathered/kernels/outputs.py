@@ -24,7 +24,7 @@ from rooftile.approximate.gathered.kernels.shape import (
     tile_of_group,
     weights,
 )
-from rooftile.approximate.gathered.lists import Lists
+from rooftile.approximate.gathered.lists import RowLists
 from rooftile.exact.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.runtime.launch import Kernel
 
@@ -128,7 +128,7 @@ def _forward(
 _start = Kernel(_forward)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: RowLists, scale: float) -> tuple[Tensor, Tensor]:
     """Returns o and lse of each row of each round, lse as two numbers (see `shape.store_lse`).
 
     For "lists" in the order of the list, (B, H, N, Dv) and (B, H, N, 2); else by place, (R, B, T, H, Dv) and (R, B, T, H, 2).
@@ -146,17 +146,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
     return o, lse
 
 
-def tensors_of(lists: Lists) -> tuple[Tensor, ...]:
+def tensors_of(lists: RowLists) -> tuple[Tensor, ...]:
     """The lists as a kernel takes them: what is not there is not read."""
     marks, lows = (lists.rows if x is None else x for x in (lists.marks, lists.lows))
     return lists.rows, lists.keys, marks, lows
 
 
-def numbers_of(lists: Lists) -> tuple[int, int, int]:
+def numbers_of(lists: RowLists) -> tuple[int, int, int]:
     """Groups, and their widths."""
     return lists.groups, lists.width, lists.key_width
 
 
-def low_rounds(lists: Lists) -> int:
+def low_rounds(lists: RowLists) -> int:
     """The rounds of which each row has its lowest key."""
     return 1 if lists.lows is None else lists.lows.shape[1]

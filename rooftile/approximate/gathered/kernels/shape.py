@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.gathered.lists import Lists
+from rooftile.approximate.gathered.lists import RowLists
 from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 
@@ -18,7 +18,7 @@ from rooftile.runtime.launch import Kernel
 HIDDEN = tl.constexpr(2**30)
 
 
-class Shape(NamedTuple):
+class GatheredShape(NamedTuple):
     """The compile-time configuration."""
 
     ROWS: int  # rows of a tile of queries
@@ -122,7 +122,7 @@ def load_lse(lse_ptr, place, mask):
     return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(lse_ptr + 2 * place + 1, mask=mask, other=0.0)
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, lists: Lists, phase: str, hopper: bool | None = None) -> Shape:
+def shape_of(q: Tensor, k: Tensor, v: Tensor, lists: RowLists, phase: str, hopper: bool | None = None) -> GatheredShape:
     """The configuration of a call, phase "forward", "dq" or "dkdv"; hopper: None asks the device of q."""
     padded_d, padded_v = (max(16, padded(x.shape[-1])) for x in (q, v))
     hopper = q.is_cuda and _is_hopper(q.get_device()) if hopper is None else hopper
@@ -131,7 +131,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, lists: Lists, phase: str, hopper: 
     rounds = 1 if lists.marks is None else lists.marks.shape[1]
     own = lists.kind != "lists" and lists.rows.shape[0] == 1
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    return Shape(
+    return GatheredShape(
         rows, keys, q.shape[2] // k.shape[2], q.shape[2] // v.shape[2], rounds, lists.before, lists.kind, lists.causal, own,
         False, q.shape[-1], v.shape[-1], padded_d, padded_v, precision,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def padded(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def launch(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[object, ...], shape: Shape) -> None:
+def launch(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[object, ...], shape: GatheredShape) -> None:
     """Launches a kernel, and again for the tiles that held a NaN; tensors and numbers are its arguments but for their flags.
 
     Setting NaN aside takes registers that every program would have to hold, so it is a launch of its own.
@@ -167,12 +167,12 @@ def launch(kernel: Kernel, programs: int, tensors: tuple[Tensor, ...], numbers: 
 
 
 @cache
-def _constants(shape: Shape) -> dict[str, object]:
+def _constants(shape: GatheredShape) -> dict[str, object]:
     # a launch knows its constants by their identity
     return {"SHAPE": shape, "num_warps": warps_of(shape), "num_stages": 2}
 
 
-def warps_of(shape: Shape) -> int:
+def warps_of(shape: GatheredShape) -> int:
     """Warps of a program: four, and eight where a row's sums are wide and rows are many, or products are no matrix instructions."""
     pairs, wide = shape.ROWS * shape.KEYS, max(shape.BLOCK_D, shape.BLOCK_DV) > 64
     return 8 if (pairs >= 4096 and wide) or (pairs >= 1024 and shape.PRECISION == "ieee") else 4

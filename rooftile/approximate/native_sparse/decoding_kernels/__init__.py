@@ -1,9 +1,9 @@
 """Native Sparse Attention of one query per sequence, in five launches that read a paged cache where it lies.
 
-    compressed  attention to the compressed keys, in parts, and sums of their weights by blocks
-    choice      the scores of blocks, and the best of each group of heads
-    tokens      the selected and the near branch, in parts
-    merge       parts to branches, branches to the output by their gates
+    compressed    attention to the compressed keys, in parts, and sums of their weights by blocks
+    block_choice  the scores of blocks, and the best of each group of heads
+    tokens        the selected and the near branch, in parts
+    merge         parts to branches, branches to the output by their gates
 
 Everything has the shape of the block tables, so no length is read from the device and a CUDA graph can hold it. Between the
 launches are a few numbers per row, block and part; `rooftile.cost.approximate.native_sparse_decode` counts the bytes.
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.native_sparse.decoding_kernels import choice, compressed, merge, tokens
-from rooftile.approximate.native_sparse.decoding_kernels.shape import Shape, parts_of, refusal, shape_of
+from rooftile.approximate.native_sparse.decoding_kernels import block_choice, compressed, merge, tokens
+from rooftile.approximate.native_sparse.decoding_kernels.shape import DecodingShape, parts_of, refusal, shape_of
 from rooftile.runtime.launch import device_of
 
 __all__ = ["decode", "refusal"]
@@ -45,13 +45,13 @@ def decode(
     constants = _constants(shape)
     with device_of(q):
         compressed.launch(q, kc, vc, table, lengths, parts, sums, reference, shape, constants, scale)
-        choice.launch(sums, reference, *parts[1:], lengths, chosen, shape)
+        block_choice.launch(sums, reference, *parts[1:], lengths, chosen, shape)
         tokens.launch(q, k, v, near_k, near_v, table, near_table, lengths, chosen, parts, shape, constants, scale)
         merge.launch(parts, gates.contiguous(), o, shape)
     return o
 
 
 @cache
-def _constants(shape: Shape) -> dict[str, Any]:
+def _constants(shape: DecodingShape) -> dict[str, Any]:
     """One dictionary per shape: a launch knows it by its identity."""
     return {"SHAPE": shape, "num_warps": 4} | shape.options

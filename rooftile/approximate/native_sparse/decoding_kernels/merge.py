@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rooftile.approximate.native_sparse.decoding_kernels.shape import Shape, parts_of
+from rooftile.approximate.native_sparse.decoding_kernels.shape import DecodingShape, parts_of
 from rooftile.runtime.dependent_launch import wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
@@ -54,7 +54,7 @@ def launch(parts, gates, o, shape) -> None:
 
 
 @cache
-def constants_of(shape: Shape) -> dict[str, Any]:
+def constants_of(shape: DecodingShape) -> dict[str, Any]:
     """Returns the compile-time constants of a launch."""
     # a row is small, and more warps would wait for each other at every sum
     return {"SHAPE": shape, "num_warps": 1} | shape.options

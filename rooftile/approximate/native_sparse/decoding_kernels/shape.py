@@ -19,7 +19,7 @@ MOST_SPLITS = 32
 LARGEST_BYTES = 32768
 
 
-class Shape(NamedTuple):
+class DecodingShape(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
@@ -78,7 +78,7 @@ def store_part(acc_ptr, top_ptr, total_ptr, acc, m, l, place, there, SHAPE: tl.c
     tl.store(acc_ptr + place[:, None] * SHAPE.DV + dv[None, :], acc, mask=there[:, None] & (dv < SHAPE.DV)[None, :])
 
 
-def parts_of(shape: Shape) -> int:
+def parts_of(shape: DecodingShape) -> int:
     """How many parts a row has in all branches."""
     return shape.SPLITS + shape.CHOSEN + shape.NEAR
 
@@ -105,7 +105,7 @@ def padded(n: int) -> int:
     return max(int(triton.next_power_of_2(n)), 16)
 
 
-def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes: Any) -> Shape:
+def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes: Any) -> DecodingShape:
     """The configuration of a call with queries (B, H, D)."""
     (B, H, D), block_size, stride, length = q.shape, sizes["block_size"], sizes["stride"], sizes["length"]
     ratio = block_size // stride
@@ -118,7 +118,7 @@ def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes:
     each = _power_of_two(groups * (chosen + near) // PROGRAMS, 4)
     splits = _power_of_two(PROGRAMS // groups, MOST_SPLITS)
     rows, block_d, block_dv, block_c = (padded(x) for x in (H // Hk, D, dim_v, sizes["count"]))
-    return Shape(
+    return DecodingShape(
         H // Hk, rows, D, dim_v, block_d, block_dv, size, size // stride, length, stride, block_size, sizes["count"],
         sizes["first"], sizes["local"], window, keys, ratio, aligned, keys // aligned, block_c, tokens, splits, each,
         -(-chosen // each), -(-near // each), "ieee" if q.dtype.itemsize == 4 else "tf32", overlaps(q.device)["PDL"],

@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftile.approximate.native_sparse.selected.plain import is_far
 
 
-class Step(NamedTuple):
+class ChosenBlock(NamedTuple):
     """One block of keys of one head, and the queries that chose it."""
 
     hk: int
@@ -94,7 +94,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def _steps(chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> Iterator[Step]:
+def _steps(chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> Iterator[ChosenBlock]:
     """Yields every block of keys that a query chose, with its queries."""
     total, Hk, _ = chosen.shape
     row = torch.arange(total)
@@ -118,7 +118,7 @@ def _steps(chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> Iterator[S
         one = int(rows[0])
         stop = min(begin_key + block, int(first[one] + S[one]))
         place = begin_key - first[one] + token[: stop - begin_key]
-        yield Step(hk, rows, slice(begin_key, stop), (place <= position[rows, None])[:, None])
+        yield ChosenBlock(hk, rows, slice(begin_key, stop), (place <= position[rows, None])[:, None])
 
 
 def _by_head(x: Tensor, Hk: int) -> Tensor:

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
+from rooftile.diagnosis.watching.compiled import GeneratedKernel
 from rooftile.errors import Unsupported
 
 # a slice that is this many times larger than the cache does not stay in it

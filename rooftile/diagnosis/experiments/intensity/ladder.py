@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.smaller.rules import GATHERS
+from rooftile.diagnosis.watching.compiled import GeneratedKernel
 from rooftile.errors import Unsupported
 
 _COMPILED: dict[tuple[Any, ...], Callable[..., Any]] = {}

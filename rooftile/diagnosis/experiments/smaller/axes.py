@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes, operator_name
 from rooftile.diagnosis.experiments.smaller.lists import is_listed, of_lists
 from rooftile.diagnosis.experiments.smaller.rules import CHECK_SIZES, PRODUCTS, RESULTS, RULES, Places
+from rooftile.diagnosis.watching.compiled import GeneratedKernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftile.diagnosis.compiled import GeneratedKernel
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, SmallerCall, piece
+from rooftile.diagnosis.watching.compiled import GeneratedKernel
 from rooftile.errors import Unsupported
 
 SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)

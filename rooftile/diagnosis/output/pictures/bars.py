@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rooftile.diagnosis.output.rows import Op, StepSummary
+from rooftile.diagnosis.output.json_rows import Op, StepSummary
 from rooftile.diagnosis.remedies.remedy import Remedy, together
 from rooftile.drawing.labels import LETTER
 from rooftile.drawing.page import Chart, Table, safe

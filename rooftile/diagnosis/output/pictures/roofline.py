@@ -11,8 +11,8 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from rooftile.diagnosis.output.json_rows import Op, StepSummary
 from rooftile.diagnosis.output.pictures.roofs import DrawnRoof, Spot, roofs, spot, under
-from rooftile.diagnosis.output.rows import Op, StepSummary
 from rooftile.diagnosis.remedies.remedy import DTYPE, Remedy
 from rooftile.drawing.labels import Box, Crowd, around
 from rooftile.drawing.page import Chart, Table, safe

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.drawing.units import count
 
 # roofs nearer to each other than this are one line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.output.json_rows import Op
 from rooftile.drawing.labels import LETTER
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Point, even, path, svg, text, y_grid

@@ -135,14 +135,14 @@ def chains_of_tensors(calls: Sequence[StepCall], kept: Collection[int] = ()) -> 
     groups: list[tuple[set[int], list[int]]] = []
     for index, call in enumerate(calls):
         own, members = {t for t in {*call.reads, *call.writes} if t in written}, [index]
-        apart = []
+        separate = []
         for tensors, others in groups:
             if tensors & own:
                 own |= tensors
                 members = [*others, *members]
             else:
-                apart.append((tensors, others))
-        groups = [*apart, (own, members)]
+                separate.append((tensors, others))
+        groups = [*separate, (own, members)]
     return [_chain(sorted(members), calls, {}, kept) for _, members in groups if len(members) > 1]
 
 

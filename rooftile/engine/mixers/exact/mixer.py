@@ -11,37 +11,37 @@ from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.engine.mixers.exact.step import ExactStep
 from rooftile.engine.mixers.exact.trials import trials
 from rooftile.engine.mixers.mixer import Largest, Mixer
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.exact.paged_route import MOST_GATHERED, route
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, PagedKeys
 from rooftile.models import Attend, Decoder
 
 
-class Exact(Mixer):
+class ExactMixer(Mixer):
     """Layers with exact attention, with or without windows; each keeps all its keys and values."""
 
     kernels: ClassVar[tuple[str, ...]] = (
         "exact.backends.triton.paged_decode", "exact.backends.triton.paged_fwd", "exact.backends.triton.flash_fwd",
-        "kvcache.kernels",
+        "kvcache.page_kernels",
     )  # fmt: skip
 
     def specs(self) -> tuple[CacheSpec, ...]:
         return (PagedKeys(self.layers, self.shape.kv_heads, self.shape.head_dim),)
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
-        self.caches, self.asked, self.masks = caches, asked, masks_of(decoder.config)
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
+        self.caches, self.settings, self.masks = caches, settings, masks_of(decoder.config)
 
-    def on(self, step: Step) -> Attend:
-        return ExactStep(self.caches, self.masks, self.asked, step)
+    def on(self, step: StepTokens) -> Attend:
+        return ExactStep(self.caches, self.masks, self.settings, step)
 
     def working_bytes(self, largest: Largest) -> int:
         return gathered_bytes(2 * self.shape.kv_heads * self.shape.head_dim, self.config.block_size, largest)
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         return trials(trial)
 
 

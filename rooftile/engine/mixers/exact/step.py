@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import PagedKV, Rotation
 from rooftile.kvcache.caches import Caches
 
@@ -21,13 +21,13 @@ class ExactStep:
     Args:
         caches: the caches.
         masks: the mask of each layer.
-        asked: scale, softcap and the like.
+        settings: scale, softcap and the like.
         step: where the tokens are.
     """
 
-    def __init__(self, caches: Caches, masks: tuple[Mask, ...], asked: Asked, step: Step) -> None:
+    def __init__(self, caches: Caches, masks: tuple[Mask, ...], settings: CallSettings, step: StepTokens) -> None:
         self.pages, self.places = caches.pages, caches.places
-        self.masks, self.asked, self.step = masks, asked, step
+        self.masks, self.settings, self.step = masks, settings, step
         # layers differ only in their masks: a call prepared for one layer serves all with the same mask
         self._prepared: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
 
@@ -58,5 +58,5 @@ class ExactStep:
     def _attend(self, layer: int, q: Tensor, cache: PagedKV) -> Tensor:
         kind = self.masks[layer], q.dim() == 4
         if kind not in self._prepared:
-            self._prepared[kind] = prepare_paged(q, cache, self.masks[layer], asked=self.asked)
+            self._prepared[kind] = prepare_paged(q, cache, self.masks[layer], settings=self.settings)
         return self._prepared[kind](q, cache)[0]

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.mixers.exact.masks import masks_of
-from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
+from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
 from rooftile.exact.paged_route import LONG_PROMPT, Route, route
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import Copy, PagedKV, Pages
 from rooftile.models import Decoder
 
 
-def trials(trial: Trial) -> list[Callable[[], None]]:
+def trials(trial: TrialSetup) -> list[Callable[[], None]]:
     """Returns the jobs that compile the kernels of a model's exact layers, longest first."""
     config, size = trial.config, trial.size
     decoder = Decoder(trial.small(), dtype=trial.dtype, device=trial.device)
@@ -27,7 +27,7 @@ def trials(trial: Trial) -> list[Callable[[], None]]:
     masks = tuple(dict.fromkeys(masks_of(config)))
     if trial.deterministic:
         # one kernel reads chunks of any length, and no other attention runs
-        read = partial(_read_prompts, decoder, pages, asked=Asked(config.scale, config.softcap, deterministic=True))
+        read = partial(_read_prompts, decoder, pages, settings=CallSettings(config.scale, config.softcap, deterministic=True))
         return [
             *(partial(read, mask, (SHORT,), room=room) for mask in masks for room in (0, trial.longest)),
             partial(_decode_alone, decoder, pages, ()),
@@ -45,7 +45,7 @@ def trials(trial: Trial) -> list[Callable[[], None]]:
 
 
 def _read_prompts(
-    decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, asked: Asked | None = None, room: int = 0
+    decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, settings: CallSettings | None = None, room: int = 0
 ) -> None:
     """Runs attention of prompts, all of them in the first block, since the values do not matter.
 
@@ -57,7 +57,7 @@ def _read_prompts(
         table = torch.zeros(1, -(-max(tokens, room) // pages.storage.shape[3]), dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         q, _, _ = _projected(decoder, tokens)
-        _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends), asked)
+        _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends), settings)
 
 
 def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
@@ -80,6 +80,6 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, asked: Asked | None = None) -> None:
+def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, settings: CallSettings | None = None) -> None:
     config = decoder.config
-    prepare_paged(q, cache, mask, asked=asked or Asked(config.scale, config.softcap))(q, cache)
+    prepare_paged(q, cache, mask, settings=settings or CallSettings(config.scale, config.softcap))(q, cache)

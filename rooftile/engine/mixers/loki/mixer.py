@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rooftile.approximate import LokiLayers
 from rooftile.approximate.loki import decoding as paged
-from rooftile.engine.mixers.exact.mixer import Exact
+from rooftile.engine.mixers.exact.mixer import ExactMixer
 from rooftile.engine.mixers.exact.step import ExactStep
 from rooftile.engine.mixers.loki.calibration import sample_of
 from rooftile.engine.mixers.mixer import Largest
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.fused.rope import rotate
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.caches import Caches
@@ -33,11 +33,11 @@ from rooftile.models import Attend, Decoder, ModelConfig
 LEADING = "leading dims"
 
 
-class Loki(Exact):
+class LokiMixer(ExactMixer):
     """Layers with attention, of which answers read only a share of the keys; prompts read all of them."""
 
     # tokens of a prompt read all keys, and tokens of an answer read the pages that they choose
-    prompts_apart: ClassVar[bool] = True
+    separates_prompts: ClassVar[bool] = True
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
         super().__init__(shape, layers, config)
@@ -65,21 +65,21 @@ class Loki(Exact):
         pages = -(-largest.length // self.config.block_size)
         return super().working_bytes(largest) + 24 * largest.answers * self.shape.heads * pages
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
-        super().begin(decoder, caches, asked)
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
+        super().begin(decoder, caches, settings)
         self.rotations = {n: self.fitted.layers[n].p.to(caches.pages.storage.device) for n in self.layers}
         plane = caches.pages.planes[LEADING]  # (blocks, layers, size, Hk, r)
         self.leading = {n: plane[:, place] for place, n in enumerate(self.layers)}
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         return LokiStep(self, step)
 
 
 class LokiStep(ExactStep):
     """Loki in one step."""
 
-    def __init__(self, whole: Loki, step: Step) -> None:
-        super().__init__(whole.caches, whole.masks, whole.asked, step)
+    def __init__(self, whole: LokiMixer, step: StepTokens) -> None:
+        super().__init__(whole.caches, whole.masks, whole.settings, step)
         self.whole = whole
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
@@ -100,7 +100,7 @@ class LokiStep(ExactStep):
             return super().decode(layer, q)
         assert self.step.single is not None
         cache = self.pages.view(self.places[layer], *self.step.narrow(*self.step.single))
-        return paged.decode(q, cache, self.whole.leading[layer], keep=self.whole.fitted.keep, asked=self.asked)
+        return paged.decode(q, cache, self.whole.leading[layer], keep=self.whole.fitted.keep, settings=self.settings)
 
 
 def turned(x: Tensor, p: Tensor) -> Tensor:

@@ -16,22 +16,22 @@ from rooftile.engine.mixers.exact.mixer import gathered_bytes
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.native_sparse.step import SparseAttention, reads_in_place, specs_of
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec
 from rooftile.models import Attend, Decoder, ModelConfig
 
 
-class NativeSparse(Mixer):
+class NativeSparseMixer(Mixer):
     """Layers with Native Sparse Attention."""
 
     kernels: ClassVar[tuple[str, ...]] = (
-        "approximate.native_sparse.selected.kernels.choice", "approximate.native_sparse.selected.kernels.gated_sum",
-        "approximate.native_sparse.decoding_kernels", "exact.backends.triton.flash_fwd", "kvcache.kernels",
+        "approximate.native_sparse.selected.kernels.block_choice", "approximate.native_sparse.selected.kernels.gated_sum",
+        "approximate.native_sparse.decoding_kernels", "exact.backends.triton.flash_fwd", "kvcache.page_kernels",
     )  # fmt: skip
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
@@ -79,14 +79,14 @@ class NativeSparse(Mixer):
         gathered = gathered_bytes(2 * shape.kv_heads * shape.head_dim, self.config.block_size, largest)
         return gathered + copied + decoding
 
-    def begin(self, decoder: Decoder, caches: Caches, asked: Asked) -> None:
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         self.attention = SparseAttention(decoder, caches)
 
-    def on(self, step: Step) -> Attend:
+    def on(self, step: StepTokens) -> Attend:
         return self.attention.on(step)
 
     @classmethod
-    def trials(cls, trial: Trial) -> Sequence[Callable[[], None]]:
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         if trial.deterministic:
             return ()
         layer = SparseLayer(trial)

@@ -17,10 +17,10 @@ from rooftile.approximate.native_sparse import decoding as paged
 from rooftile.approximate.native_sparse.attention import far_and_chosen, with_near
 from rooftile.approximate.native_sparse.selected.attention import attend_in_pages, refusal
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
-from rooftile.engine.mixers.step import Step
+from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import CAUSAL, Window
-from rooftile.exact.spec import Asked
+from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import PagedKV, Rotation
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.operators import write
@@ -60,14 +60,14 @@ class SparseAttention:
         self.compressions = {n: cast(Compression, decoder.layers[n].compression) for n in sparse}
         # (blocks, sparse layers, 2, size / stride, Hk, D)
         plane = pages.planes[COMPRESSED]
-        assert pages.near is not None
-        self.near_pages = pages.near
+        assert pages.window_pages is not None
+        self.window_pages = pages.window_pages
         # the layers of the rows, of keys that are not yet compressed and of the near branch
         self.raw = {n: 2 * place for place, n in enumerate(sparse)}
         self.near = {n: 2 * place + 1 for place, n in enumerate(sparse)}
         self.compressed: dict[int, Pair] = {n: (plane[:, place, 0], plane[:, place, 1]) for place, n in enumerate(sparse)}
 
-    def on(self, step: Step) -> SparseStep:
+    def on(self, step: StepTokens) -> SparseStep:
         """Returns what computes these layers in one step."""
         return SparseStep(self, step)
 
@@ -87,7 +87,7 @@ def _completes(positions: Tensor, length: int, stride: int) -> Tensor:
 class SparseStep:
     """Native Sparse Attention in one step: see `SparseAttention`."""
 
-    def __init__(self, whole: SparseAttention, step: Step) -> None:
+    def __init__(self, whole: SparseAttention, step: StepTokens) -> None:
         self.whole, self.step, self.sizes = whole, step, whole.sizes
         self.size = step.size
         length, stride = self.sizes.length, self.sizes.stride
@@ -146,11 +146,11 @@ class SparseStep:
         whole, heads = self.whole, k.shape[1] // BRANCHES
         keys, values = k.split(heads, dim=1), v.split(heads, dim=1)
         q = whole.pages.write_and_rotate(whole.places[layer], q, keys[1], values[1], self.step.cells, rotation)
-        whole.near_pages.write(whole.raw[layer], keys[0], values[0], self.near_cells, rotation)
-        whole.near_pages.write(whole.near[layer], keys[2], values[2], self.near_cells, rotation)
+        whole.window_pages.write(whole.raw[layer], keys[0], values[0], self.near_cells, rotation)
+        whole.window_pages.write(whole.near[layer], keys[2], values[2], self.near_cells, rotation)
         if len(self.written):
             compression = whole.compressions[layer]
-            kc, vc = (compression(x[self.read], which) for which, x in enumerate(whole.near_pages.layer(whole.raw[layer])))
+            kc, vc = (compression(x[self.read], which) for which, x in enumerate(whole.window_pages.layer(whole.raw[layer])))
             write(kc, vc, *whole.compressed[layer], self.written, None)
         return q
 
@@ -166,9 +166,9 @@ class SparseStep:
             pages = whole.pages.layer(whole.places[layer])
             middle.append(attend_in_pages(one, *pages, blocks, length, chosen[0], block_size=sizes.block_size, scale=whole.scale))
         assert self.near_prompts is not None
-        near = PagedKV(*whole.near_pages.layer(whole.near[layer]), *self.near_prompts)
+        near = PagedKV(*whole.window_pages.layer(whole.near[layer]), *self.near_prompts)
         if self._prepared is None:
-            self._prepared = prepare_paged(q, near, CAUSAL & Window(sizes.window - 1), asked=Asked(whole.scale))
+            self._prepared = prepare_paged(q, near, CAUSAL & Window(sizes.window - 1), settings=CallSettings(whole.scale))
         return gated_sum((torch.cat(far), torch.cat(middle), self._prepared(q, near)[0]), gates)
 
     def _compressed_keys(self, layer: int, blocks: Tensor, length: int) -> Pair:
@@ -189,7 +189,7 @@ class SparseStep:
         column = begin // self.size
         rows = self.step.rows_of(blocks[column:]).long()
         own = slice(begin - column * self.size, length - column * self.size)
-        near = [x[rows].flatten(0, 1)[None, own] for x in whole.near_pages.layer(whole.near[layer])]
+        near = [x[rows].flatten(0, 1)[None, own] for x in whole.window_pages.layer(whole.near[layer])]
         o = with_near(
             q[None], compressed, (selected[0], selected[1]), (near[0], near[1]), gates[None],
             options=whole.options, window=sizes.window, **sizes.keywords(),
@@ -199,7 +199,7 @@ class SparseStep:
     def _decode(self, layer: int, q: Tensor, gates: Tensor) -> Tensor:
         """Computes single tokens (B, H, D)."""
         whole, sizes = self.whole, self.sizes
-        pages, near = whole.pages.layer(whole.places[layer]), whole.near_pages.layer(whole.near[layer])
+        pages, near = whole.pages.layer(whole.places[layer]), whole.window_pages.layer(whole.near[layer])
         return paged.decode(
             q, gates, whole.compressed[layer], pages, near, self.table, self.near_table, self.lengths,
             scale=whole.scale, window=sizes.window, **sizes.keywords(),

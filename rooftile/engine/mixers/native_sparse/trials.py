@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 import torch
 
-from rooftile.engine.caches.layout import CacheLayout, Load
+from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers.native_sparse.step import SparseAttention, specs_of
-from rooftile.engine.mixers.step import Step
-from rooftile.engine.mixers.trial import Trial
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 from rooftile.kvcache import Copy
 from rooftile.models import Decoder
@@ -19,12 +19,12 @@ from rooftile.models.mixers import BRANCHES
 class SparseLayer:
     """A layer and its cache. It runs an engine's steps, whose tokens are padding or lie in the first block."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: TrialSetup) -> None:
         config, self.size, self.device = trial.small("native_sparse"), trial.size, trial.device
         self.decoder = Decoder(config, dtype=trial.dtype, device=self.device)
         # one block to read and write, and one to copy it to
         layout = CacheLayout(self.size, specs_of(config, (0,), self.size))
-        self.caches = layout.allocate(2, Load(answers=1, tokens=1), trial.dtype, self.device)
+        self.caches = layout.allocate(2, PeakLoad(answers=1, tokens=1), trial.dtype, self.device)
         self.attention = SparseAttention(self.decoder, self.caches)
 
     def read_prompts(self, lengths: Collection[int]) -> None:
@@ -36,7 +36,7 @@ class SparseLayer:
             table = torch.zeros(1, -(-tokens // self.size), dtype=torch.int32, device=self.device)
             positions, slots, ends = (x.to(self.device) for x in (places, zeros, ends.int()))
             chunks = Chunks(tokens, table, ends[1:], ends)
-            self._run(Step(self.size, slots - 1, positions, slots, table, chunks, None, on_host))
+            self._run(StepTokens(self.size, slots - 1, positions, slots, table, chunks, None, on_host))
 
     def decode(self, rows: int) -> None:
         """Runs a step of single tokens, as a graph has it, and copies of blocks."""
@@ -44,9 +44,9 @@ class SparseLayer:
         padding, slots = torch.full((2, rows), -1, device=self.device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
         single = table, padding.int() + 1
-        self._run(Step(self.size, padding, padding, slots + 1, table, None, single, None))
+        self._run(StepTokens(self.size, padding, padding, slots + 1, table, None, single, None))
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: StepTokens) -> None:
         tokens, config = step.cells.shape[0], self.decoder.config
         heads = (config.heads, BRANCHES * config.kv_heads, BRANCHES * config.kv_heads)
         dtype, device = self.decoder.embedding.dtype, self.device

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-class Lists(NamedTuple):
+class ListPointers(NamedTuple):
     """All lists of a call, of queries or of keys, and their numbers: see the `list_numbers` and `key_list_numbers` of a call."""
 
     counts_ptr: tl.tensor

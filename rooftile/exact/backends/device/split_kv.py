@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from rooftile.exact.backends.device.visibility import Mask, first_key, last_key
+from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, last_key
 from rooftile.numerics import softmax
 from rooftile.runtime.dependent_launch import wait_for_inputs
 from rooftile.runtime.launch import Kernel
@@ -118,7 +118,7 @@ def _merge(
     # fmt: on
     """Merges a row of the sequence that crosses the boundary after a split, if that is the sequence's first boundary."""
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     ends, total = block_offsets(lengths_ptr, B, T, mask, SPEC, BATCH, BLOCK_S)
     head = tl.program_id(0)
     split = tl.program_id(1)

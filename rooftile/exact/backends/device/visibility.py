@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-class Mask(NamedTuple):
+class MaskNumbers(NamedTuple):
     """A mask's numbers, as a kernel hands them to the functions that it calls.
 
     Which of them the mask has is known when a kernel is compiled: SPEC has the flags LEFT, RIGHT, PREFIX and CHUNK. They are no

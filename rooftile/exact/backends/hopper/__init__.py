@@ -9,7 +9,7 @@
     decode       one query per sequence with a paged cache, in bf16 and FP8
     quantised    the forward in FP8 and INT8, and the kernels that quantise
 
-Each folder's `run` starts its kernels.
+Each folder's `launch_...` starts its kernels.
 
 Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -134,23 +134,23 @@ def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
 @cache
 def _launch() -> ModuleType:
     """Imports Gluon at the first call."""
-    from rooftile.exact.backends.hopper.flash_fwd import run
+    from rooftile.exact.backends.hopper.flash_fwd import launch_forward
 
-    return run
+    return launch_forward
 
 
 @cache
 def _launch_decode() -> ModuleType:
-    from rooftile.exact.backends.hopper.decode import run
+    from rooftile.exact.backends.hopper.decode import launch_decode
 
-    return run
+    return launch_decode
 
 
 @cache
 def _launch_8bit() -> ModuleType:
-    from rooftile.exact.backends.hopper.quantised import run
+    from rooftile.exact.backends.hopper.quantised import launch_8bit
 
-    return run
+    return launch_8bit
 
 
 def import_kernels() -> None:
@@ -215,10 +215,10 @@ def backward(
     bias_gradient: Callable[..., Tensor],
 ) -> Grads:
     """`repair` sets right what a NaN behind the mask spoiled, and `bias_gradient` computes a bias's (see `dispatch.LENT`)."""
-    from rooftile.exact.backends.hopper.flash_bwd import run
+    from rooftile.exact.backends.hopper.flash_bwd import launch_backward
 
     with device_of(q):
-        return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
+        return launch_backward.backward(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
 
 
 def prepare_backward(
@@ -240,8 +240,8 @@ def prepare_backward(
     It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
     have to copy one of them.
     """
-    from rooftile.exact.backends.hopper.flash_bwd import run
+    from rooftile.exact.backends.hopper.flash_bwd import launch_backward
 
     with device_of(q):
-        ready = run.prepare(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
+        ready = launch_backward.prepare(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
     return None if ready is None else on_device(ready, q.device)

@@ -36,7 +36,7 @@ class Flags(NamedTuple):
     SOFTCAP: bool
 
 
-class Tile(NamedTuple):
+class ForwardTile(NamedTuple):
     """How a program of the forward is staffed and what it holds in shared memory."""
 
     KEYS: int  # keys per block
@@ -96,7 +96,7 @@ class BackwardQueriesTile(NamedTuple):
     COPY_REGISTERS: int
 
 
-TWO = Tile(
+TWO = ForwardTile(
     KEYS=128, NUM_CONSUMERS=2, HEADS_PER_TILE=1, Q_STAGES=2, KV_STAGES=2, PING_PONG=True, Q_IN_REGISTERS=128,
     SOFTMAX_FIRST=False, LAZY=False,
     COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
@@ -130,13 +130,13 @@ class BiasKind(NamedTuple):
         return 1 if self.one_row else WARPGROUP
 
 
-def biased_tile(spec: Spec, bias: BiasKind) -> Tile:
+def biased_tile(spec: Spec, bias: BiasKind) -> ForwardTile:
     """Returns the forward's tile with a bias."""
     tile = BIASED if spec.dim > 64 else BIASED_NARROW
     return tile._replace(KEYS=128 if bias.bytes == 2 or bias.one_row else 64, BIAS_ROWS=bias.rows)
 
 
-def listed_tile(spec: Spec) -> Tile:
+def listed_tile(spec: Spec) -> ForwardTile:
     """Returns the forward's tile over lists of blocks: 128 or 64 queries, all of one list."""
     assert spec.block_size is not None
     if spec.block_size[0] % (2 * WARPGROUP):
@@ -151,7 +151,7 @@ def listed_tile(spec: Spec) -> Tile:
     return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S, LIST_BITS=spec.has_bits)
 
 
-def _tile_of_one_warpgroup(spec: Spec) -> Tile:
+def _tile_of_one_warpgroup(spec: Spec) -> ForwardTile:
     """64 queries, and what overlaps with their softmax are the products of the other program on their multiprocessor."""
     assert spec.block_size is not None
     LIST_T, LIST_S = spec.block_size
@@ -163,7 +163,7 @@ def _tile_of_one_warpgroup(spec: Spec) -> Tile:
     )  # fmt: skip
 
 
-def forward_tile(spec: Spec, T: int) -> Tile:
+def forward_tile(spec: Spec, T: int) -> ForwardTile:
     """Returns the forward's tile for T queries per sequence, without a bias."""
     if spec.dim > 128:
         return WIDE
@@ -179,7 +179,7 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     return SHORT if spec.mask == CAUSAL and T <= 512 else NARROW
 
 
-def paged_tile(spec: Spec) -> Tile:
+def paged_tile(spec: Spec) -> ForwardTile:
     """The forward's tile for keys and values in pages, or out of them, whatever the lengths: each kind takes seconds to compile.
 
     The warps that ask for a box a page need more registers. Four heads together are as fast as one in long prompts, and much

@@ -21,7 +21,7 @@ from rooftile.exact.reference.philox import keep_mask
 from rooftile.exact.spec import Options, Spec
 
 
-class Place(NamedTuple):
+class HeadSlice(NamedTuple):
     """The place of a portion in a call's tensors. Every method returns a view, to read or write."""
 
     b: int  # the sequence
@@ -68,7 +68,7 @@ class Heads:
     """One portion: G query heads for each of its key heads."""
 
     spec: Spec
-    place: Place
+    place: HeadSlice
     q: Tensor  # (heads, G, T, D), times scale
     k: Tensor  # (heads, S, D)
     v: Tensor  # (heads, S, Dv)
@@ -192,7 +192,7 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ite
             # together, heads would compute every block that one of them lists
             step = 1
         for h in range(0, Hk, step):
-            place = Place(b, rows, keys, S, h, min(h + step, Hk), spec.group)
+            place = HeadSlice(b, rows, keys, S, h, min(h + step, Hk), spec.group)
             yield _heads(q, k, v, options, spec, place)
 
 
@@ -201,7 +201,7 @@ def strip(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype).copy_(x)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place: Place) -> Heads:
+def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place: HeadSlice) -> Heads:
     wide = torch.promote_types(spec.dtype, torch.float32)
     strips = [strip(x, wide) for x in (place.of_queries(q), place.of_keys(k), place.of_keys(v))]
     lost = None
@@ -226,7 +226,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place:
     )
 
 
-def _listed(options: Options, spec: Spec, place: Place, Hk: int) -> Listed:
+def _listed(options: Options, spec: Spec, place: HeadSlice, Hk: int) -> Listed:
     blocks = Blocks(options.block_counts, options.block_indices, spec.block_size, options.block_bits)
     if isinstance(place.rows, slice):
         # packed: a place for each block of the sequence

@@ -55,7 +55,7 @@ class Constants(NamedTuple):
     forward_spec: KernelSpec  # with the head dims as the forward holds them
 
 
-class Call(NamedTuple):
+class TritonCall(NamedTuple):
     """One attention call as the launchers see it."""
 
     q: Tensor
@@ -156,7 +156,7 @@ def lists_of_keys(options: Options, q: Tensor) -> tuple[Tensor, ...]:
     return tuple([q if x is None else x for x in (options.key_counts, options.key_entries, options.block_bits)])
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> TritonCall:
     """The call; copies a tensor only if its last axis is not contiguous."""
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -167,7 +167,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ca
     else:
         (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
     constants = constants_of(spec)
-    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, {"SPEC": constants.spec})
+    return TritonCall(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, {"SPEC": constants.spec})
 
 
 @cache

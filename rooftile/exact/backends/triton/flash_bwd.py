@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.exact.backends.device.row_stats import rest_of
 from rooftile.exact.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
-from rooftile.exact.backends.triton.call import Call, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
+from rooftile.exact.backends.triton.call import TritonCall, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.exact.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.exact.reference.gradients import sinks_gradient
 from rooftile.exact.spec import Grads, Options, Spec
@@ -55,7 +55,7 @@ def prepare(
     return _plan(call_of(q, k, v, options, spec), do, dlse, o)
 
 
-def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
+def _plan(call: TritonCall, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     """The backward of tensors like the call's; it holds no tensor."""
     do_strides = strides_of(do)
     stats_of = row_stats.plan(call, strides_of(o), do_strides, has_dlse=dlse is not None)
@@ -76,7 +76,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     return run
 
 
-def _fill(call: Call, do_strides: tuple[int, ...]) -> Callable[..., None]:
+def _fill(call: TritonCall, do_strides: tuple[int, ...]) -> Callable[..., None]:
     """The launches that fill dq and the rests of far rows, then dk and dv."""
     of_keys = flash_bwd_kv.plan(call, backward_kv_walks(call.spec), do_strides)
     of_queries = flash_bwd_q.plan(call, backward_q_tile(call.spec), do_strides)

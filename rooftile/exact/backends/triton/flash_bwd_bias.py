@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.exact.backends.device.row_stats import unpack_lse_delta
-from rooftile.exact.backends.device.visibility import Mask, visible
-from rooftile.exact.backends.triton.call import Call, call_of, constants_of, strides_of
+from rooftile.exact.backends.device.visibility import MaskNumbers, visible
+from rooftile.exact.backends.triton.call import TritonCall, call_of, constants_of, strides_of
 from rooftile.exact.backends.triton.schedule import packed_tile
 from rooftile.exact.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, scaled_tanh
-from rooftile.exact.backends.triton.tiles import Tile, backward_bias_tile
+from rooftile.exact.backends.triton.tiles import BlockShape, backward_bias_tile
 from rooftile.exact.spec import Options, Spec
 from rooftile.runtime.launch import Kernel
 
@@ -45,7 +45,7 @@ def _backward_bias(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
     alibi_stride_b, alibi_stride_h = alibi_strides
     do_stride_b, do_stride_t, do_stride_h = do_strides
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     own_s = tl.program_id(0)
     own_t = tl.program_id(1)
@@ -163,7 +163,7 @@ def gradient(q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, rests: 
     return launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, strides_of(do), words, rests)
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], words: Tensor, rests: Tensor) -> Tensor:
+def launch(call: TritonCall, tile: BlockShape, do: Tensor, do_strides: tuple[int, ...], words: Tensor, rests: Tensor) -> Tensor:
     """Returns the gradient in the shape and dtype of the bias."""
     bias = call.options.bias
     heads = bias.shape[:-2] if not call.packed else (1, bias.shape[0])
@@ -186,5 +186,5 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], word
 
 
 @cache
-def _constants(spec: Spec, tile: Tile, one_row: bool, one_column: bool) -> dict[str, Any]:
+def _constants(spec: Spec, tile: BlockShape, one_row: bool, one_column: bool) -> dict[str, Any]:
     return {"SPEC": constants_of(spec).spec, "ONE_ROW": one_row, "ONE_COLUMN": one_column} | tile.constants

@@ -29,15 +29,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rooftile.exact.backends.device.listed import List, Lists, first_of_listed, seen_bits
+from rooftile.exact.backends.device.listed import List, ListPointers, first_of_listed, seen_bits
 from rooftile.exact.backends.device.row_stats import unpack_lse_delta
-from rooftile.exact.backends.device.visibility import Mask, first_position, last_position, visible
-from rooftile.exact.backends.triton.call import Call, constants_of
+from rooftile.exact.backends.device.visibility import MaskNumbers, first_position, last_position, visible
+from rooftile.exact.backends.triton.call import TritonCall, constants_of
 from rooftile.exact.backends.triton.schedule import first_of_head, first_of_sequence, place_of
 from rooftile.exact.backends.triton.scores import (
+    BackwardArguments,
     OptionNumbers,
     OptionTensors,
-    Problem,
     dropout_mask,
     exponent,
     load_rows,
@@ -290,19 +290,19 @@ def _backward_kv(
     SPEC: tl.constexpr, WALK: tl.constexpr,
 ):
     # fmt: on
-    problem = Problem(
+    problem = BackwardArguments(
         (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
-        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, MaskNumbers(left, right, prefix, chunk), threshold, keep_scale),
         OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr),
     )  # fmt: skip
-    lists = Lists(counts_ptr, entries_ptr, bits_ptr, list_numbers)
+    lists = ListPointers(counts_ptr, entries_ptr, bits_ptr, list_numbers)
     dkdv_tile(tl.program_id(0), dk_ptr, dv_ptr, problem, lists, tiles, wave, SPEC, WALK)
 
 
 _kernel = Kernel(_backward_kv)
 
 
-def plan(call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
+def plan(call: TritonCall, walks: tuple[Walk, ...], do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
     """The launches that fill dk and dv, given q, k, v, do, the words and rests of rows, dk, dv and the options."""
     found = []
     for walk in walks:

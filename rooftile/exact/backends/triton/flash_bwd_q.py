@@ -22,16 +22,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rooftile.exact.backends.device.listed import Lists, first_of_listed
+from rooftile.exact.backends.device.listed import ListPointers, first_of_listed
 from rooftile.exact.backends.device.row_stats import pack_lse_delta, unpack_lse_delta
-from rooftile.exact.backends.device.visibility import Mask
-from rooftile.exact.backends.triton.call import Call, constants_of
+from rooftile.exact.backends.device.visibility import MaskNumbers
+from rooftile.exact.backends.triton.call import TritonCall, constants_of
 from rooftile.exact.backends.triton.far_rows import is_far, sum_far_rows
 from rooftile.exact.backends.triton.schedule import first_of_head, key_tiles, place_of
 from rooftile.exact.backends.triton.scores import (
+    BackwardArguments,
     OptionNumbers,
     OptionTensors,
-    Problem,
     drop,
     exponent,
     load_rows,
@@ -41,7 +41,7 @@ from rooftile.exact.backends.triton.scores import (
     seen,
     zero_non_finite,
 )
-from rooftile.exact.backends.triton.tiles import Tile
+from rooftile.exact.backends.triton.tiles import BlockShape
 from rooftile.exact.spec import Spec
 from rooftile.runtime.launch import Kernel
 
@@ -186,19 +186,19 @@ def _backward_q(
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
-    problem = Problem(
+    problem = BackwardArguments(
         (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
-        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, MaskNumbers(left, right, prefix, chunk), threshold, keep_scale),
         OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr),
     )  # fmt: skip
-    lists = Lists(counts_ptr, indices_ptr, bits_ptr, list_numbers)
+    lists = ListPointers(counts_ptr, indices_ptr, bits_ptr, list_numbers)
     dq_tile(tl.program_id(0), dq_ptr, problem, lists, tiles, wave, SPEC, TILE)
 
 
 _kernel = Kernel(_backward_q)
 
 
-def plan(call: Call, tile: Tile, do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
+def plan(call: TritonCall, tile: BlockShape, do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
     """The launch that fills dq, if there is anything to fill, given q, k, v, do, the words and rests of rows, dq and the options.
 
     It also fills in the rests of far rows, which the launches for dk and dv read.
@@ -214,5 +214,5 @@ def plan(call: Call, tile: Tile, do_strides: tuple[int, ...]) -> list[Callable[.
 
 
 @cache
-def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+def _constants(spec: Spec, tile: BlockShape) -> dict[str, Any]:
     return {"SPEC": constants_of(spec).spec} | tile.constants

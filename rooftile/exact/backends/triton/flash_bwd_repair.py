@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.exact.backends.device.listed import Lists
-from rooftile.exact.backends.device.visibility import Mask
-from rooftile.exact.backends.triton.call import Call, call_of, constants_of, strides_of
+from rooftile.exact.backends.device.listed import ListPointers
+from rooftile.exact.backends.device.visibility import MaskNumbers
+from rooftile.exact.backends.triton.call import TritonCall, call_of, constants_of, strides_of
 from rooftile.exact.backends.triton.flash_bwd_kv import dkdv_tile
 from rooftile.exact.backends.triton.flash_bwd_q import dq_tile
-from rooftile.exact.backends.triton.scores import OptionNumbers, OptionTensors, Problem
+from rooftile.exact.backends.triton.scores import BackwardArguments, OptionNumbers, OptionTensors
 from rooftile.exact.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.exact.blocks.lists import steps_of_lists
 from rooftile.exact.spec import Options, Spec
@@ -34,7 +34,7 @@ PROGRAMS = 256
 
 
 @triton.jit
-def _draw(nan_flag_ptr, stop):
+def _next_tile(nan_flag_ptr, stop):
     """The next tile that no program has; if there is none to compute, it is not read."""
     n = 0
     if stop > 0:
@@ -64,18 +64,18 @@ def _repair_tiles(
 ):  # fmt: skip
     """Computes tiles until none is left, if any is to be computed."""
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
-    n = _draw(nan_flag_ptr, stop)
+    n = _next_tile(nan_flag_ptr, stop)
     while (n < dq_tiles) & (n < stop):
         dq_tile(n, dq_ptr, problem, query_lists, tiles_of_queries, wave, SPEC, TILE)
         _note_done(nan_flag_ptr)
-        n = _draw(nan_flag_ptr, stop)
+        n = _next_tile(nan_flag_ptr, stop)
     if n < stop:
         _wait_for_queries(nan_flag_ptr, dq_tiles)
     while n < stop:
         dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, WALK)
         if SECOND_WALK is not None:
             dkdv_tile(n - dq_tiles, dk_ptr, dv_ptr, problem, key_lists, tiles_of_keys, wave // SPEC.GROUP, SPEC, SECOND_WALK)
-        n = _draw(nan_flag_ptr, stop)
+        n = _next_tile(nan_flag_ptr, stop)
 
 
 # fmt: off
@@ -94,13 +94,13 @@ def _repair(
 ):
     # fmt: on
     # q stands for ALiBi, seed and lists: no kernel reads them here
-    problem = Problem(
+    problem = BackwardArguments(
         (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
-        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), 0, 1.0),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, MaskNumbers(left, right, prefix, chunk), 0, 1.0),
         OptionTensors(bias_ptr, bias_strides, q_ptr, (0, 0), sinks_ptr, q_ptr),
     )  # fmt: skip
-    query_lists = Lists(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0))
-    key_lists = Lists(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0, 0, 0, 0))
+    query_lists = ListPointers(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0))
+    key_lists = ListPointers(q_ptr, q_ptr, q_ptr, (0, 0, 1, 0, 0, 0, 0, 0))
     _repair_tiles(
         nan_flag_ptr, dq_ptr, dk_ptr, dv_ptr, dq_tiles, dkdv_tiles, problem, query_lists, key_lists, tiles_of_queries, tiles_of_keys, wave,
         SPEC, TILE, WALK, SECOND_WALK,
@@ -124,13 +124,13 @@ def _repair_listed(
 ):
     # fmt: on
     """The same over lists of blocks; there is no bias."""
-    problem = Problem(
+    problem = BackwardArguments(
         (q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rests_ptr), (q_strides, k_strides, v_strides, do_strides), (B, H, T, S, padded_T),
-        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), 0, 1.0),
+        (cu_q_ptr, cu_k_ptr), OptionNumbers(scale, softcap, MaskNumbers(left, right, prefix, chunk), 0, 1.0),
         OptionTensors(q_ptr, (0, 0, 0, 0), q_ptr, (0, 0), sinks_ptr, q_ptr),
     )  # fmt: skip
-    query_lists = Lists(counts_ptr, indices_ptr, bits_ptr, (lists[0], lists[1], lists[2], lists[3], lists[4]))
-    key_lists = Lists(key_counts_ptr, entries_ptr, bits_ptr, lists)
+    query_lists = ListPointers(counts_ptr, indices_ptr, bits_ptr, (lists[0], lists[1], lists[2], lists[3], lists[4]))
+    key_lists = ListPointers(key_counts_ptr, entries_ptr, bits_ptr, lists)
     _repair_tiles(
         nan_flag_ptr, dq_ptr, dk_ptr, dv_ptr, dq_tiles, dkdv_tiles, problem, query_lists, key_lists, dq_tiles // (B * H), tiles_of_keys, wave,
         SPEC, TILE, WALK, SECOND_WALK,
@@ -173,7 +173,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
 
 
 def _plan_listed(
-    call: Call, do_strides: tuple[int, ...], dq_tiles: int, dkdv_tiles: int, tiles_of_keys: int
+    call: TritonCall, do_strides: tuple[int, ...], dq_tiles: int, dkdv_tiles: int, tiles_of_keys: int
 ) -> Callable[..., None]:  # fmt: skip
     """The launch over lists of blocks, whose own sizes may change from call to call."""
     grid, own = (min(dq_tiles + dkdv_tiles, PROGRAMS), 1, 1), constants(call.spec)

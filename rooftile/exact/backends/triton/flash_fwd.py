@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.exact.backends.device.listed import Lists, first_of_listed
-from rooftile.exact.backends.device.visibility import Mask
-from rooftile.exact.backends.triton.call import Call, call_of, constants_of, lists_of_queries, with_stand_ins
+from rooftile.exact.backends.device.listed import ListPointers, first_of_listed
+from rooftile.exact.backends.device.visibility import MaskNumbers
+from rooftile.exact.backends.triton.call import TritonCall, call_of, constants_of, lists_of_queries, with_stand_ins
 from rooftile.exact.backends.triton.schedule import first_of_head, key_tiles, place_of
 from rooftile.exact.backends.triton.scores import (
     LN2,
@@ -49,7 +49,7 @@ from rooftile.exact.backends.triton.scores import (
     seen,
     zero_non_finite,
 )
-from rooftile.exact.backends.triton.tiles import Tile, forward_tile
+from rooftile.exact.backends.triton.tiles import BlockShape, forward_tile
 from rooftile.exact.spec import Options, Spec
 from rooftile.runtime.launch import BoundedCache, Kernel, empties, kind_of
 
@@ -178,7 +178,7 @@ def _forward(
         q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (SPEC.BLOCK_D + tl.arange(0, SPEC.REST_D))[None, :]
         q_rest = tl.load(q_rest_tile, mask=(t < T)[:, None], other=0.0)
 
-    numbers = OptionNumbers(scale, softcap, Mask(left, right, prefix, chunk), threshold, keep_scale)
+    numbers = OptionNumbers(scale, softcap, MaskNumbers(left, right, prefix, chunk), threshold, keep_scale)
     options = OptionTensors(bias_ptr, bias_strides, alibi_ptr, alibi_strides, sinks_ptr, seed_ptr)
     scoring = scoring_of(T, S, numbers, options, seed_of(options, SPEC), b, row_0, h, SPEC)
     factor = scoring.factor
@@ -189,7 +189,7 @@ def _forward(
     acc_rest = 0.0
     if REST_DV:
         acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
-    lists = Lists(counts_ptr, indices_ptr, bits_ptr, list_numbers)
+    lists = ListPointers(counts_ptr, indices_ptr, bits_ptr, list_numbers)
     walk = key_tiles(t_0, T, S, numbers.mask, lists, cu_q_ptr, b, h, SPEC, BLOCK_T, BLOCK_S, NAN_SAFE_S)
     # fmt: off
     acc, acc_rest, m, l = _walk(
@@ -253,12 +253,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     return ready(call.q, call.k, call.v, call.options)
 
 
-def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
+def launch(call: TritonCall, tile: BlockShape) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
     return plan(call, tile)(call.q, call.k, call.v, call.options)
 
 
-def plan(call: Call, tile: Tile) -> Forward:
+def plan(call: TritonCall, tile: BlockShape) -> Forward:
     """The forward of tensors like the call's, with all but the outputs and the launch done; it holds no tensor."""
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     new_o = empties((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype, call.q.device)
@@ -276,6 +276,6 @@ def plan(call: Call, tile: Tile) -> Forward:
 
 
 @cache
-def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+def _constants(spec: Spec, tile: BlockShape) -> dict[str, Any]:
     """The compile-time arguments, put together once."""
     return {"SPEC": constants_of(spec).forward_spec, **tile.constants}

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.exact.backends.device.visibility import Mask, first_key, last_key, visible
+from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, last_key, visible
 from rooftile.exact.backends.triton.call import constants_of
 from rooftile.exact.backends.triton.schedule import place_of
 from rooftile.exact.backends.triton.scores import LN2, LOG2E, scaled_tanh
@@ -121,7 +121,7 @@ def _forward(
     SHIFT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     total = T
     Hk = H // SPEC.GROUP
     b, h, i_t, bh, row_0, key_0, T, S = place_of(

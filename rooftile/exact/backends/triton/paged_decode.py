@@ -29,7 +29,7 @@ from rooftile.exact.backends.device.split_kv import (
     start_merge,
     write_output,
 )
-from rooftile.exact.backends.device.visibility import Mask
+from rooftile.exact.backends.device.visibility import MaskNumbers
 from rooftile.exact.backends.triton.call import constants_of, padded
 from rooftile.exact.backends.triton.paged_fwd import _walk, paged_spec, spec_of
 from rooftile.exact.spec import Options, Spec
@@ -66,7 +66,7 @@ def _decode(
     v_stride_p, v_stride_s, v_stride_h = v_strides
     scale_stride_p, scale_stride_s = scale_strides
     alibi_stride_b, alibi_stride_h = alibi_strides
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     ends, total = block_offsets(lengths_ptr, B, T, mask, SPEC, BATCH, BLOCK_S)
     head = tl.program_id(0)
     blocks_per_split = tl.cdiv(total, tl.num_programs(1))

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.exact.backends.device.split_kv import write_output
-from rooftile.exact.backends.device.visibility import Mask, first_key, last_key, visible
+from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, last_key, visible
 from rooftile.exact.backends.triton.call import KernelSpec, constants_of, padded
 from rooftile.exact.backends.triton.schedule import packed_tile
 from rooftile.exact.backends.triton.scores import LOG2E, nan_if_non_finite, scaled_tanh, zero_non_finite
@@ -171,7 +171,7 @@ def _forward(
     v_stride_p, v_stride_s, v_stride_h = v_strides
     scale_stride_p, scale_stride_s = scale_strides
     alibi_stride_b, alibi_stride_h = alibi_strides
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     b, row_0, T, t_0, h_k, t, h, in_bounds = _rows_of(cu_q_ptr, B, H, T, tiles, SPEC)
     if t_0 >= T:
         return
@@ -246,7 +246,7 @@ def _join(
     """Merges the chunks of a tile in their order."""
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     ROWS: tl.constexpr = SPEC.ROWS
-    mask = Mask(left, right, prefix, chunk)
+    mask = MaskNumbers(left, right, prefix, chunk)
     b, row_0, T, t_0, _, t, h, in_bounds = _rows_of(cu_q_ptr, B, H, T, tiles, SPEC)
     if t_0 >= T:
         return

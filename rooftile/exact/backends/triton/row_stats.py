@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.exact.backends.device.row_stats import pack_lse_delta
-from rooftile.exact.backends.triton.call import Call, constants_of
+from rooftile.exact.backends.triton.call import TritonCall, constants_of
 from rooftile.exact.backends.triton.scores import LOG2E
 from rooftile.exact.spec import Spec
 from rooftile.runtime.launch import Kernel, empties
@@ -71,7 +71,7 @@ _kernel = Kernel(_row_stats)
 
 
 def plan(
-    call: Call, o_strides: tuple[int, ...], do_strides: tuple[int, ...], *, has_dlse: bool
+    call: TritonCall, o_strides: tuple[int, ...], do_strides: tuple[int, ...], *, has_dlse: bool
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]:
     """Computes delta, fp32 in the shape of lse, words and rests from o, do, lse and dlse. The plan holds no tensor."""
     padded_T, device = call.padded_T, call.q.device

@@ -43,7 +43,7 @@ def packed_tile(slot, cu, B, BLOCK: tl.constexpr):
     return low, slot - (tl.load(cu + low).to(tl.int32) // BLOCK + low)
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """A program's tile: of which sequence and head, and where the sequence lies."""
 
     b: tl.tensor
@@ -75,7 +75,7 @@ def place_of(
         h = bh % H
         row_0 = b.to(tl.int64) * T
         key_0 = b.to(tl.int64) * S
-    return Place(b, h, i, bh, row_0, key_0, T, S)
+    return TilePlace(b, h, i, bh, row_0, key_0, T, S)
 
 
 @triton.jit

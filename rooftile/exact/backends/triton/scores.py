@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rooftile.exact.backends.device.listed import seen_bits
-from rooftile.exact.backends.device.visibility import Mask, visible
+from rooftile.exact.backends.device.visibility import MaskNumbers, visible
 from rooftile.numerics import softmax
 
 LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
@@ -23,7 +23,7 @@ class OptionNumbers(NamedTuple):
 
     scale: tl.tensor
     softcap: tl.tensor
-    mask: Mask
+    mask: MaskNumbers
     threshold: tl.tensor  # dropout's
     keep_scale: tl.tensor
 
@@ -39,7 +39,7 @@ class OptionTensors(NamedTuple):
     seed_ptr: tl.tensor
 
 
-class Problem(NamedTuple):
+class BackwardArguments(NamedTuple):
     """A backward's arguments, all but its outputs."""
 
     tensors: tl.tuple  # q, k, v, do, and the words and rests of rows

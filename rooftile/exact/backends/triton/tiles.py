@@ -16,7 +16,7 @@ from rooftile.exact.backends.triton.call import padded
 from rooftile.exact.spec import Spec
 
 
-class Tile(NamedTuple):
+class BlockShape(NamedTuple):
     """A kernel's tile of queries and keys, and how a program runs it."""
 
     BLOCK_T: int
@@ -32,51 +32,51 @@ class Tile(NamedTuple):
 class Walk(NamedTuple):
     """One walk over the queries for a tile of keys, and which of the two gradients it sums."""
 
-    tile: Tile
+    tile: BlockShape
     wants_dk: bool = True
     wants_dv: bool = True
 
 
 # kernel, chip, kind of problem -> a tile for head dims up to 64, 128 and 256
-TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
-    ("forward", "hopper", "full"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+TILES: dict[tuple[str, str, str], tuple[BlockShape, BlockShape, BlockShape]] = {
+    ("forward", "hopper", "full"): (BlockShape(128, 64, 4, 3), BlockShape(128, 64, 8, 3), BlockShape(128, 64, 8, 2)),
     # more and smaller programs fill the chip at the end of a triangle
-    ("forward", "hopper", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
-    ("forward", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
-    ("forward", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
-    ("forward", "ampere", "full"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
-    ("forward", "ampere", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
-    ("forward", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
-    ("kv", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3)),
-    ("kv", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
-    ("kv", "hopper", "busy"): (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2), Tile(16, 64, 8, 2)),
-    ("kv", "hopper", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    ("kv", "blackwell", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 2)),
-    ("kv", "blackwell", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 2)),
-    ("kv", "ampere", "full"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-    ("kv", "ampere", "masked"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-    ("kv", "ampere", "busy"): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-    ("kv", "ampere", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    ("q", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    ("q", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    ("q", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
-    ("q", "hopper", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    ("q", "ampere", "full"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
-    ("q", "ampere", "masked"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
-    ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
-    ("q", "ampere", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("forward", "hopper", "masked"): (BlockShape(128, 64, 4, 3), BlockShape(64, 64, 4, 3), BlockShape(128, 32, 8, 3)),
+    ("forward", "hopper", "busy"): (BlockShape(64, 32, 4, 2), BlockShape(64, 32, 4, 2), BlockShape(64, 32, 8, 2)),
+    ("forward", "hopper", "fp32"): (BlockShape(32, 32, 4, 1), BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1)),
+    ("forward", "ampere", "full"): (BlockShape(128, 64, 4, 3), BlockShape(64, 64, 4, 3), BlockShape(64, 32, 8, 2)),
+    ("forward", "ampere", "masked"): (BlockShape(128, 64, 4, 3), BlockShape(64, 64, 4, 3), BlockShape(64, 32, 8, 2)),
+    ("forward", "ampere", "busy"): (BlockShape(64, 32, 4, 2), BlockShape(64, 32, 8, 2), BlockShape(32, 32, 4, 2)),
+    ("forward", "ampere", "fp32"): (BlockShape(32, 32, 4, 1), BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1)),
+    ("kv", "hopper", "full"): (BlockShape(64, 64, 4, 3), BlockShape(64, 128, 8, 3), BlockShape(32, 128, 8, 3)),
+    ("kv", "hopper", "masked"): (BlockShape(64, 64, 4, 3), BlockShape(32, 64, 4, 3), BlockShape(32, 128, 8, 3)),
+    ("kv", "hopper", "busy"): (BlockShape(32, 64, 8, 2), BlockShape(16, 64, 8, 2), BlockShape(16, 64, 8, 2)),
+    ("kv", "hopper", "fp32"): (BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1), BlockShape(16, 16, 8, 1)),
+    ("kv", "blackwell", "full"): (BlockShape(64, 64, 4, 3), BlockShape(64, 128, 8, 3), BlockShape(32, 128, 8, 2)),
+    ("kv", "blackwell", "masked"): (BlockShape(64, 64, 4, 3), BlockShape(32, 64, 4, 3), BlockShape(32, 128, 8, 2)),
+    ("kv", "ampere", "full"): (BlockShape(32, 64, 4, 3), BlockShape(32, 64, 8, 2), BlockShape(32, 32, 8, 2)),
+    ("kv", "ampere", "masked"): (BlockShape(32, 64, 4, 3), BlockShape(32, 64, 8, 2), BlockShape(32, 32, 8, 2)),
+    ("kv", "ampere", "busy"): (BlockShape(32, 32, 4, 2), BlockShape(32, 32, 4, 2), BlockShape(32, 32, 8, 2)),
+    ("kv", "ampere", "fp32"): (BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1), BlockShape(16, 16, 8, 1)),
+    ("q", "hopper", "full"): (BlockShape(64, 64, 4, 3), BlockShape(128, 64, 8, 3), BlockShape(128, 32, 8, 2)),
+    ("q", "hopper", "masked"): (BlockShape(64, 64, 4, 3), BlockShape(128, 64, 8, 3), BlockShape(128, 32, 8, 2)),
+    ("q", "hopper", "busy"): (BlockShape(64, 32, 4, 2), BlockShape(128, 32, 8, 2), BlockShape(64, 32, 8, 2)),
+    ("q", "hopper", "fp32"): (BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1), BlockShape(16, 16, 8, 1)),
+    ("q", "ampere", "full"): (BlockShape(64, 64, 4, 2), BlockShape(64, 32, 4, 2), BlockShape(64, 32, 8, 1)),
+    ("q", "ampere", "masked"): (BlockShape(64, 64, 4, 2), BlockShape(64, 32, 4, 2), BlockShape(64, 32, 8, 1)),
+    ("q", "ampere", "busy"): (BlockShape(64, 32, 4, 2), BlockShape(32, 32, 4, 2), BlockShape(32, 16, 4, 1)),
+    ("q", "ampere", "fp32"): (BlockShape(32, 32, 8, 1), BlockShape(16, 16, 8, 1), BlockShape(16, 16, 8, 1)),
     # nothing but the bias, measured on an H100 (2026-11-23)
-    ("bias", "hopper", "plain"): (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-    ("bias", "hopper", "busy"): (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2)),
-    ("bias", "hopper", "fp32"): (Tile(16, 32, 4, 3), Tile(16, 16, 4, 3), Tile(16, 16, 8, 3)),
-    ("bias", "ampere", "busy"): (Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(32, 64, 8, 1)),
-    ("bias", "ampere", "fp32"): (Tile(16, 32, 4, 3), Tile(16, 16, 4, 3), Tile(16, 16, 8, 1)),
+    ("bias", "hopper", "plain"): (BlockShape(64, 64, 4, 2), BlockShape(128, 64, 8, 2), BlockShape(64, 32, 8, 2)),
+    ("bias", "hopper", "busy"): (BlockShape(64, 32, 4, 3), BlockShape(64, 32, 4, 3), BlockShape(64, 32, 8, 2)),
+    ("bias", "hopper", "fp32"): (BlockShape(16, 32, 4, 3), BlockShape(16, 16, 4, 3), BlockShape(16, 16, 8, 3)),
+    ("bias", "ampere", "busy"): (BlockShape(64, 32, 4, 3), BlockShape(32, 32, 4, 3), BlockShape(32, 64, 8, 1)),
+    ("bias", "ampere", "fp32"): (BlockShape(16, 32, 4, 3), BlockShape(16, 16, 4, 3), BlockShape(16, 16, 8, 1)),
 }
 
 
 @cache
-def forward_tile(spec: Spec) -> Tile:
+def forward_tile(spec: Spec) -> BlockShape:
     return _tile("forward", spec)
 
 
@@ -89,18 +89,18 @@ def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
 
 
 @cache
-def backward_q_tile(spec: Spec) -> Tile:
+def backward_q_tile(spec: Spec) -> BlockShape:
     return _tile("q", spec)
 
 
 @cache
-def backward_bias_tile(spec: Spec) -> Tile:
+def backward_bias_tile(spec: Spec) -> BlockShape:
     if spec.device == "sm90" and spec.dtype != torch.float32 and spec.options_on == ("bias",):
         return TILES["bias", "hopper", "plain"][_width(spec)]
     return _tile("bias", spec)
 
 
-def _tile(kernel: str, spec: Spec) -> Tile:
+def _tile(kernel: str, spec: Spec) -> BlockShape:
     tile = _table(kernel, spec)
     if spec.block_size is None:
         return tile
@@ -109,7 +109,7 @@ def _tile(kernel: str, spec: Spec) -> Tile:
     return tile._replace(BLOCK_T=min(tile.BLOCK_T, rows), BLOCK_S=min(tile.BLOCK_S, keys))
 
 
-def _table(kernel: str, spec: Spec) -> Tile:
+def _table(kernel: str, spec: Spec) -> BlockShape:
     kind, width = _kind(spec), _width(spec)
     # 227 KiB of shared memory and matrix units that read it: Hopper, and Blackwell's data-centre chips
     if spec.device in ("sm100", "sm103"):

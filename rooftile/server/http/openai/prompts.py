@@ -78,10 +78,10 @@ def _offsets(tokenizer: Tokenizer | None, ids: Sequence[int], skip_special: bool
     if tokenizer is None:
         return [0] * len(ids)
     from rooftile.engine.text.border import prompt_text
-    from rooftile.engine.text.pieces import Pieces
+    from rooftile.engine.text.incremental_decoder import IncrementalDecoder
 
-    pieces, most = Pieces(tokenizer, skip_special), len(prompt_text(tokenizer, ids, skip_special))
+    decoder, most = IncrementalDecoder(tokenizer, skip_special), len(prompt_text(tokenizer, ids, skip_special))
     for id in ids:
-        pieces.add(id)
-    pieces.finish()
-    return [min(offset, most) for offset in pieces.begins]
+        decoder.add(id)
+    decoder.finish()
+    return [min(offset, most) for offset in decoder.begins]

@@ -26,7 +26,7 @@ _CONVERT = f"save the model with one of these, or {FROM_16_BITS}"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TorchAOWeight:
     """One weight, as a header describes it."""
 
     kind: str
@@ -40,7 +40,7 @@ class Stored:
 class TorchAO:
     """The weights of a folder by their modules."""
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, TorchAOWeight]
 
     def check(self, modules: Collection[str]) -> None:
         """The headers name what is quantised, so there is nothing to match."""
@@ -114,7 +114,7 @@ def reader_of(section: Mapping[str, Any], folder: str) -> TorchAO:
     """
     from safetensors import safe_open
 
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TorchAOWeight] = {}
     for path in files_of(Path(folder)):
         with safe_open(path, framework="pt") as file:
             header: dict[str, str] = file.metadata() or {}
@@ -128,7 +128,7 @@ def reader_of(section: Mapping[str, Any], folder: str) -> TorchAO:
     return TorchAO(stored)
 
 
-def _described(module: str, header: Mapping[str, Any], folder: str) -> Stored:
+def _described(module: str, header: Mapping[str, Any], folder: str) -> TorchAOWeight:
     kind, data = header["_type"], header["_data"]
     if kind not in READ:
         raise refused(folder, f"has {kind} of torchao for {module}; read are {', '.join(READ)}: {_CONVERT}")
@@ -148,4 +148,4 @@ def _described(module: str, header: Mapping[str, Any], folder: str) -> Stored:
         raise refused(folder, f"has activations with zero points for {module}; read are those without: {_CONVERT}")
     if kind == "IntxUnpackedToInt8Tensor" and activations is not None:
         raise refused(folder, f"has {activations} for {module}; {kind} is read with activations in 16 bits: {_CONVERT}")
-    return Stored(kind, tuple(header["_tensor_data_names"]), tuple(data["block_size"]), bits, activations is not None)
+    return TorchAOWeight(kind, tuple(header["_tensor_data_names"]), tuple(data["block_size"]), bits, activations is not None)

@@ -5,7 +5,7 @@ operators   x times a `TwoFour`, with gradients for x and the bias
 masked      x times a masked weight that is trained, with gradients for all three
 dispatch    what runs a product, with refusals
 cusparselt  NVIDIA's library, for many rows
-kernels     Triton, for few rows
+few_rows    Triton, for few rows
 hopper      Gluon's kernel for few rows
 transposed  turns results of cuSPARSELt
 """

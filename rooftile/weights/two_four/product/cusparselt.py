@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftile.runtime.devices import capability, runs_kernels
 from rooftile.runtime.launch import is_capturing
 from rooftile.weights.two_four.compressed import two_four_dense
-from rooftile.weights.two_four.product.definition import Product, Sparse, scales_of
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct, scales_of
 
 # by dtype: N and K of the weight are multiples of it
 MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32, torch.int8: 32}
@@ -82,7 +82,7 @@ def refusals_of_shape(dtype: torch.dtype, N: int, K: int) -> Iterator[str]:
         yield f"a weight {N} x {K}; has multiples of {MULTIPLES[dtype]}"
 
 
-def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
     packed = packed_of(weight, product.K)
     if x_scales is None:

@@ -25,7 +25,7 @@ class Sparse(NamedTuple):
 CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
-class Product(NamedTuple):
+class SparseProduct(NamedTuple):
     """A product, but for its tensors."""
 
     N: int
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     deterministic: bool
 
 
-def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
     w = two_four_dense(weight.values, weight.places, product.K)
     if x_scales is None:

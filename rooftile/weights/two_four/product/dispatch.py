@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile import weights as matmul
-from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
+from rooftile.numerics.quantised_rows import LONGEST_ROW, rows_as_codes
 from rooftile.runtime.devices import INTERPRETED, capability, lack_of_triton, warn_without_triton
 from rooftile.runtime.dispatch import Dispatcher
 from rooftile.runtime.explanation import Explanation
 from rooftile.weights.dispatch import lack_of_hopper
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product import cusparselt, definition
-from rooftile.weights.two_four.product.definition import CODES, Product, Sparse, scales_of
+from rooftile.weights.two_four.product.definition import CODES, Sparse, SparseProduct, scales_of
 
 NAMES = ("hopper", "triton", "library", "dense", "definition")
 OURS = ("hopper", "triton")
 # rows up to which our kernels are first: the portable one, and Hopper's, which has up to 128 rows of x in one tile
 FEW, FEW_ON_HOPPER = 64, 128
 FP8 = torch.float8_e4m3fn
-Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, Product], Tensor]
+Multiply = Callable[[Tensor, Tensor | None, Sparse, Tensor | None, SparseProduct], Tensor]
 
 
 class SparseProductCall(NamedTuple):
@@ -36,7 +36,7 @@ class SparseProductCall(NamedTuple):
     x_scales: Tensor | None
     weight: Sparse
     bias: Tensor | None
-    product: Product
+    product: SparseProduct
 
 
 def run(asked: SparseProductCall, name: str) -> Tensor:
@@ -136,9 +136,9 @@ def _refusals_of_dtypes(asked: SparseProductCall, known: tuple[torch.dtype, ...]
 def _quantised(x: Tensor, format: str, name: str) -> tuple[Tensor, Tensor]:
     if name == "definition" or x.shape[1] > LONGEST_ROW or lack_of_triton():
         return rows_as_codes(x, format, None)
-    from rooftile.numerics import kernels
+    from rooftile.numerics import row_kernels
 
-    return kernels.quantise(x, format, None)
+    return row_kernels.quantise(x, format, None)
 
 
 def _multiply_of(name: str) -> Multiply:
@@ -147,13 +147,13 @@ def _multiply_of(name: str) -> Multiply:
 
         return hopper.multiply
     if name == "triton":
-        from rooftile.weights.two_four.product import kernels
+        from rooftile.weights.two_four.product import few_rows
 
-        return kernels.multiply
+        return few_rows.multiply
     return {"library": cusparselt.multiply, "dense": _dense, "definition": definition.multiply}[name]
 
 
-def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     w = two_four_dense(weight.values, weight.places, product.K)
     if x_scales is not None:
         words = (CODES[w.dtype], product.K, product.N, product.K, product.out_dtype, product.deterministic, "")

@@ -14,9 +14,9 @@ from rooftile.runtime.launch import Kernel
 from rooftile.weights.hopper import launch
 from rooftile.weights.hopper.early import may_read_early
 from rooftile.weights.hopper.ordered import in_order
-from rooftile.weights.hopper.schedule import STEP, WARPGROUPS, Tile
+from rooftile.weights.hopper.schedule import STEP, WARPGROUPS, ProductTile
 from rooftile.weights.hopper.two_four import product_of_two_four
-from rooftile.weights.two_four.product.definition import Product, Sparse, scales_of
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct, scales_of
 
 FP8 = torch.float8_e4m3fn
 # numbers of K to 16 bytes of places: the copy engine steps over multiples of those
@@ -27,7 +27,7 @@ LEAST_STAGES = 4
 ORDERS_FP8_IN_MANY_STEPS = 8
 
 
-def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
+def refusals(x: Tensor, weight: Sparse, product: SparseProduct) -> Iterator[str]:
     """Yields why the kernel does not take a call; the device is known to be Hopper, and dtypes to fit."""
     if x.shape[0] > launch.MOST_ROWS and not product.deterministic:
         yield f"{x.shape[0]:,} rows; has up to {launch.MOST_ROWS:,}"
@@ -40,9 +40,9 @@ def refusals(x: Tensor, weight: Sparse, product: Product) -> Iterator[str]:
 
 
 @cache
-def tile_of(M: int, is_fp8: bool, orders: bool) -> Tile:
+def tile_of(M: int, is_fp8: bool, orders: bool) -> ProductTile:
     """Returns the tile of a product of M rows of x; `orders`: a warpgroup orders them for itself."""
-    tile = Tile(1, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
+    tile = ProductTile(1, min(max(triton.next_power_of_2(M), 8), 128), 1, 0)
     x_bytes = tile.block_m * STEP.value * (1 if is_fp8 and orders else 2)
     # a warpgroup has rows of two steps in order
     held = WARPGROUPS * 2 * tile.block_m * STEP.value * 2 if orders else 0
@@ -52,7 +52,7 @@ def tile_of(M: int, is_fp8: bool, orders: bool) -> Tile:
     return tile._replace(STAGES=most if launch.BYTES < M else max(most // 2, min(most, LEAST_STAGES)))
 
 
-def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: SparseProduct) -> Tensor:
     """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
     o = torch.empty((x.shape[0], product.N), dtype=product.out_dtype, device=x.device)
     values, words = weight.values.contiguous(), weight.places.contiguous().view(torch.int32)
@@ -68,7 +68,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
 
 def _start(
     x: Tensor, x_scales: Tensor | None, values: Tensor, words: Tensor, w_scales: Tensor | None, bias: Tensor | None,
-    product: Product, o: Tensor,
+    product: SparseProduct, o: Tensor,
 ) -> None:  # fmt: skip
     is_fp8, processors = values.dtype == FP8, launch.processors_of(x.device)
     in_many_steps = ORDERS_FP8_IN_MANY_STEPS if is_fp8 else launch.ORDERS_IN_MANY_STEPS
@@ -95,7 +95,7 @@ def _start(
 
 
 @cache
-def kernel_of(is_fp8: bool, ordered: bool, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+def kernel_of(is_fp8: bool, ordered: bool, bias: bool, tile: ProductTile) -> tuple[Kernel, dict[str, Any]]:
     """Returns the kernel of a tile, and its compile-time arguments."""
     boxes = (launch.described(tile.block_n, STEP.value // 2), launch.described(tile.block_m), launch.described(tile.block_n, 4))
     kernel = Kernel(product_of_two_four, boxes)

@@ -36,7 +36,7 @@ def multiply_masked(x: Tensor, w: Tensor, bias: Tensor | None, *, transposable: 
     if torch.compiler.is_compiling():
         found: Tensor = linear_masked(x, w, bias, transposable)
         return found
-    made: Tensor = _Masked.apply(x, w, bias, transposable)
+    made: Tensor = _MaskedProduct.apply(x, w, bias, transposable)
     return made
 
 
@@ -84,7 +84,7 @@ def _fake_backward(dy: Tensor, x: Tensor, w: Tensor, transposable: bool, needs_x
     return x.new_empty(x.shape if needs_x else 0), w.new_empty(w.shape if needs_w else 0)
 
 
-class _Masked(torch.autograd.Function):
+class _MaskedProduct(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, w: Tensor, bias: Tensor | None, transposable: bool) -> Tensor:
         with below_autograd():
@@ -112,12 +112,12 @@ class _Masked(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
         if any(dim is not None for dim in in_dims[1:3]):
             raise Unsupported("torch.vmap maps the weights of a masked layer; map its inputs alone, or restore the model first")
-        return _Masked.apply(x.movedim(in_dims[0], 0), *others), 0
+        return _MaskedProduct.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
 def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, transposable: bool) -> Tensor:
     if wants_grad(x, w, bias):
-        found: Tensor = _Masked.apply(x, w, bias, transposable)
+        found: Tensor = _MaskedProduct.apply(x, w, bias, transposable)
         return found
     with below_autograd():
         made: Tensor = linear_masked(x, w, bias, transposable)

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.numerics.rows import QuantisedRows
+from rooftile.numerics.quantised_rows import QuantisedRows
 from rooftile.runtime.operators import below_autograd, define, transforms_active, wants_grad, watched
 from rooftile.weights.two_four import TwoFour
 from rooftile.weights.two_four.compressed import two_four_dense
 from rooftile.weights.two_four.product import dispatch as backends
-from rooftile.weights.two_four.product.definition import Product, Sparse
+from rooftile.weights.two_four.product.definition import Sparse, SparseProduct
 
 
 def multiply_two_four(
@@ -36,7 +36,7 @@ def _apply(arguments: tuple[Any, ...]) -> Tensor:
         found: Tensor = linear_two_four(*arguments)
         return found
     if wants_grad(x, bias) or watched(*arguments) or torch.autograd.forward_ad._current_level >= 0:
-        made: Tensor = _Linear.apply(*arguments)
+        made: Tensor = _SparseLinear.apply(*arguments)
         return made
     return run(*arguments)
 
@@ -47,7 +47,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Computes `linear_two_four`."""
     N = values.shape[0]
-    product = Product(N, K, out_dtype, deterministic)
+    product = SparseProduct(N, K, out_dtype, deterministic)
     if x.is_meta or not x.shape[0] or not N:
         return x.new_empty((x.shape[0], N), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):
@@ -58,7 +58,7 @@ def _fake(x: Tensor, x_scales: Tensor | None, values: Tensor, *others: Any) -> T
     return x.new_empty((x.shape[0], values.shape[0]), dtype=others[4])
 
 
-class _Linear(torch.autograd.Function):
+class _SparseLinear(torch.autograd.Function):
     """The product for autograd, forward mode and transforms: linear in x and the bias."""
 
     @staticmethod
@@ -94,10 +94,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
         if any(dim is not None for dim in in_dims[1:]):
-            found = [_Linear.apply(*_sample(in_dims, arguments, n)) for n in range(info.batch_size)]
+            found = [_SparseLinear.apply(*_sample(in_dims, arguments, n)) for n in range(info.batch_size)]
             return torch.stack(found), 0
         x = arguments[0].movedim(in_dims[0], 0)
-        return _Linear.apply(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
+        return _SparseLinear.apply(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
 
 
 def _sample(in_dims: tuple[Any, ...], arguments: tuple[Any, ...], n: int) -> list[Any]:
@@ -112,7 +112,7 @@ def _weight_of(ctx: Any, dtype: torch.dtype) -> Tensor:
 
 def _autograd(*arguments: Any) -> Tensor:
     if wants_grad(arguments[0], arguments[5]):
-        found: Tensor = _Linear.apply(*arguments)
+        found: Tensor = _SparseLinear.apply(*arguments)
         return found
     with below_autograd():
         made: Tensor = linear_two_four(*arguments)

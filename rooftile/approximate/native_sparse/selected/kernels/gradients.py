@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rooftile.approximate.native_sparse.selected.kernels.lists import KeyLists, sequence_of
 from rooftile.approximate.native_sparse.selected.kernels.shape import (
-    Launch,
-    Shape,
+    LaunchOptions,
+    SelectedShape,
     constants_of,
     in_log2,
     launch_of,
@@ -321,7 +321,7 @@ def _join_kv(kept_ptr, cu_k_ptr, starts_ptr, dk_ptr, dv_ptr, sequences, places, 
     _store_kv(dk, dv_sum, dk_ptr, dv_ptr, (first_k.to(tl.int64) + j) * HK + n // places, there, SHAPE)
 
 
-def launch_of_kv(shape: Shape) -> Launch:
+def launch_of_kv(shape: SelectedShape) -> LaunchOptions:
     """A launch of dk and dv: as `launch_of`, with eight warps for heads up to 64, whose step spills in four."""
     launch = launch_of(shape, STAGES_KV)
     return launch._replace(warps=8) if max(shape.BLOCK_D, shape.BLOCK_DV) <= 64 else launch
@@ -332,7 +332,7 @@ _start_q, _start_kv, _start_join = Kernel(_backward_q), Kernel(_backward_kv), Ke
 
 def dq(
     do: Tensor, lse: Tensor, delta: Tensor, rests: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int,
-    launch: Launch | None = None,
+    launch: LaunchOptions | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32. Fills in the rests of rows."""
     found, count = q.new_empty(q.shape), tiles.table.shape[0]
@@ -346,7 +346,7 @@ def dq(
 
 def dkdv(
     do: Tensor, lse: Tensor, delta: Tensor, rests: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, cu_q: Tensor, cu_k: Tensor,
-    scale: float, block: int, launch: Launch | None = None, each: int | None = None, queries: int | None = None,
+    scale: float, block: int, launch: LaunchOptions | None = None, each: int | None = None, queries: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv from contiguous do (total, H, Dv), lse, delta and rests (total, H) in fp32, after `dq`.
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.approximate.native_sparse.selected.kernels.shape import (
-    Launch,
+    LaunchOptions,
     constants_of,
     launch_of,
     lines_of,
@@ -112,7 +112,7 @@ _start = Kernel(_forward)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int, launch: Launch | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int, launch: LaunchOptions | None = None,
     pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o (total, H, Dv) and lse (total, H) of packed tensors whose last axis is contiguous.

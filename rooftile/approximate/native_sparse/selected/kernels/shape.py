@@ -14,7 +14,7 @@ from rooftile.exact.backends.device.row_stats import FAR_OF_FP32, FAR_OF_HALF
 from rooftile.exact.backends.triton.scores import LOG2E
 
 
-class Shape(NamedTuple):
+class SelectedShape(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
@@ -60,7 +60,7 @@ def in_log2(lse):
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
-def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int = 0) -> Shape:
+def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int = 0) -> SelectedShape:
     """The configuration of a call with packed q (total, H, D)."""
     group = q.shape[1] // Hk
     padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (queries * group, q.shape[-1], v.shape[-1])]
@@ -68,33 +68,35 @@ def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int 
     keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32 if max(padded[1:]) <= 64 else 16)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     far = FAR_OF_FP32 if q.dtype == torch.float32 else FAR_OF_HALF
-    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, far, page)
+    return SelectedShape(
+        group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, far, page
+    )
 
 
-class Launch(NamedTuple):
+class LaunchOptions(NamedTuple):
     """How a kernel is launched."""
 
     warps: int
     stages: int  # loads of its loop that are under way, and one
 
 
-def launch_of(shape: Shape, stages: int) -> Launch:
+def launch_of(shape: SelectedShape, stages: int) -> LaunchOptions:
     """Four warps and `stages`; for heads above 128, whose sums fill the registers of four warps, eight and three.
 
     In fp32, and with heads of 256, shared memory holds one step.
     """
     is_wide = max(shape.BLOCK_D, shape.BLOCK_DV) > 128
     is_large = shape.PRECISION == "ieee" or shape.BLOCK_D + shape.BLOCK_DV > 384
-    return Launch(8 if is_wide else 4, 1 if is_large else 3 if is_wide else stages)
+    return LaunchOptions(8 if is_wide else 4, 1 if is_large else 3 if is_wide else stages)
 
 
-def constants_of(shape: Shape, launch: Launch) -> dict[str, Any]:
+def constants_of(shape: SelectedShape, launch: LaunchOptions) -> dict[str, Any]:
     """Returns the compile-time arguments of a kernel."""
     return _constants(shape, launch)
 
 
 @cache
-def _constants(shape: Shape, launch: Launch) -> dict[str, Any]:
+def _constants(shape: SelectedShape, launch: LaunchOptions) -> dict[str, Any]:
     # one dictionary for equal constants: a launch is known by its identity
     return {"SHAPE": shape, "num_warps": launch.warps, "num_stages": launch.stages}
 

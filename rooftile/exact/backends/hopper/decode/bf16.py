@@ -11,9 +11,9 @@ Dao et al., Flash-Decoding, 2023; Shah et al., FlashAttention-3, arXiv:2407.0860
 """
 
 from rooftile.exact.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig
-from rooftile.exact.backends.hopper.device.page_loads import Table, load_pages, load_values
-from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, WorkTile, consume, publish, publish_end
-from rooftile.exact.backends.hopper.device.softmax import Scoring, make_scoring
+from rooftile.exact.backends.hopper.device.page_loads import PageTable, load_pages, load_values
+from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, MaskBounds, WorkTile, consume, publish, publish_end
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, make_scoring
 from rooftile.runtime.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from rooftile.runtime.hopper.pipeline import Ring, let_next_begin, ring, wait_for_input
 
@@ -24,7 +24,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def visible_blocks(S, mask: Mask, KEYS: gl.constexpr):
+def visible_blocks(S, mask: MaskBounds, KEYS: gl.constexpr):
     """The first block that the one query of a sequence reads, and how many it reads, at least one."""
     first = mask.first_key(S - 1) // KEYS
     return first, gl.maximum((S + KEYS - 1) // KEYS - first, 1)
@@ -32,7 +32,8 @@ def visible_blocks(S, mask: Mask, KEYS: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    work_tiles: Ring, keys: Ring, k_desc, table: Table, lengths_ptr, B, mask: Mask, BATCH: gl.constexpr, config: KernelConfig
+    work_tiles: Ring, keys: Ring, k_desc, table: PageTable, lengths_ptr, B, mask: MaskBounds, BATCH: gl.constexpr,
+    config: KernelConfig,
 ):  # fmt: skip
     """The role that finds a program's sequences, tells the others, and has the keys copied in."""
     layout: gl.constexpr = gl.BlockedLayout([max(BATCH // 32, 1)], [32], [1], [0])
@@ -94,8 +95,8 @@ def zero_hidden_values(values, j_0, S, first_key):
 @gluon.jit
 def _compute(
     work_tiles: Ring, keys: Ring, values: Ring, q_ptr, o_ptr, lse_ptr, partials_ptr, sinks_ptr, q_stride_b, q_stride_h, H,
-    mask: Mask,
-    scoring: Scoring, ROWS: gl.constexpr, config: KernelConfig,
+    mask: MaskBounds,
+    scoring: ScoreNumbers, ROWS: gl.constexpr, config: KernelConfig,
 ):  # fmt: skip
     """The role that multiplies: a sequence's heads of a group with its blocks, from the last block down."""
     dtype: gl.constexpr = keys.buffers.dtype
@@ -200,7 +201,7 @@ def paged_decode(
         SINKS=SINKS, K_TMA_LINES=LINES, V_TMA_LINES=LINES,
     )  # fmt: skip
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
-    mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
+    mask = MaskBounds(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], dtype)
     keys = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], tile_layout), STAGES, 1)
     values = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], tile_layout), STAGES, 1)
@@ -212,8 +213,8 @@ def paged_decode(
         work_tiles, keys, values, q_ptr, o_ptr, lse_ptr, partials_ptr, sinks_ptr, q_stride_b, q_stride_h, H, mask, scoring,
         ROWS, config,
     )  # fmt: skip
-    k_table = Table(table_ptr, table_stride, k_page, k_head)
-    v_table = Table(table_ptr, table_stride, v_page, v_head)
+    k_table = PageTable(table_ptr, table_stride, k_page, k_head)
+    v_table = PageTable(table_ptr, table_stride, v_page, v_head)
     # before the roles part: none of them reads anything earlier
     wait_for_input()
     gl.warp_specialize(

@@ -13,9 +13,9 @@ Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; Shah et al
 
 from rooftile.exact.backends.hopper.decode.bf16 import close_softmax, load_keys, visible_blocks, zero_hidden_values
 from rooftile.exact.backends.hopper.device.config import KernelConfig
-from rooftile.exact.backends.hopper.device.page_loads import Table, load_pages
-from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
-from rooftile.exact.backends.hopper.device.softmax import Scoring, make_scoring
+from rooftile.exact.backends.hopper.device.page_loads import PageTable, load_pages
+from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, MaskBounds, consume
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, make_scoring
 from rooftile.runtime.hopper.gluon import (
     aggregate,
     barrier,
@@ -32,7 +32,7 @@ from rooftile.runtime.hopper.pipeline import Ring, let_next_begin, ring, wait_fo
 
 
 @aggregate
-class Scales:
+class PageScales:
     """Pointers to the scales of keys and values: fp32 (pages, size, heads), one per token and head."""
 
     k: gl.tensor
@@ -86,7 +86,7 @@ def _scales_of(scales: Ring, fill, which: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(work_tiles: Ring, values: Ring, scales: Ring, v_desc, table: Table, at: Scales, config: KernelConfig):
+def _load_values(work_tiles: Ring, values: Ring, scales: Ring, v_desc, table: PageTable, at: PageScales, config: KernelConfig):
     """The role that has values copied in, and the scales of keys and values."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, config.KEYS, layout)
@@ -115,7 +115,7 @@ def _load_values(work_tiles: Ring, values: Ring, scales: Ring, v_desc, table: Ta
 def _compute(
     work_tiles: Ring, keys: Ring, values: Ring, scales: Ring, q_smem, p_smem, v_smem, q_ptr, o_ptr, lse_ptr, partials_ptr,
     sinks_ptr,
-    q_stride_b, q_stride_h, H, mask: Mask, scoring: Scoring, ROWS: gl.constexpr, config: KernelConfig,
+    q_stride_b, q_stride_h, H, mask: MaskBounds, scoring: ScoreNumbers, ROWS: gl.constexpr, config: KernelConfig,
 ):  # fmt: skip
     """The role that multiplies: the blocks of a sequence with a group's heads, from the last block down."""
     HEADS: gl.constexpr = q_smem.shape[0]
@@ -251,7 +251,7 @@ def paged_decode_8bit(
         SINKS=SINKS, K_TMA_LINES=1, V_TMA_LINES=1,
     )  # fmt: skip
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
-    mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
+    mask = MaskBounds(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], codes)
     keys = ring(gl.allocate_shared_memory(codes, [STAGES, 1, 1, KEYS, D], tile_layout), STAGES, 1)
     values = ring(gl.allocate_shared_memory(codes, [STAGES, 1, 1, KEYS, D], tile_layout), STAGES, 1)
@@ -270,9 +270,9 @@ def paged_decode_8bit(
         q_stride_h,
         H, mask, scoring, ROWS, config,
     )  # fmt: skip
-    k_table = Table(table_ptr, table_stride, k_page, k_head)
-    v_table = Table(table_ptr, table_stride, v_page, v_head)
-    at = Scales(k_scale_ptr, v_scale_ptr, scale_page, scale_token)
+    k_table = PageTable(table_ptr, table_stride, k_page, k_head)
+    v_table = PageTable(table_ptr, table_stride, v_page, v_head)
+    at = PageScales(k_scale_ptr, v_scale_ptr, scale_page, scale_token)
     wait_for_input()
     gl.warp_specialize(
         [

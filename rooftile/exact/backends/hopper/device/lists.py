@@ -6,13 +6,13 @@ Where some blocks are seen in part, a second word says which bits are the step's
 """
 
 from rooftile.exact.backends.hopper.device.config import WG_ROWS, KernelConfig
-from rooftile.exact.backends.hopper.device.scheduler import PADDED, Mask
+from rooftile.exact.backends.hopper.device.scheduler import PADDED, MaskBounds
 from rooftile.runtime.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
 from rooftile.runtime.hopper.pipeline import Ring
 
 
 @aggregate
-class Lists:
+class BlockLists:
     """Lists of blocks of T queries and S keys, by queries or by keys: (batch, head, block, most)."""
 
     counts: gl.tensor  # pointers
@@ -158,8 +158,8 @@ def _load_step(keys: Ring, values: Ring, words, k_desc, v_desc, fill, work, bloc
 
 @gluon.jit
 def load_listed(
-    keys: Ring, values: Ring, words, k_desc, v_desc, fill, work, lists: Lists, mask: Mask, steps, first_block, last_block,
-    counter_ptr, config: KernelConfig,
+    keys: Ring, values: Ring, words, k_desc, v_desc, fill, work, lists: BlockLists, mask: MaskBounds, steps, first_block,
+    last_block, counter_ptr, config: KernelConfig,
 ):  # fmt: skip
     """Has the steps of a tile's list copied in; returns the next fill, and how many tiles were drawn before the next one."""
     PER: gl.constexpr = lists.S // config.KEYS

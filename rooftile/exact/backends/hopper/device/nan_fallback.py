@@ -4,8 +4,8 @@ A weight of zero does not hide a NaN or an infinity among the values, and 0 x Na
 """
 
 from rooftile.exact.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
-from rooftile.exact.backends.hopper.device.lists import Lists, list_number
-from rooftile.exact.backends.hopper.device.softmax import Scoring, add_bias
+from rooftile.exact.backends.hopper.device.lists import BlockLists, list_number
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, add_bias
 from rooftile.runtime.hopper.gluon import barrier, gl, gluon
 
 # the page table's first word, after the words of three tensors; a bias's, which no pages have, is the same
@@ -28,7 +28,7 @@ def spill_word(spilled, i: gl.constexpr, value):
 
 
 @gluon.jit
-def spill_lists(spilled, lists: Lists):
+def spill_lists(spilled, lists: BlockLists):
     """Spills lists of blocks behind the words of all tensors."""
     spill_word(spilled, LIST_WORD, lists.counts.to(gl.int64, bitcast=True))
     spill_word(spilled, LIST_WORD + 1, lists.indices.to(gl.int64, bitcast=True))
@@ -65,7 +65,7 @@ def holds_nan(acc):
 
 @gluon.jit
 def recompute_without_hidden_nan(
-    spilled, o_ptr, lse_ptr, work, row, H, total, scoring: Scoring, config: KernelConfig,
+    spilled, o_ptr, lse_ptr, work, row, H, total, scoring: ScoreNumbers, config: KernelConfig,
 ):  # fmt: skip
     """The rows of a warpgroup once more, key by key, with nothing taken from a key that a row does not see.
 

@@ -11,20 +11,20 @@ from rooftile.runtime.hopper.pipeline import Ring
 
 
 @aggregate
-class Table:
+class PageTable:
     """The page table, the distance between pages in units of 8 tokens, and between heads in swizzled lines."""
 
     pointer: gl.tensor  # int32 (sequences, pages)
     stride: gl.tensor
-    pages_apart: gl.tensor
-    heads_apart: gl.tensor
+    page_stride: gl.tensor
+    head_stride: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, pointer, stride, pages_apart, heads_apart):
+    def __init__(self, pointer, stride, page_stride, head_stride):
         self.pointer = pointer
         self.stride = stride
-        self.pages_apart = pages_apart
-        self.heads_apart = heads_apart
+        self.page_stride = page_stride
+        self.head_stride = head_stride
 
     @gluon.jit
     def pages(self, work, block, config: KernelConfig):
@@ -39,9 +39,9 @@ class Table:
 
 
 @gluon.jit
-def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexpr, config: KernelConfig):
+def load_pages(ring: Ring, desc, table: PageTable, fill, work, block, D: gl.constexpr, config: KernelConfig):
     """Has the keys or the values of a block copied in from their pages."""
-    h = work.h * config.HEADS_PER_TILE // config.GROUP * table.heads_apart
+    h = work.h * config.HEADS_PER_TILE // config.GROUP * table.head_stride
     # before the wait for an empty slot, which hides how long they take
     pages = table.pages(work, block, config)
     ring.wait_empty(fill)
@@ -51,7 +51,7 @@ def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexp
     boxes = reinterpreted(ring.buffers, desc.dtype, [ring.stages * (D // COLUMNS) * COUNT] + desc.block_type.shape, desc.layout)
     mbarrier.expect(ring.full_barrier(fill), desc.block_type.nbytes * (D // COLUMNS) * COUNT)
     for i in gl.static_range(COUNT):
-        eight = pages[i] * table.pages_apart
+        eight = pages[i] * table.page_stride
         if config.PAGE_SIZE > config.KEYS:
             eight += block % (config.PAGE_SIZE // config.KEYS) * EIGHTS
         for c in gl.static_range(D // COLUMNS):
@@ -60,7 +60,7 @@ def load_pages(ring: Ring, desc, table: Table, fill, work, block, D: gl.constexp
 
 
 @gluon.jit
-def load_values(work_tiles: Ring, values: Ring, v_desc, table: Table, config: KernelConfig):
+def load_values(work_tiles: Ring, values: Ring, v_desc, table: PageTable, config: KernelConfig):
     """The role that has values copied in. One warp that asks for keys and values is slower, and so are four."""
     tile = 0
     fill = 0

@@ -63,7 +63,7 @@ class WorkTile:
 
 
 @aggregate
-class Mask:
+class MaskBounds:
     """A mask's numbers, and which of them it has."""
 
     left: gl.tensor

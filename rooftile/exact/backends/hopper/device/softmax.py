@@ -4,7 +4,7 @@ Scores are in units of log2, so that an exponential is one multiply-add and one 
 """
 
 from rooftile.exact.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
-from rooftile.exact.backends.hopper.device.scheduler import Mask
+from rooftile.exact.backends.hopper.device.scheduler import MaskBounds
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import aggregate, gl, gluon
 
@@ -13,10 +13,10 @@ LAG = gl.constexpr(8.0)
 
 
 @aggregate
-class Scoring:
+class ScoreNumbers:
     """From the products of queries and keys to the exponents of 2."""
 
-    mask: Mask
+    mask: MaskBounds
     scale: gl.tensor
     softcap: gl.tensor
     scale_log2: gl.tensor  # what a score is still to be multiplied with
@@ -35,7 +35,7 @@ class Scoring:
 
 
 @gluon.jit
-def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr, BIAS: gl.constexpr = False):
+def make_scoring(mask: MaskBounds, scale, softcap, SOFTCAP: gl.constexpr, BIAS: gl.constexpr = False):
     scale_log2 = scale * LOG2E
     if BIAS:
         # the sum of scaled scores and bias is in natural units
@@ -43,11 +43,11 @@ def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr, BIAS: gl.con
     if SOFTCAP:
         # capped scores have their unit already
         scale_log2 = scale * 0.0 + 1.0
-    return Scoring(mask, scale, softcap, scale_log2)
+    return ScoreNumbers(mask, scale, softcap, scale_log2)
 
 
 @gluon.jit
-def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, CHECK: gl.constexpr):
+def cap_and_mask(s, row, column, work, scoring: ScoreNumbers, config: KernelConfig, CHECK: gl.constexpr):
     """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
@@ -60,7 +60,7 @@ def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, C
 
 
 @gluon.jit
-def cap_and_mask_listed(s, row, word, place, bits, work, scoring: Scoring, config: KernelConfig):
+def cap_and_mask_listed(s, row, word, place, bits, work, scoring: ScoreNumbers, config: KernelConfig):
     """The same for a listed block; its word has its number, and whether the mask hides something. Bits are read if place >= 0."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
@@ -105,7 +105,7 @@ def _first_axes(x, BEFORE: gl.constexpr, AFTER: gl.constexpr):
 
 
 @gluon.jit
-def add_bias(s, bias, scoring: Scoring):
+def add_bias(s, bias, scoring: ScoreNumbers):
     """The scaled products of queries and keys, and the bias."""
     if bias.dtype == gl.bfloat16:
         # by itself the compiler takes three instructions for two numbers
@@ -116,7 +116,7 @@ def add_bias(s, bias, scoring: Scoring):
 
 
 @gluon.jit
-def apply_mask(s, row, column, work, mask: Mask, ROWS: gl.constexpr = WG_ROWS):
+def apply_mask(s, row, column, work, mask: MaskBounds, ROWS: gl.constexpr = WG_ROWS):
     """Scores with -inf for each key that its row does not see."""
     KEYS: gl.constexpr = s.shape[1]
     # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits

@@ -14,8 +14,8 @@ of dq in fp32 is as many bytes as all else that crosses shared memory, which is 
 one owner and one order, so two runs agree bit for bit.
 """
 
-from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
-from rooftile.exact.backends.hopper.device.softmax import Scoring, make_scoring, pack_16bit, unpack_16bit
+from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, MaskBounds, consume
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, make_scoring, pack_16bit, unpack_16bit
 from rooftile.exact.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
@@ -37,7 +37,7 @@ from rooftile.runtime.hopper.pipeline import Ring, ring
 
 
 @gluon.jit
-def _compute_weights(s, lses, fill, block, work, low, high, weights: Ring, scoring: Scoring, config: BackwardConfig):
+def _compute_weights(s, lses, fill, block, work, low, high, weights: Ring, scoring: ScoreNumbers, config: BackwardConfig):
     """A block's weights, for this warpgroup in 16 bits and for its twin."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
@@ -73,7 +73,7 @@ def _padded(dv, config: BackwardConfig):
 @gluon.jit
 def _values(
     work_tiles: Ring, keys: Ring, queries: Ring, grads: Ring, weights: Ring, lses, dv_desc, dv_ptr, nan_flag_ptr,
-    scoring: Scoring, config: BackwardConfig,
+    scoring: ScoreNumbers, config: BackwardConfig,
 ):  # fmt: skip
     """The role that sums dv."""
     dtype: gl.constexpr = keys.buffers.dtype
@@ -131,7 +131,7 @@ def _values(
 @gluon.jit
 def _keys(
     work_tiles: Ring, values: Ring, queries: Ring, grads: Ring, weights: Ring, lses, deltas, dk_desc, dk_ptr, nan_flag_ptr,
-    scoring: Scoring, config: BackwardConfig,
+    scoring: ScoreNumbers, config: BackwardConfig,
 ):  # fmt: skip
     """The role that sums dk."""
     dtype: gl.constexpr = values.buffers.dtype
@@ -179,7 +179,7 @@ def _keys(
 
 
 @gluon.jit
-def _compute_ds(dp, lses, deltas, queries, grads: Ring, weights: Ring, fill, scoring: Scoring, config: BackwardConfig):
+def _compute_ds(dp, lses, deltas, queries, grads: Ring, weights: Ring, fill, scoring: ScoreNumbers, config: BackwardConfig):
     delta = deltas.index(fill % grads.stages).load(gl.SliceLayout(0, config.s_layout))
     grads.release(fill)
     weights.wait_full(fill)
@@ -209,7 +209,7 @@ def flash_bwd_kv(
         GROUP=GROUP, GROUP_SPLITS=GROUP_SPLITS, BLOCKS_PER_TILE=1, D=D, DIM=FLAGS.DIM, DIM_V=FLAGS.DIM_V, PACKED=FLAGS.PACKED,
         MASKED=FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, SOFTCAP=FLAGS.SOFTCAP, FP16=FP16,
     )  # fmt: skip
-    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
+    mask = MaskBounds(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)
     values = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], v_desc.layout), 1, 1)

@@ -14,14 +14,14 @@ from rooftile.exact.backends.hopper.device.config import WG_ROWS
 from rooftile.exact.backends.hopper.device.mma import num_mmas
 from rooftile.exact.backends.hopper.device.scheduler import (
     WORK_TILE_WORDS,
-    Mask,
+    MaskBounds,
     consume,
     make_work_tile,
     publish,
     publish_end,
     reset_counter,
 )
-from rooftile.exact.backends.hopper.device.softmax import Scoring, apply_mask, make_scoring
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, apply_mask, make_scoring
 from rooftile.exact.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
@@ -41,7 +41,7 @@ NUM_CONSUMERS = gl.constexpr(2)
 
 @gluon.jit
 def _load(
-    work_tiles: Ring, queries: Ring, grads: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc, do_desc,
+    work_tiles: Ring, queries: Ring, grads: Ring, keys: Ring, values: Ring, mask: MaskBounds, q_desc, k_desc, v_desc, do_desc,
     B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in (see the forward's)."""
@@ -94,7 +94,7 @@ def _own_rows(rows: Ring, WG: gl.constexpr, config: BackwardConfig):
 
 
 @gluon.jit
-def _compute_weights(s, lse, row, column, work, first_clear, last_clear, scoring: Scoring, config: BackwardConfig):
+def _compute_weights(s, lse, row, column, work, first_clear, last_clear, scoring: ScoreNumbers, config: BackwardConfig):
     """A block's capped scores and its weights."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
@@ -106,7 +106,7 @@ def _compute_weights(s, lse, row, column, work, first_clear, last_clear, scoring
 @gluon.jit
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, queries: Ring, grads: Ring, keys: Ring, values: Ring, dq_desc, dq_ptr, nan_flag_ptr,
-    lse_ptr, delta_ptr, H, padded_T, scoring: Scoring, config: BackwardConfig,
+    lse_ptr, delta_ptr, H, padded_T, scoring: ScoreNumbers, config: BackwardConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
     dtype: gl.constexpr = queries.buffers.dtype
@@ -177,7 +177,7 @@ def flash_bwd_q(
         GROUP=GROUP, GROUP_SPLITS=1, BLOCKS_PER_TILE=NUM_CONSUMERS, D=D, DIM=FLAGS.DIM, DIM_V=FLAGS.DIM_V, PACKED=FLAGS.PACKED,
         MASKED=FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, SOFTCAP=FLAGS.SOFTCAP, FP16=FP16,
     )  # fmt: skip
-    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
+    mask = MaskBounds(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = ring(gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], q_desc.layout), NUM_CONSUMERS, 1)
     grads = ring(gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], do_desc.layout), NUM_CONSUMERS, 1)

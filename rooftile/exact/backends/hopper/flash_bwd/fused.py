@@ -18,10 +18,10 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 """
 
 from rooftile.exact.backends.hopper.device.config import WG_ROWS
-from rooftile.exact.backends.hopper.device.lists import Lists, read_word
+from rooftile.exact.backends.hopper.device.lists import BlockLists, read_word
 from rooftile.exact.backends.hopper.device.mma import mma_qk, num_mmas
-from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
-from rooftile.exact.backends.hopper.device.softmax import Scoring, add_bias, make_scoring
+from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, MaskBounds, consume
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers, add_bias, make_scoring
 from rooftile.exact.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS
 from rooftile.exact.backends.hopper.flash_bwd.dq_roles import NUM_CONSUMERS, add_dq, finish_block_of_dq, issue_dq, multiply_dq
 from rooftile.exact.backends.hopper.flash_bwd.parts import (
@@ -48,7 +48,7 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 @gluon.jit
 def _compute_weights(
-    s, lses, biases, lists, words, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr,
+    s, lses, biases, lists, words, fill, t, queries: Ring, work, low, high, scoring: ScoreNumbers, WG: gl.constexpr,
     config: BackwardConfig,
 ):  # fmt: skip
     """The weights of 64 keys and a block of queries. A listed block's words: where it is, if it weighs nothing, and its bits."""
@@ -104,7 +104,7 @@ def _issue_scores(keys: Ring, queries: Ring, fill, WG: gl.constexpr, config: Bac
 def _step(
     dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, lists, words, ds_blocks: Ring,
     dq_staging: Ring, fill, t, work,
-    low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, config: BackwardConfig,
+    low, high, scoring: ScoreNumbers, WG: gl.constexpr, FIRST: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries: its part of dk and dv, and at D = 128 dq of the block before it."""
     dtype: gl.constexpr = keys.buffers.dtype
@@ -164,7 +164,7 @@ def _step(
 def _step_ahead(
     dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, lists, words, ds_blocks: Ring,
     dq_staging: Ring, fill, t, work,
-    low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, config: BackwardConfig,
+    low, high, scoring: ScoreNumbers, WG: gl.constexpr, MORE: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
 
@@ -213,7 +213,7 @@ def _step_ahead(
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, lists, words,
     ds_blocks: Ring, dq_staging: Ring,
-    dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: Scoring, config: BackwardConfig,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: ScoreNumbers, config: BackwardConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 keys of every tile."""
     dtype: gl.constexpr = keys.buffers.dtype
@@ -319,7 +319,7 @@ def _program(
         ACCUMULATE_DQ=ACCUMULATE_DQ, DV_AFTER_DS=TILE.DV_AFTER_DS, SCORES_AHEAD=TILE.SCORES_AHEAD, BIAS=BIAS, LIST_T=TILE.LIST_T,
         LIST_S=TILE.LIST_S, LIST_BITS=TILE.LIST_BITS,
     )  # fmt: skip
-    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
+    mask = MaskBounds(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HAS_DQ_ROLE: gl.constexpr = ACCUMULATE_DQ and config.DQ_WARPGROUP
     keys = ring(
@@ -441,7 +441,7 @@ def flash_bwd_listed(
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     """The same over lists of blocks, by keys."""
-    lists = Lists(
+    lists = BlockLists(
         counts_ptr, entries_ptr, bits_ptr, batch_stride, head_stride, per, most, part, bits_batch_stride, bits_head_stride,
         TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,
     )

@@ -9,13 +9,13 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 """
 
 from rooftile.exact.backends.hopper.device.config import LOG2E, WG_ROWS
-from rooftile.exact.backends.hopper.device.lists import Lists, count_steps, write_word
+from rooftile.exact.backends.hopper.device.lists import BlockLists, count_steps, write_word
 from rooftile.exact.backends.hopper.device.mask import FAR
 from rooftile.exact.backends.hopper.device.mma import mma_qk
 from rooftile.exact.backends.hopper.device.nan_fallback import holds_nan
 from rooftile.exact.backends.hopper.device.scheduler import (
     MOST_SORTED,
-    Mask,
+    MaskBounds,
     WorkTile,
     dense_tile,
     packed_tile,
@@ -25,7 +25,7 @@ from rooftile.exact.backends.hopper.device.scheduler import (
     reset_counter,
     tile_by_work,
 )
-from rooftile.exact.backends.hopper.device.softmax import Scoring
+from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import (
     aggregate,
@@ -97,7 +97,7 @@ class BackwardConfig:
 
 @gluon.jit
 def make_work_tile_of_keys(
-    n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
+    n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask: MaskBounds, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
     """Makes work tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first_block` to
     `last_block` are blocks of queries.
@@ -154,7 +154,7 @@ def advance_block(h, block, work: WorkTile, config: BackwardConfig):
 
 
 @gluon.jit
-def find_unmasked_queries(work: WorkTile, s, KEYS: gl.constexpr, mask: Mask):
+def find_unmasked_queries(work: WorkTile, s, KEYS: gl.constexpr, mask: MaskBounds):
     """The first and the last query between which every query sees each of KEYS keys from s on.
 
     Queries past the end weigh nothing (see `row_stats`), so none of this asks for them.
@@ -173,7 +173,7 @@ def issue_mma_qk(a, rows: Ring, fill, DIM: gl.constexpr, config: BackwardConfig)
 
 
 @gluon.jit
-def apply_mask_transposed(x, s, t, work: WorkTile, mask: Mask):
+def apply_mask_transposed(x, s, t, work: WorkTile, mask: MaskBounds):
     """Scores of 64 keys from s on by 64 queries from t on, with -inf for each query that does not see the key.
 
     As `softmax.hidden`: along the columns a thread compares constants, with two limits a row.
@@ -215,7 +215,7 @@ def recompute_capped_scores(p, lses, fill, slots: gl.constexpr, config: Backward
 
 
 @gluon.jit
-def compute_ds(p, dp, delta, s, scoring: Scoring, config: BackwardConfig):
+def compute_ds(p, dp, delta, s, scoring: ScoreNumbers, config: BackwardConfig):
     """dS from the weights, the gradients that come to them and, under a softcap, the capped scores in units of log2."""
     if config.FP16:
         p = p * scoring.scale
@@ -246,7 +246,7 @@ def _load_rows_and_stats(ring: Ring, words, fill, desc, words_desc, b, h, row, w
 
 @gluon.jit
 def load_key_tiles(
-    work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
+    work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: MaskBounds,
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
     B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig, biases=0, bias_desc=0,
     lists=0, words=0,
@@ -304,7 +304,7 @@ def load_key_tiles(
 
 
 @gluon.jit
-def count_listed(lists: Lists, work, first_block, last_block, config: BackwardConfig):
+def count_listed(lists: BlockLists, work, first_block, last_block, config: BackwardConfig):
     """How many blocks of 64 queries the heads of a tile of keys list."""
     PER: gl.constexpr = config.LIST_T // BLOCK
     steps = 0
@@ -317,7 +317,7 @@ def count_listed(lists: Lists, work, first_block, last_block, config: BackwardCo
 @gluon.jit
 def _load_listed(
     keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    H, padded_T, tile, fill, work, lists: Lists, words, steps, first_block, last_block, config: BackwardConfig,
+    H, padded_T, tile, fill, work, lists: BlockLists, words, steps, first_block, last_block, config: BackwardConfig,
 ):  # fmt: skip
     """Has a tile of keys copied in, and the listed blocks of queries; returns the next fill.
 

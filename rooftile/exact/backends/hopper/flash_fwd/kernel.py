@@ -19,7 +19,7 @@ Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:23
 """
 
 from rooftile.exact.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig, query_offset
-from rooftile.exact.backends.hopper.device.lists import Lists, count_steps, load_listed, read_word
+from rooftile.exact.backends.hopper.device.lists import BlockLists, count_steps, load_listed, read_word
 from rooftile.exact.backends.hopper.device.mma import mma_qk
 from rooftile.exact.backends.hopper.device.nan_fallback import (
     TABLE_WORD,
@@ -29,10 +29,10 @@ from rooftile.exact.backends.hopper.device.nan_fallback import (
     spill_tensor,
     spill_word,
 )
-from rooftile.exact.backends.hopper.device.page_loads import Table, load_pages, load_values
+from rooftile.exact.backends.hopper.device.page_loads import PageTable, load_pages, load_values
 from rooftile.exact.backends.hopper.device.scheduler import (
     WORK_TILE_WORDS,
-    Mask,
+    MaskBounds,
     consume,
     make_work_tile,
     publish,
@@ -40,7 +40,7 @@ from rooftile.exact.backends.hopper.device.scheduler import (
     reset_counter,
 )
 from rooftile.exact.backends.hopper.device.softmax import (
-    Scoring,
+    ScoreNumbers,
     add_bias,
     cap_and_mask,
     cap_and_mask_listed,
@@ -70,7 +70,7 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 @gluon.jit
 def _load_block(
-    keys: Ring, values: Ring, biases, k_desc, v_desc, bias_desc, table: Table, fill, work, block, config: KernelConfig
+    keys: Ring, values: Ring, biases, k_desc, v_desc, bias_desc, table: PageTable, fill, work, block, config: KernelConfig
 ):  # fmt: skip
     """Has one block of keys, values and bias copied in; of those in pages the keys, `load_values` has the values copied."""
     if config.PAGE_SIZE > 0:
@@ -101,15 +101,15 @@ def _load_block(
 
 
 @gluon.jit
-def _draw(counter_ptr):
+def _next_tile(counter_ptr):
     """How many tiles were drawn before. Nothing else is passed on with it, and a fence would empty the L1 that holds tables."""
     return gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
 def _load(
-    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, mask: Mask, q_desc, k_desc, v_desc, bias_desc,
-    B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: Table, lists, words, counter_ptr, config: KernelConfig,
+    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, mask: MaskBounds, q_desc, k_desc, v_desc, bias_desc,
+    B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: PageTable, lists, words, counter_ptr, config: KernelConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
 
@@ -162,18 +162,18 @@ def _load(
                 # the loop alone (see `pipeline.hide_from_ptxas`)
                 for i in range(work.last_block - work.first_block + 1):
                     if i == work.last_block - work.first_block:
-                        n = _draw(counter_ptr) + programs
+                        n = _next_tile(counter_ptr) + programs
                     _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
             else:
                 for i in range(work.last_block - work.first_block):
                     _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
-                n = _draw(counter_ptr) + programs
+                n = _next_tile(counter_ptr) + programs
                 _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.first_block, config)
                 fill += 1
         else:
-            n = _draw(counter_ptr) + programs
+            n = _next_tile(counter_ptr) + programs
     publish_end(work_tiles, tile)
     reset_counter(counter_ptr)
 
@@ -201,7 +201,7 @@ def _issue_mmas(
 
 @gluon.jit
 def _finish_scores(
-    s, biases, words, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
+    s, biases, words, fill, row, column, work, scoring: ScoreNumbers, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
     HAS_BLOCK=True,
 ):  # fmt: skip
     """The products of queries and keys with bias, capped and masked. A listed block's words come from `_read_words`."""
@@ -242,7 +242,7 @@ def _read_words(words, lists, fill, row, keys: Ring, config: KernelConfig, is_th
 
 @gluon.jit
 def _step(
-    q, q_registers, keys: Ring, values: Ring, biases, lists, words, p, acc, m, l, fill, row, column, work, scoring: Scoring,
+    q, q_registers, keys: Ring, values: Ring, biases, lists, words, p, acc, m, l, fill, row, column, work, scoring: ScoreNumbers,
     WG: gl.constexpr, MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
@@ -270,7 +270,7 @@ def _own_queries(queries: Ring, tile, WG: gl.constexpr, config: KernelConfig):
 @gluon.jit
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, lists, words, outputs, spilled, o_desc,
-    o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
+    o_ptr, lse_ptr, sinks_ptr, H, total, scoring: ScoreNumbers, config: KernelConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile.
 
@@ -435,7 +435,7 @@ def _program(
         SINKS=SINKS, K_TMA_LINES=k_desc.block_type.shape[1], V_TMA_LINES=v_desc.block_type.shape[1],
         BIAS=bias_desc.dtype if BIAS else None, LIST_S=TILE.LIST_S, LIST_BITS=TILE.LIST_BITS,
     )
-    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
+    mask = MaskBounds(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(
         gl.allocate_shared_memory(
             dtype, [TILE.Q_STAGES * TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, D], q_desc.layout
@@ -487,8 +487,8 @@ def _program(
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
     T = q_desc.shape[2].to(gl.int32)
-    k_table = Table(table_ptr, table_stride, k_page, k_head)
-    v_table = Table(table_ptr, table_stride, v_page, v_head)
+    k_table = PageTable(table_ptr, table_stride, k_page, k_head)
+    v_table = PageTable(table_ptr, table_stride, v_page, v_head)
     load = (
         work_tiles, queries, keys, values, biases, mask, q_desc, k_desc, v_desc, bias_desc,
         B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, lists, list_words, counter_ptr, config,
@@ -584,7 +584,7 @@ def flash_fwd_listed(
     """The same over lists of blocks."""
     # nothing reads what stands for pages
     none = B * 0
-    lists = Lists(
+    lists = BlockLists(
         counts_ptr, indices_ptr, bits_ptr, batch_stride, head_stride, per, most, part, batch_stride, head_stride,
         TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,
     )

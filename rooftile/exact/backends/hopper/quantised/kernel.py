@@ -17,12 +17,12 @@ Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., Sage
 
 from rooftile.exact.backends.hopper.device.config import LN2, LOG2E, WG_ROWS
 from rooftile.exact.backends.hopper.device.nan_fallback import holds_nan, spill_tensor, spill_word
-from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
+from rooftile.exact.backends.hopper.device.scheduler import WORK_TILE_WORDS, MaskBounds, consume
 from rooftile.exact.backends.hopper.device.softmax import apply_mask
 from rooftile.exact.backends.hopper.quantised.load import (
     NUM_CONSUMERS,
+    BlockScales,
     QuantisedConfig,
-    Scales,
     load_scale,
     load_tiles,
     load_word,
@@ -112,7 +112,7 @@ def _with_values(acc, alpha, p, v_scale, q, keys: Ring, values: Ring, fill, has_
 
 
 @gluon.jit
-def _to_scores(s, row, column, work, mask: Mask, CHECK: gl.constexpr, config: QuantisedConfig):
+def _to_scores(s, row, column, work, mask: MaskBounds, CHECK: gl.constexpr, config: QuantisedConfig):
     """The products of queries and keys as numbers, -inf where the mask or the end of the keys hides one."""
     if config.INTEGER:
         s = s.to(gl.float32)
@@ -152,8 +152,8 @@ class PendingBlock:
 
 @gluon.jit
 def _step(
-    block: PendingBlock, q, keys: Ring, values: Ring, scales: Scales, acc, m, l, fill, has_next, row, column, work,
-    mask: Mask, q_factor,
+    block: PendingBlock, q, keys: Ring, values: Ring, scales: BlockScales, acc, m, l, fill, has_next, row, column, work,
+    mask: MaskBounds, q_factor,
     WG: gl.constexpr, config: QuantisedConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """Computes block `fill`: its weights while the block before is added to the output, its product, the next block's scores."""
@@ -190,8 +190,8 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, scales: Scales, outputs, spilled, o_desc,
-    o_ptr, lse_ptr, shift_ptr, H, total, scale, mask: Mask, config: QuantisedConfig,
+    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, scales: BlockScales, outputs, spilled, o_desc,
+    o_ptr, lse_ptr, shift_ptr, H, total, scale, mask: MaskBounds, config: QuantisedConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
     dtype: gl.constexpr = o_desc.dtype
@@ -332,7 +332,7 @@ def flash_fwd_8bit(
     config = QuantisedConfig(
         GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, KEYS,
     )
-    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    mask = MaskBounds(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(
         gl.allocate_shared_memory(dtype, [Q_STAGES * NUM_CONSUMERS, 1, 1, WG_ROWS, D], q_desc.layout), Q_STAGES, NUM_CONSUMERS
     )  # fmt: skip
@@ -341,7 +341,7 @@ def flash_fwd_8bit(
     outputs = gl.allocate_shared_memory(o_desc.dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, DV], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, NUM_CONSUMERS)
-    scales = Scales(
+    scales = BlockScales(
         q_scales_ptr, k_scales_ptr, v_scales_ptr,
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, 1], words), gl.allocate_shared_memory(gl.float32, [KV_STAGES, 1], words),
         gl.allocate_shared_memory(gl.float32, [KV_STAGES, 1], words),

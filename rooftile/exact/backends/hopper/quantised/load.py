@@ -1,7 +1,14 @@
 """The compile-time configuration of the kernel on quantised tensors, and the role that has tiles and their scales copied in."""
 
 from rooftile.exact.backends.hopper.device.config import WG_ROWS
-from rooftile.exact.backends.hopper.device.scheduler import PADDED, Mask, make_work_tile, publish, publish_end, reset_counter
+from rooftile.exact.backends.hopper.device.scheduler import (
+    PADDED,
+    MaskBounds,
+    make_work_tile,
+    publish,
+    publish_end,
+    reset_counter,
+)
 from rooftile.runtime.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
 from rooftile.runtime.hopper.pipeline import Ring
 
@@ -50,7 +57,7 @@ class QuantisedConfig:
 
 
 @aggregate
-class Scales:
+class BlockScales:
     """Scales: in memory (blocks, heads), and in shared memory one word per stage."""
 
     q_ptr: gl.tensor
@@ -90,7 +97,9 @@ def load_scale(words, slot, config: QuantisedConfig):
 
 
 @gluon.jit
-def _load_block(keys: Ring, values: Ring, scales: Scales, k_desc, v_desc, fill, work, block, part, Hk, config: QuantisedConfig):
+def _load_block(
+    keys: Ring, values: Ring, scales: BlockScales, k_desc, v_desc, fill, work, block, part, Hk, config: QuantisedConfig
+):
     """Has one block of keys and values copied in, and puts its scales beside them."""
     h = work.h // config.GROUP
     # asked for before the waits, known after them
@@ -111,7 +120,7 @@ def _load_block(keys: Ring, values: Ring, scales: Scales, k_desc, v_desc, fill, 
 
 @gluon.jit
 def load_tiles(
-    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, scales: Scales, mask: Mask, q_desc, k_desc, v_desc,
+    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, scales: BlockScales, mask: MaskBounds, q_desc, k_desc, v_desc,
     B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: QuantisedConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in (see `flash_fwd`)."""

@@ -14,7 +14,7 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 """
 
 from rooftile.exact.backends.hopper.device.scheduler import PADDED, packed_tile
-from rooftile.exact.backends.hopper.quantised.rows import (
+from rooftile.exact.backends.hopper.quantised.row_arithmetic import (
     BLOCK,
     OWN,
     dot_with_mean,

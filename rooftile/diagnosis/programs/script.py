@@ -1,0 +1,283 @@
+"""Runs a script and finds its step.
+
+The step is, in this order: the function that the caller names; what runs inside `with rooftile.diagnosis.step():`; from one
+`Optimizer.step` to the next; the outermost call of a module, which can be called again when the script has ended.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from rooftile.diagnosis.watching.dispatched import optimiser_steps
+from rooftile.diagnosis.watching.modes import Modes
+from rooftile.diagnosis.watching.steps import Finished, Steps, watching
+from rooftile.diagnosis.watching.where import user_line
+from rooftile.errors import InvalidInput
+
+# outermost calls of modules without an optimiser's step, after which a program that goes on is one that only calls
+MANY_CALLS = 32
+
+
+# steps that a run of the script must have, or it is not run again for more
+FEWEST = 3
+# frames that run no code until somebody asks for a value
+CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
+
+
+class ScriptCall(NamedTuple):
+    """A call that can be made again."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str  # for the reader
+    modes: Modes  # that held around it
+    note: str = ""  # what became of the script
+
+
+class _Reached(BaseException):
+    """The named function was called: nothing of the script after this is run."""
+
+    def __init__(self, call: ScriptCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def run(
+    path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None, patience: float = 600.0
+) -> ScriptCall | None:  # fmt: skip
+    """Runs a script until its steps have been seen.
+
+    Args:
+        path: the script.
+        arguments: its own, as in sys.argv[1:].
+        steps: what is done at each step that the script marks, or that its optimiser ends.
+        function: the name of its step's function, such as "train_step" or "Trainer.step".
+        patience: seconds until the first step; and seconds for which a script may call modules without one, until the call of a
+            module counts as its step.
+
+    A script that ends after three or more steps is run again until there are enough.
+
+    Returns:
+        The call to be made again: of the named function, else of the outermost module. None if `steps` has seen all of its.
+
+    Raises:
+        InvalidInput: there is no such file; the named function was never called; no step was found, or too few, or none in time;
+            the script failed.
+    """
+    if not Path(path).is_file():
+        raise InvalidInput(f"{path} is not a file; give the path of a Python script")
+    while True:
+        seen = steps.seen
+        call = _run_once(path, arguments, steps, function, patience)
+        if call is not None or steps.is_finished:
+            return call
+        # the part of a script before an optimiser's first step is not counted as seen, and is a step all the same
+        made = steps.seen - seen + (not steps.is_marked)
+        if made < FEWEST:
+            raise InvalidInput(
+                f"{path} ended after {made} steps; needs at least {FEWEST}: let it run longer, or name a function by --step"
+            )
+        steps.run_again()
+
+
+def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> ScriptCall | None:
+    """Runs the script from its beginning to its end, or until all steps have been seen; None if it has steps of its own."""
+    calls: list[ScriptCall] = []
+    with _as_main(path, arguments), watching(steps), _modules(calls, steps, patience), _optimisers(steps), _named(function):
+        alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except _Reached as reached:
+            return reached.call
+        except Finished:
+            steps.is_finished = True
+            return None
+        except KeyboardInterrupt:
+            if not alarm.rang:
+                raise
+            raise InvalidInput(
+                f"{path} has reached no step in {patience:g} seconds; name a function by --step, or give it more by --budget"
+            ) from None
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise InvalidInput(f"{path} ended with exit code {error.code} before its step had been seen") from error
+        except InvalidInput:
+            raise
+        except Exception as error:
+            reason = f"{path} failed with {type(error).__name__}: {error} ({_line_of(error)})"
+            if not calls or steps.is_stepping:
+                raise InvalidInput(f"{reason} before enough of its steps had been seen; run it by itself first") from error
+            # the calls of its modules were good until then
+            return calls[-1]._replace(note=f"{reason} after {calls[-1].name}, which is what was diagnosed")
+        finally:
+            alarm.off()
+            if steps.is_elsewhere:
+                # a process that the script has forked has reached the script's end: its diagnosis was not asked for
+                os._exit(0)
+    if function is not None:
+        raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
+    if steps.is_stepping:
+        return None
+    if not calls:
+        raise InvalidInput(
+            f"{path} has no step: no optimiser stepped and no module was called; name a function by --step, or mark the step "
+            "with `with rooftile.diagnosis.step():`"
+        )
+    return calls[-1]
+
+
+@contextmanager
+def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
+    kept = sys.argv, sys.path[:]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = kept
+
+
+class _Alarm:
+    """Interrupts the main thread after a time, if nothing has happened until then."""
+
+    def __init__(self, seconds: float, is_due: Callable[[], bool]) -> None:
+        self.rang = False
+        self._is_due = is_due
+        # a shell's background job ignores the signal, and would ignore this interrupt
+        self._ignored = (
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+        )
+        if self._ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._timer = threading.Timer(seconds, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def off(self) -> None:
+        self._timer.cancel()
+        if self._ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ring(self) -> None:
+        if self._is_due():
+            self.rang = True
+            _thread.interrupt_main()
+
+
+@contextmanager
+def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator[None]:
+    """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step."""
+    original = nn.Module.__call__
+    depth = count = 0
+    first = 0.0
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth, count, first
+        if depth == 0 and not steps.is_stepping:
+            count += 1
+            first = first or time.monotonic()
+            if count > MANY_CALLS and time.monotonic() - first > patience:
+                raise _Reached(calls[0])
+        modes = Modes.now()
+        depth += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            # a call that has failed would fail again
+            where = user_line(sys._getframe(1))
+            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
+            calls[:] = [ScriptCall(self, args, kwargs, name, modes)]
+        return result
+
+    nn.Module.__call__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _optimisers(steps: Steps) -> Iterator[None]:
+    """A step ends with each step of the first optimiser that makes one; a program that marks its steps itself is left alone."""
+    first: list[Optimizer] = []
+
+    def ended(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+        if steps.is_marked:
+            return
+        first.append(optimiser)
+        if optimiser is first[0]:
+            steps.is_stepping = True
+            steps.boundary()
+
+    with optimiser_steps:
+        handle = register_optimizer_step_post_hook(ended)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _named(function: str | None) -> Iterator[None]:
+    """Stops the script when it calls the named function."""
+    if function is None:
+        yield
+        return
+
+    def reached(frame: FrameType, event: str, unused: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname.removeprefix("<module>.") == function:
+            sys.setprofile(None)
+            raise _Reached(_call_of(frame, function))
+
+    sys.setprofile(reached)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's code that an error came from."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        found = user_line(traceback.tb_frame, traceback.tb_lineno, outwards=False) or found
+        traceback = traceback.tb_next
+    return found
+
+
+def _call_of(frame: FrameType, name: str) -> ScriptCall:
+    code = frame.f_code
+    if code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        raise InvalidInput(f"{name} is a generator or a coroutine, whose call runs nothing; name a function that runs one step")
+    count = code.co_argcount
+    args = [frame.f_locals[word] for word in code.co_varnames[:count]]
+    keywords = code.co_varnames[count : count + code.co_kwonlyargcount]
+    kwargs = {word: frame.f_locals[word] for word in keywords}
+    rest = list(code.co_varnames[count + code.co_kwonlyargcount :])
+    if code.co_flags & 0x04:
+        args += frame.f_locals[rest.pop(0)]
+    if code.co_flags & 0x08:
+        kwargs |= frame.f_locals[rest.pop(0)]
+    *owner, last = name.split(".")
+    if owner:
+        return ScriptCall(getattr(args[0], last), tuple(args[1:]), kwargs, name, Modes.now())
+    if last not in frame.f_globals:
+        raise InvalidInput(f"{name} is defined inside another function; name one of the module's, or a method as Class.method")
+    return ScriptCall(frame.f_globals[last], tuple(args), kwargs, name, Modes.now())

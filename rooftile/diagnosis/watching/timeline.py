@@ -1,0 +1,367 @@
+"""One profiled step: how long each operator takes in the step, where the device waits, and for what.
+
+A gap is a time in which nothing runs: no kernel on a GPU, no operator on a CPU. It has one cause:
+
+    host        the host had not asked for the next kernel yet: Python, a data loader, a sleep
+    sync        ... because it waited for the device: .item(), a copy to the host
+    copy        a copy between host and device runs, and no kernel
+    dependency  the next kernel had been asked for in time, and the device was late
+
+Times under the profiler are longer than without it, by a microsecond or two per operator: shares are read from here, and the
+time of the step elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rooftile.diagnosis.output.trace import pack
+from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, watched_kernels
+from rooftile.diagnosis.watching.where import user_line
+
+CAUSES = ("host", "sync", "copy", "dependency")
+# names of CUDA's functions that wait for the device
+WAITING = ("Synchronize", "cudaMemcpy")
+# copies between host and device; one within the device is work like a kernel's
+BETWEEN = ("Memcpy HtoD", "Memcpy DtoH")
+SAMPLE_SECONDS = 0.0005
+
+Interval = tuple[int, int]  # ns, start and end
+OpKey = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
+
+
+class Gap(NamedTuple):
+    """A time in which the device had nothing to do."""
+
+    start_ns: int
+    end_ns: int
+    cause: str
+    where: str  # the user's line that ran meanwhile; "" unknown
+
+    @property
+    def us(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e3
+
+
+class Launch(NamedTuple):
+    """Something that the host asked the device for."""
+
+    host_us: float  # the host's own time since it asked for the one before, its waits left out
+    device_us: float
+    key: OpKey | None = None  # names the operator that asked; None where none is known
+    waits: bool = False  # afterwards the host waited for the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step as a profiler saw it."""
+
+    wall_us: float
+    busy_us: float  # something ran on the device
+    launches: int  # kernels, copies and fills on a GPU, operators on a CPU
+    op_us: dict[OpKey, float]  # per call, mean: on a GPU of its kernels, on a CPU of the operator
+    op_calls: dict[OpKey, int]
+    kernels: dict[OpKey, tuple[str, ...]]  # the names of its kernels; none on a CPU
+    gaps: tuple[Gap, ...]
+    start_ns: int
+    launched: tuple[Launch, ...] = ()  # on a GPU, in the order in which the host asked
+    tail_us: float = 0.0  # the host's time after the last of them
+    replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
+    copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
+
+    @property
+    def idle_us(self) -> dict[str, float]:
+        """The time without work by cause."""
+        found = dict.fromkeys(CAUSES, 0.0)
+        for gap in self.gaps:
+            found[gap.cause] += gap.us
+        return found
+
+    @property
+    def lines(self) -> dict[str, float]:
+        """The time without work by the user's line that ran meanwhile, in µs, longest first."""
+        found: Counter[str] = Counter()
+        for gap in self.gaps:
+            if gap.where:
+                found[gap.where] += gap.us  # type: ignore[assignment]
+        return dict(found.most_common())
+
+
+class Profiled:
+    """Profiles the step that runs in its block; `timeline` is there afterwards, and the profiler's own `trace`, packed.
+
+    Args:
+        device: where the step runs.
+        names: gives the operators whose times are wanted, such as "aten::mm".
+    """
+
+    timeline: Timeline
+    trace: bytes
+
+    def __init__(self, device: torch.device, names: Callable[[], Iterable[str]]) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._names = names
+
+    def __enter__(self) -> Profiled:
+        # the profiler's library writes to the terminal when it starts
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.__enter__()
+        self._kernels = watched_kernels(_named)
+        self._kernels.__enter__()
+        self._lines = _LineSampler()
+        self._lines.__enter__()
+        if self._on_gpu:
+            # the first kernel under a profiler waits until the driver is ready to record it
+            torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
+        self._start = time.time_ns()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        host_end = time.time_ns()
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        end = time.time_ns()
+        self._lines.__exit__()
+        self._kernels.__exit__(*error)
+        self._profiler.__exit__(*error)
+        if error[0] is None:
+            events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
+            names = frozenset(self._names())
+            self.timeline = _read(events, (self._start, end), host_end, self._lines.seen, self._on_gpu, names)
+            self.trace = pack(self._profiler)
+
+
+def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a generated kernel, of which the profiler knows nothing on a CPU, under its name."""
+    with record_function(f"{NAMESPACE}::{kernel.name}"):
+        return kernel(*args, **kwargs)
+
+
+def _read(
+    events: Sequence[Any], window: Interval, host_end: int, lines: Sequence[tuple[int, str]], on_gpu: bool,
+    names: frozenset[str],
+) -> Timeline:  # fmt: skip
+    host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
+    here = [e for e in host if "::" in e.name() and _inside(e, window)]
+    operators = _outermost([e for e in here if e.name() in names])
+    total: defaultdict[OpKey, float] = defaultdict(float)
+    calls: Counter[OpKey] = Counter()
+    kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
+    launches: list[Launch] = []
+    tail_us = replayed_us = copied_us = 0.0
+    if on_gpu:
+        launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
+        early = {number for number, e in launched.items() if e.start_ns() < window[0]}
+        device = [
+            e for e in events
+            if e.device_type() == torch._C._autograd.DeviceType.CUDA and _is_work(e) and e.correlation_id() not in early
+        ]  # fmt: skip
+        owner = {e.correlation_id(): e for e in operators}
+        for op in operators:
+            calls[_key(op)] += 1
+        work_of: list[tuple[int, float, OpKey | None]] = []
+        for kernel in device:
+            launch = launched.get(kernel.correlation_id())
+            op = owner.get(kernel.linked_correlation_id()) or _around(operators, launch)
+            if launch is not None:
+                replayed_us += kernel.duration_ns() / 1e3 if "GraphLaunch" in launch.name() else 0.0
+                work_of.append((launch.start_ns(), kernel.duration_ns() / 1e3, None if op is None else _key(op)))
+            if op is not None:
+                total[_key(op)] += kernel.duration_ns() / 1e3
+                if len(kernels[_key(op)]) < 8:
+                    kernels[_key(op)].append(kernel.name())
+        moved = [e for e in device if e.name().startswith(BETWEEN)]
+        work = [e for e in device if not e.name().startswith(BETWEEN)]
+        copies = [_span(e) for e in moved]
+        waits = _waits(host)
+        gaps = _device_gaps(work, copies, launched, waits, window, lines)
+        launches, tail_us = _launched(work_of, waits, (window[0], host_end))
+        spans = _union(_span(e) for e in work)
+        busy, count = _length(spans), len(work)
+        # a GPU runs copies of both directions at once
+        copied_us = sum(_length([copy]) - _overlap(copy, spans) for copy in _union(copies)) / 1e3
+    else:
+        for op in operators:
+            calls[_key(op)] += 1
+            total[_key(op)] += op.duration_ns() / 1e3
+        spans = _union(_span(e) for e in here)
+        gaps = [_host_gap(gap, lines) for gap in _complement(spans, window)]
+        busy, count = _length(spans), len(_outermost(here))
+    return Timeline(
+        wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
+        op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
+        kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
+        launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
+        copied_us=copied_us,
+    )  # fmt: skip
+
+
+def _is_work(event: Any) -> bool:
+    """A kernel, a copy or a fill; the profiler also reports ranges and synchronisations as events of the device.
+
+    A range, such as an optimiser's step, would cover the gaps between its kernels.
+    """
+    is_range = event.is_user_annotation() or "Synchron" in event.name()
+    return bool(event.duration_ns() > 0 and not is_range and event.correlation_id() != 0)
+
+
+def _inside(event: Any, window: Interval) -> bool:
+    return bool(event.start_ns() >= window[0] and event.end_ns() <= window[1])
+
+
+def _span(event: Any) -> Interval:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def _key(event: Any) -> OpKey:
+    return event.name(), tuple(tuple(shape) for shape in event.shapes() if shape)
+
+
+def _outermost(events: Iterable[Any]) -> list[Any]:
+    """The events that no other one of their thread contains, in the order of time."""
+    found: list[Any] = []
+    end: dict[int, int] = {}
+    for event in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
+        start, stop = _span(event)
+        thread = event.start_thread_id()
+        if start >= end.get(thread, 0):
+            found.append(event)
+            end[thread] = stop
+    return found
+
+
+def _around(operators: Sequence[Any], launch: Any) -> Any | None:
+    """The operator during which a kernel was launched."""
+    if launch is None:
+        return None
+    at, thread = launch.start_ns(), launch.start_thread_id()
+    for op in operators:
+        if op.start_thread_id() == thread and op.start_ns() <= at <= op.start_ns() + op.duration_ns():
+            return op
+    return None
+
+
+def _union(spans: Iterable[Interval]) -> list[Interval]:
+    """Intervals that do not overlap and cover the same times, sorted."""
+    merged: list[Interval] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _complement(spans: Sequence[Interval], window: Interval) -> list[Interval]:
+    """The times of the window that no interval of a union covers."""
+    edges = [window[0], *(edge for span in spans for edge in span), window[1]]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+
+
+def _length(spans: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def _overlap(span: Interval, others: Iterable[Interval]) -> int:
+    return sum(max(0, min(span[1], end) - max(span[0], start)) for start, end in others)
+
+
+def _host_gap(gap: Interval, lines: Sequence[tuple[int, str]]) -> Gap:
+    return Gap(*gap, "host", _line_during(gap, lines))
+
+
+def _line_during(gap: Interval, lines: Sequence[tuple[int, str]]) -> str:
+    """The line that was seen most often during a gap; the samples are sorted by time."""
+    first, last = (bisect_left(lines, (edge, "")) for edge in gap)
+    seen = Counter(where for _, where in lines[first:last] if where)
+    return seen.most_common(1)[0][0] if seen else ""
+
+
+def _waits(host: Sequence[Any]) -> list[Interval]:
+    """The times in which the host waits for the device."""
+    return [_span(e) for e in host if any(word in e.name() for word in WAITING) and "Async" not in e.name()]
+
+
+def _launched(
+    work: Iterable[tuple[int, float, OpKey | None]], waits: Iterable[Interval], window: Interval
+) -> tuple[list[Launch], float]:  # fmt: skip
+    """The launches of a step with the host's own time before each, and its time after the last.
+
+    work: of each the time when the host asked, its time on the device in µs, and its operator. window: the host's.
+    """
+    waited = _union(span for span in waits if window[0] <= span[0] < window[1])
+    starts, ends = [start for start, _ in waited], [end for _, end in waited]
+    found: list[Launch] = []
+    before = window[0]
+    for start, device_us, key in sorted(work, key=lambda one: one[0]):
+        between = (before, max(before, start))
+        # a loop that reads a number in each round has many waits
+        near = slice(bisect_left(ends, between[0]), bisect_left(starts, between[1]))
+        waits_us = _overlap(between, waited[near]) / 1e3
+        if found and waits_us:
+            found[-1] = found[-1]._replace(waits=True)
+        found.append(Launch((between[1] - before) / 1e3 - waits_us, device_us, key))
+        before = between[1]
+    rest_us = _overlap((before, max(before, window[1])), waited) / 1e3
+    if found and rest_us:
+        found[-1] = found[-1]._replace(waits=True)
+    return found, max(0, window[1] - before) / 1e3 - rest_us
+
+
+def _device_gaps(
+    work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], waits: Sequence[Interval], window: Interval,
+    lines: Sequence[tuple[int, str]],
+) -> list[Gap]:  # fmt: skip
+    spans = _union(_span(e) for e in work)
+    starts = {e.start_ns(): launched.get(e.correlation_id()) for e in work}
+    found = []
+    for gap in _complement(spans, window):
+        launch = starts.get(gap[1])
+        if 2 * _overlap(gap, copies) > gap[1] - gap[0]:
+            cause = "copy"
+        elif launch is not None and launch.start_ns() <= gap[0]:
+            cause = "dependency"
+        elif 2 * _overlap(gap, waits) > gap[1] - gap[0] or any(start < gap[0] < end for start, end in waits):
+            cause = "sync"
+        else:
+            cause = "host"
+        found.append(Gap(*gap, cause, _line_during(gap, lines) if cause in ("host", "sync") else ""))
+    return found
+
+
+class _LineSampler:
+    """Samples the line of user code that the calling thread is in, from another thread."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+        self._watched = threading.get_ident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="rooftile-lines", daemon=True)
+
+    def __enter__(self) -> _LineSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            frame = sys._current_frames().get(self._watched)
+            if frame is not None:
+                self.seen.append((time.time_ns(), user_line(frame)))
