@@ -122,6 +122,10 @@ OPTIMISERS: dict[str, Per] = {
 }  # fmt: skip
 
 
+# layers of a library that run over a whole sequence
+RECURRENT = frozenset(names("mkldnn_rnn_layer mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward"))
+
+
 def arithmetic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Arithmetic | None:
     """The arithmetic of one call; None where no rule counts it."""
     name = base_name(func)
@@ -131,6 +135,8 @@ def arithmetic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return _sdpa(name, bound(func, args, kwargs))
     if func._overloadpacket in flop_registry:
         return Arithmetic(int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)), 0)
+    if name in RECURRENT:
+        return _recurrent(name, bound(func, args, kwargs))
     if name in ("mv", "addmv", "addmv_"):
         matrix = args[0] if name == "mv" else args[1]
         return Arithmetic(2 * matrix.numel(), 0)
@@ -152,6 +158,14 @@ def arithmetic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
         per = REDUCING.get(name) or REDUCING[each]
         return _scaled(per, max((elements(x) for x in tensors((args, kwargs))), default=0))
     return None
+
+
+def _recurrent(name: str, given: dict[str, Any]) -> Arithmetic:
+    """Each token meets every matrix of weights once, and twice more in the backward; gates are small beside them."""
+    x = given["input"]
+    tokens = x.numel() // x.shape[-1] if x.ndim else 0
+    weights = sum(w.numel() for word, value in given.items() if "weight" in word for w in tensors(value) if w.ndim == 2)
+    return Arithmetic(2 * tokens * weights * (2 if name.endswith("backward") else 1), 0)
 
 
 def _scaled(per: Per, count: int) -> Arithmetic:

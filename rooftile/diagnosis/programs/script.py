@@ -1,7 +1,8 @@
 """Runs a script and finds its step.
 
 The step is, in this order: the function that the caller names; what runs inside `with rooftile.diagnosis.step():`; from one
-`Optimizer.step` to the next; the outermost call of a module, which can be called again when the script has ended.
+`Optimizer.step` to the next; from the end of one backward to the next; a turn of a loop that calls several modules, or a library
+that does; the outermost call of a module, which can be called again when the script has ended.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rooftile.diagnosis.watching.dispatched import optimiser_steps
+from rooftile.diagnosis.programs.loops import Turns
+from rooftile.diagnosis.watching.dispatched import in_backward, optimiser_steps
 from rooftile.diagnosis.watching.modes import Modes
-from rooftile.diagnosis.watching.steps import Finished, Steps, watching
+from rooftile.diagnosis.watching.steps import Finished, Source, Steps, watching
 from rooftile.diagnosis.watching.where import user_line
 from rooftile.errors import InvalidInput
 
@@ -82,12 +84,14 @@ def run(
     if not Path(path).is_file():
         raise InvalidInput(f"{path} is not a file; give the path of a Python script")
     while True:
-        seen = steps.seen
+        source, seen = steps.source, steps.seen
         call = _run_once(path, arguments, steps, function, patience)
-        if call is not None or steps.is_finished:
+        if steps.is_finished:
+            return None
+        # the part of a script before the first end of a step is not counted as seen, and is a step all the same
+        made = steps.seen - (seen if steps.source == source else 0) + (steps.source != Source.MARKS)
+        if call is not None and (not steps.is_stepping or made < FEWEST):
             return call
-        # the part of a script before an optimiser's first step is not counted as seen, and is a step all the same
-        made = steps.seen - seen + (not steps.is_marked)
         if made < FEWEST:
             raise InvalidInput(
                 f"{path} ended after {made} steps; needs at least {FEWEST}: let it run longer, or name a function by --step"
@@ -96,9 +100,16 @@ def run(
 
 
 def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> ScriptCall | None:
-    """Runs the script from its beginning to its end, or until all steps have been seen; None if it has steps of its own."""
+    """Runs the script from its beginning to its end, or until all steps have been seen.
+
+    Returns the call that can be made again; None if the script has steps that end with a backward, an optimiser or its marks.
+    """
     calls: list[ScriptCall] = []
-    with _as_main(path, arguments), watching(steps), _modules(calls, steps, patience), _optimisers(steps), _named(function):
+    turns = Turns(steps)
+    with (
+        _as_main(path, arguments), watching(steps), turns.watched(), _modules(calls, turns, steps, patience), _optimisers(steps, turns),
+        _named(function),
+    ):  # fmt: skip
         alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
         try:
             runpy.run_path(path, run_name="__main__")
@@ -120,7 +131,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
             raise
         except Exception as error:
             reason = f"{path} failed with {type(error).__name__}: {error} ({_line_of(error)})"
-            if not calls or steps.is_stepping:
+            if not calls or steps.source > Source.MODULES:
                 raise InvalidInput(f"{reason} before enough of its steps had been seen; run it by itself first") from error
             # the calls of its modules were good until then
             return calls[-1]._replace(note=f"{reason} after {calls[-1].name}, which is what was diagnosed")
@@ -131,7 +142,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
                 os._exit(0)
     if function is not None:
         raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
-    if steps.is_stepping:
+    if steps.source > Source.MODULES:
         return None
     if not calls:
         raise InvalidInput(
@@ -180,7 +191,7 @@ class _Alarm:
 
 
 @contextmanager
-def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator[None]:
+def _modules(calls: list[ScriptCall], turns: Turns, steps: Steps, patience: float) -> Iterator[None]:
     """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step."""
     original = nn.Module.__call__
     depth = count = 0
@@ -193,6 +204,8 @@ def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator
             first = first or time.monotonic()
             if count > MANY_CALLS and time.monotonic() - first > patience:
                 raise _Reached(calls[0])
+        if depth == 0 and steps.source <= Source.MODULES and not in_backward():
+            turns.note_call(sys._getframe(1))
         modes = Modes.now()
         depth += 1
         try:
@@ -214,23 +227,28 @@ def _modules(calls: list[ScriptCall], steps: Steps, patience: float) -> Iterator
 
 
 @contextmanager
-def _optimisers(steps: Steps) -> Iterator[None]:
+def _optimisers(steps: Steps, turns: Turns) -> Iterator[None]:
     """A step ends with each step of the first optimiser that makes one; a program that marks its steps itself is left alone."""
     first: list[Optimizer] = []
+    original = Optimizer.__init__
+
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        # a script that tests its model before it trains is known by its training
+        turns.will_train = True
+        original(self, *args, **kwargs)
 
     def ended(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
-        if steps.is_marked:
-            return
         first.append(optimiser)
-        if optimiser is first[0]:
-            steps.is_stepping = True
+        if optimiser is first[0] and steps.follows(Source.OPTIMISER):
             steps.boundary()
 
     with optimiser_steps:
         handle = register_optimizer_step_post_hook(ended)
+        Optimizer.__init__ = made  # type: ignore[method-assign]
         try:
             yield
         finally:
+            Optimizer.__init__ = original  # type: ignore[method-assign]
             handle.remove()
 
 

@@ -11,11 +11,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import IntEnum
 from typing import Any
 
 import torch
 
 from rooftile.runtime.words import answers_foreign_words
+
+
+class Source(IntEnum):
+    """Who says where a step ends; a later one knows better."""
+
+    NONE, MODULES, BACKWARD, OPTIMISER, MARKS = range(5)
+
 
 Role = Callable[[], AbstractContextManager[Any]]
 
@@ -35,9 +43,8 @@ class Steps:
         self.runs = 1  # how often the program was run
         self._is_first = False
         self._process = os.getpid()
-        self.is_marked = False  # the program says itself where its steps are
+        self.source = Source.NONE
         self.is_finished = False  # no more steps are asked for, with all seen or not
-        self.is_stepping = False  # it does so, or its optimiser has made a step
 
     @property
     def needed(self) -> int:
@@ -48,6 +55,18 @@ class Steps:
     def is_elsewhere(self) -> bool:
         """Whether this is a process that the program has forked: its steps were not asked about."""
         return os.getpid() != self._process
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the program has steps."""
+        return self.source != Source.NONE
+
+    def follows(self, source: Source) -> bool:
+        """Whether steps end where a source says so. A better source begins anew."""
+        if source > self.source:
+            self.abandon(Finished())
+            self.source, self.seen = source, 0
+        return source == self.source
 
     def run_again(self) -> None:
         """The program has ended and is run again: its next step warms it up, and does not count."""
@@ -113,7 +132,7 @@ def step() -> Iterator[None]:
         yield
         return
     steps = _watched[-1]
-    steps.is_marked = steps.is_stepping = True
+    steps.follows(Source.MARKS)
     steps.begin()
     try:
         yield

@@ -40,6 +40,12 @@ def _is_user(name: str) -> bool:
 
 
 @cache
+def is_own(name: str) -> bool:
+    """Whether a file is a script's own: of no library, and not Python's."""
+    return _is_user(name) and "site-packages" not in name
+
+
+@cache
 def _shown(name: str) -> str:
     path = Path(name)
     if "site-packages" in path.parts:

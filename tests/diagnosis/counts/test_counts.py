@@ -276,3 +276,17 @@ def test_inference_mode_has_the_same_operators_with_the_same_counts() -> None:
         found = [(o.op, o.flops, o.special, o.bytes) for o in watched(step)]
     assert found == due
     assert all(None not in counted for counted in found)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_recurrent_layer_counts_its_matrices_once_a_token(kind: str) -> None:
+    layer, x = getattr(torch.nn, kind)(6, 5), torch.rand(7, 3, 6, requires_grad=True)
+    with Watch() as watch:
+        layer(x)[0].sum().backward()
+    gates = 4 if kind == "LSTM" else 3
+    due = 2 * 7 * 3 * gates * 5 * (6 + 5)
+    by_phase = {phase: sum(row.flops * row.calls for row in watch.operations if row.phase == phase and row.flops and
+        ("mm" in row.op or "rnn" in row.op)) for phase in ("forward", "backward")}  # fmt: skip
+    assert by_phase["forward"] == due
+    # the gradients of the first state are not asked for
+    assert 2 * due * 0.8 <= by_phase["backward"] <= 2 * due
