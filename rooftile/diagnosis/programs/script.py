@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rooftile.diagnosis.programs.loops import Turns
+from rooftile.diagnosis.programs.named import Reached, ScriptCall, named
 from rooftile.diagnosis.watching.dispatched import in_backward, optimiser_steps
 from rooftile.diagnosis.watching.modes import Modes
 from rooftile.diagnosis.watching.steps import Finished, Source, Steps, watching
@@ -36,27 +36,6 @@ MANY_CALLS = 32
 
 # steps that a run of the script must have, or it is not run again for more
 FEWEST = 3
-# frames that run no code until somebody asks for a value
-CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
-
-
-class ScriptCall(NamedTuple):
-    """A call that can be made again."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str  # for the reader
-    modes: Modes  # that held around it
-    note: str = ""  # what became of the script
-
-
-class _Reached(BaseException):
-    """The named function was called: nothing of the script after this is run."""
-
-    def __init__(self, call: ScriptCall) -> None:
-        super().__init__()
-        self.call = call
 
 
 def run(
@@ -107,13 +86,13 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
     calls: list[ScriptCall] = []
     turns = Turns(steps)
     with (
-        _as_main(path, arguments), watching(steps), turns.watched(), _modules(calls, turns, steps, patience), _optimisers(steps, turns),
-        _named(function),
+        _as_main(path, arguments), watching(steps), turns.watched(), _modules(calls, turns, steps, patience),
+        _optimisers(steps, turns), named(function),
     ):  # fmt: skip
         alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
         try:
             runpy.run_path(path, run_name="__main__")
-        except _Reached as reached:
+        except Reached as reached:
             return reached.call
         except Finished:
             steps.is_finished = True
@@ -203,7 +182,7 @@ def _modules(calls: list[ScriptCall], turns: Turns, steps: Steps, patience: floa
             count += 1
             first = first or time.monotonic()
             if count > MANY_CALLS and time.monotonic() - first > patience:
-                raise _Reached(calls[0])
+                raise Reached(calls[0])
         if depth == 0 and steps.source <= Source.MODULES and not in_backward():
             turns.note_call(sys._getframe(1))
         modes = Modes.now()
@@ -252,25 +231,6 @@ def _optimisers(steps: Steps, turns: Turns) -> Iterator[None]:
             handle.remove()
 
 
-@contextmanager
-def _named(function: str | None) -> Iterator[None]:
-    """Stops the script when it calls the named function."""
-    if function is None:
-        yield
-        return
-
-    def reached(frame: FrameType, event: str, unused: Any) -> None:
-        if event == "call" and frame.f_code.co_qualname.removeprefix("<module>.") == function:
-            sys.setprofile(None)
-            raise _Reached(_call_of(frame, function))
-
-    sys.setprofile(reached)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's code that an error came from."""
     found, traceback = "", error.__traceback__
@@ -278,24 +238,3 @@ def _line_of(error: BaseException) -> str:
         found = user_line(traceback.tb_frame, traceback.tb_lineno, outwards=False) or found
         traceback = traceback.tb_next
     return found
-
-
-def _call_of(frame: FrameType, name: str) -> ScriptCall:
-    code = frame.f_code
-    if code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
-        raise InvalidInput(f"{name} is a generator or a coroutine, whose call runs nothing; name a function that runs one step")
-    count = code.co_argcount
-    args = [frame.f_locals[word] for word in code.co_varnames[:count]]
-    keywords = code.co_varnames[count : count + code.co_kwonlyargcount]
-    kwargs = {word: frame.f_locals[word] for word in keywords}
-    rest = list(code.co_varnames[count + code.co_kwonlyargcount :])
-    if code.co_flags & 0x04:
-        args += frame.f_locals[rest.pop(0)]
-    if code.co_flags & 0x08:
-        kwargs |= frame.f_locals[rest.pop(0)]
-    *owner, last = name.split(".")
-    if owner:
-        return ScriptCall(getattr(args[0], last), tuple(args[1:]), kwargs, name, Modes.now())
-    if last not in frame.f_globals:
-        raise InvalidInput(f"{name} is defined inside another function; name one of the module's, or a method as Class.method")
-    return ScriptCall(frame.f_globals[last], tuple(args), kwargs, name, Modes.now())
