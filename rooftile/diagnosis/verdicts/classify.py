@@ -9,8 +9,11 @@ of it. The gain g is the share of the time that goes away with the traffic to ma
     g >= 2/3                            memory, where arithmetic and traffic do not overlap and both are seen
     s <= 1/3 and g <= 0.15              a unit that neither experiment touches: the cache, or special functions
     between these                       balanced
-    one number only, and between        the nearer roof if 80 % of it are reached and the other is far, else balanced
-    s <= 1/3 and g between              memory if 80 % of its roof are reached, else balanced
+
+Counts that leave no doubt come before a number that is missing, and decide between two that are not decided: a call that reaches
+75 % of one roof, where the other takes less than half of its time, is bound by that roof unless an experiment excludes it; a call
+that computes nothing is never bound by arithmetic, and neither is one far below that roof only because the cache makes it no
+faster: the cache may be little faster than main memory.
 
 Where runs have 10 % of noise, these are right in 99 of 100 cases if the bound takes 2.5 times as long as each of the others
 (tests/diagnosis/verdicts/test_classify.py). Experiments win over the model. Where both are decided and differ, the confidence is
@@ -24,7 +27,7 @@ from itertools import product
 
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.records import OperatorRow
-from rooftile.diagnosis.verdicts.roofs import CLEAR, Model, Roofs, model, waiting
+from rooftile.diagnosis.verdicts.roofs import CLEAR, FAR, Model, Roofs, model, waiting
 
 BOUNDS = ("memory", "compute", "overhead", "latency", "communication", "host", "balanced")
 CONFIDENCES = ("confirmed", "measured", "modelled", "contradicted")
@@ -34,8 +37,9 @@ FALLS, STAYS = 0.3, 0.15
 # with so much of the time, the traffic bounds it even where it overlaps with nothing
 MOST = 2 / 3
 FIXED = 0.5
-# a call that reaches so much of a roof is bound by it, where one experiment alone does not decide
-REACHED = 0.8
+# a call that reaches so much of a roof is bound by it, if the other roof takes less than this share of its time; a call that
+# reaches more than this of a roof has a roof that was measured too low
+REACHED, LEFT, ABOVE = 0.75, 0.5, 1.25
 # errors of the two numbers in standard errors of T0: g is a ratio of two times, s a difference over half of T0
 GAIN_ERRORS, SLOPE_ERRORS = 2.0, 4.0
 
@@ -80,7 +84,10 @@ def classify(
     if bound is None:
         return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence))
     confidence = _confidence(bound, modelled, evidence)
-    if confidence == "confirmed" and not settled(operation, roofs, evidence):
+    if confidence == "confirmed" and _bounds_within_errors(modelled, operation.device, roofs, evidence, by_counts=False) != {
+        bound
+    }:
+        # the experiments alone do not say it with certainty
         confidence = "measured"
     return _verdict(modelled, bound, unit, confidence, _numbers(bound, confidence, modelled, evidence))
 
@@ -90,8 +97,15 @@ def settled(operation: OperatorRow, roofs: Roofs, evidence: Evidence) -> bool:
 
     Measure again while it is False and the budget lasts.
     """
-    error = evidence.spread_us / evidence.time_us if evidence.time_us else 0.0
     modelled = model(operation, roofs, evidence.time_us)
+    return len(_bounds_within_errors(modelled, operation.device, roofs, evidence, by_counts=True)) == 1
+
+
+def _bounds_within_errors(
+    modelled: Model, device: str, roofs: Roofs, evidence: Evidence, *, by_counts: bool
+) -> set[str | None]:  # fmt: skip
+    """Returns the bounds that two standard errors of the measurements allow."""
+    error = evidence.spread_us / evidence.time_us if evidence.time_us else 0.0
     found = set()
     for sign, sign_of_fixed in product((-1, 1), repeat=2):
         s, g, fixed_us = evidence.slope, evidence.gain, evidence.fixed_us
@@ -101,18 +115,26 @@ def settled(operation: OperatorRow, roofs: Roofs, evidence: Evidence) -> bool:
             gain=None if g is None else g - sign * GAIN_ERRORS * error,
             fixed_us=None if fixed_us is None else fixed_us * (1 + sign_of_fixed * GAIN_ERRORS * error),
         )
-        found.add(_measured(operation.device, roofs, modelled, moved)[0])
-    return len(found) == 1
+        found.add(_measured(device, roofs, modelled, moved, by_counts=by_counts)[0])
+    return found
 
 
-def _measured(device: str, roofs: Roofs, modelled: Model, evidence: Evidence) -> tuple[str | None, str | None]:
-    """Returns the bound and its unit by the experiments alone, the model choosing among units only."""
+def _measured(
+    device: str, roofs: Roofs, modelled: Model, evidence: Evidence, *, by_counts: bool = True
+) -> tuple[str | None, str | None]:  # fmt: skip
+    """Returns the bound and its unit by the experiments; with `by_counts`, counts that leave no doubt complete them."""
     s, g, fixed_us = evidence.slope, evidence.gain, evidence.fixed_us
     if fixed_us is not None and fixed_us > FIXED * evidence.time_us:
         return waiting(device, evidence.time_us, roofs), None
     if s is None and g is None:
         # a fixed part of less than half leaves the choice of a roof to the model
         return None, None
+    doubtless = _doubtless(modelled) if by_counts else None
+    if doubtless is not None and (s is None or g is None):
+        return doubtless
+    if modelled.compute_us == 0 and modelled.memory_us:
+        # it moves data and computes nothing: whatever takes its time is on the way of the data
+        return "memory", modelled.memory
     flat, steep = s is None or s <= FLAT, s is None or s >= STEEP
     falls, stays = g is None or g >= FALLS, g is None or g <= STAYS
     # a number that is missing fits both answers, so one experiment alone decides between the two roofs
@@ -120,23 +142,43 @@ def _measured(device: str, roofs: Roofs, modelled: Model, evidence: Evidence) ->
         return "memory", modelled.memory
     if s is None and stays and modelled.bound == "memory" and modelled.memory == roofs.cache:
         return "memory", roofs.cache
-    # a call without arithmetic is not bound by it, even if nothing speaks against it
-    if steep and stays and (s is not None or modelled.compute_us != 0):
+    if steep and stays and (s is not None or _may_be_compute(modelled, evidence.time_us)):
         return "compute", modelled.compute
-    if flat and stays:
+    if flat and stays and s is not None:
         return _untouched(modelled, roofs, evidence.time_us)
-    is_reached = REACHED <= (modelled.roof_share or 0.0) <= 1 / REACHED
-    is_alone = s is None or g is None
-    # the cache may be only a little faster than main memory, so the gain stays small where the traffic takes all of the time
-    is_flat_and_falls_a_little = s is not None and flat and not stays and modelled.bound == "memory"
-    if is_reached and modelled.unit is not None and (is_alone or is_flat_and_falls_a_little):
-        # whatever else takes time beside it, no more than a fifth could be saved elsewhere
-        return modelled.bound, modelled.unit
+    if doubtless == ("memory", modelled.memory) and (s is None or s < STEEP):
+        return doubtless
+    if doubtless == ("compute", modelled.compute) and (s is None or s > FLAT) and (g is None or g < FALLS):
+        return doubtless
     return "balanced", None
+
+
+def _doubtless(modelled: Model) -> tuple[str, str] | None:
+    """Returns the roof that the counts alone show to be the bound: it is nearly reached, and the other is far."""
+    time_us, memory_us, compute_us = modelled.time_us, modelled.memory_us, modelled.compute_us
+    if not time_us or memory_us is None or compute_us is None:
+        return None
+    for bound, unit, us, other_us in (
+        ("memory", modelled.memory, memory_us, compute_us),
+        ("compute", modelled.compute, compute_us, memory_us),
+    ):
+        if REACHED * time_us <= us <= ABOVE * time_us and other_us <= LEFT * time_us:
+            return bound, unit
+    return None
+
+
+def _may_be_compute(modelled: Model, time_us: float) -> bool:
+    """Whether arithmetic may bound a call of which only the gain is known, which stays: it takes a part of the time by count."""
+    if modelled.compute_us is None or modelled.memory_us is None:
+        return True
+    return modelled.compute_us >= LEFT * time_us or modelled.compute_us > FAR * modelled.memory_us
 
 
 def _untouched(modelled: Model, roofs: Roofs, time_us: float) -> tuple[str, str | None]:
     """Returns the bound of a call that neither more arithmetic nor less traffic changes, by the unit that explains its time."""
+    if (doubtless := _doubtless(modelled)) is not None and doubtless[0] == "memory":
+        # the cache is little faster than main memory
+        return doubtless
     if modelled.compute == "special" and (modelled.compute_us or 0.0) > FIXED * time_us:
         return "compute", "special"
     if modelled.memory == roofs.cache and (modelled.memory_us or 0.0) > FIXED * time_us:

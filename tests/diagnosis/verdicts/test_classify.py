@@ -139,15 +139,25 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
     [
         (MEMORY, {"slope": 1 / 3, "gain": 0.3}, "memory", "HBM", "measured"),  # on the threshold: right, and never confirmed
         (MEMORY, {"slope": 0.05, "gain": 0.6}, "memory", "HBM", "confirmed"),
-        (MEMORY, {"slope": 0.34, "gain": 0.6}, "balanced", None, "measured"),
+        # between: the counts leave no doubt
+        (MEMORY, {"slope": 0.34, "gain": 0.6}, "memory", "HBM", "measured"),
+        (Work(bytes=7e7, flops=1e6), {"slope": 0.34, "gain": 0.6}, "balanced", None, "measured"),
         (Work(bytes=7e7, flops=1e6), {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
         # a cache that is little faster than main memory
         (MEMORY, {"slope": 0.05, "gain": 0.29}, "memory", "HBM", "measured"),
         # no arithmetic at all
-        (Work(bytes=7e7, flops=0), {"gain": 0.02}, "balanced", None, "measured"),
+        (Work(bytes=7e7, flops=0), {"gain": 0.02}, "memory", "HBM", "measured"),
+        # the cache is little faster than main memory, and no slope says so
+        (Work(bytes=7.8e7, flops=2e7), {"gain": 0.02}, "memory", "HBM", "measured"),
+        # far below the roof of arithmetic: the cache says nothing for it
+        (Work(bytes=3e7, flops=1.3e7), {"gain": 0.02}, "balanced", None, "measured"),
+        (Work(bytes=3e7, flops=6e7), {"gain": 0.02}, "compute", "fp32", "measured"),
         (COMPUTE, {"slope": 2 / 3, "gain": 0.15}, "compute", "fp32", "measured"),
         (COMPUTE, {"slope": 0.95, "gain": 0.01}, "compute", "fp32", "confirmed"),
-        (COMPUTE, {"slope": 0.66, "gain": 0.01}, "balanced", None, "measured"),
+        (COMPUTE, {"slope": 0.66, "gain": 0.01}, "compute", "fp32", "measured"),
+        (Work(bytes=1e6, flops=7e7), {"slope": 0.66, "gain": 0.01}, "balanced", None, "measured"),
+        # two clear experiments win
+        (COMPUTE, {"slope": 0.2, "gain": 0.25}, "balanced", None, "measured"),
         (MEMORY, {"slope": 0.95, "gain": 0.01}, "compute", "fp32", "contradicted"),
         (COMPUTE, {"slope": 0.05, "gain": 0.6}, "memory", "HBM", "contradicted"),
         (MEMORY, {"slope": 0.05}, "memory", "HBM", "measured"),
