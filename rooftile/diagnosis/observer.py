@@ -19,7 +19,7 @@ from rooftile.diagnosis import machine
 from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.experiments.series import Recorded, measure_all
+from rooftile.diagnosis.experiments.series import Recorded, measure_all, prepare_scales
 from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.json_rows import Program
@@ -198,6 +198,7 @@ class Observer:
         measured = ceilings.measure(self.device)
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
+        prepare_scales(samples.values(), self.device, self._budget)
         end = time.perf_counter() + self._budget
         attentions = self._other_attentions(operations, samples)
         counted: list[dict[str, Any]] = []

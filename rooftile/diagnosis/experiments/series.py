@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rooftile.diagnosis.experiments.call import operator_name
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.intensity import references
 from rooftile.diagnosis.experiments.intensity.growth import GROWING
+from rooftile.diagnosis.experiments.intensity.references import NEEDED_S
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.experiments.timing import timer_for
 from rooftile.diagnosis.records import Sample
@@ -20,6 +23,9 @@ Row = TypeVar("Row")
 ALONE = 0.4
 # seconds, after which more runs of an operator change little
 ALONE_S = 2.0
+OFTEN = 10_000
+# dtypes of passes over memory
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
 # times that an operator is measured again whose verdict is not settled
 AGAIN = 2
 
@@ -45,6 +51,17 @@ def measure_all(
         end: of the budget, on the clock of `time.perf_counter`.
         is_settled: says whether the measurements of a call are exact enough for a verdict.
     """
+    from torch._dynamo import config
+
+    # one compiled kernel serves an operator of many shapes, and is compiled again for each new relation between its sizes. The
+    # program's limit of that is eight
+    with config.patch({"recompile_limit": OFTEN, "accumulated_recompile_limit": OFTEN}):
+        return _measured(recorded, device, end, is_settled)
+
+
+def _measured(
+    recorded: Mapping[Row, Recorded], device: torch.device, end: float, is_settled: Callable[[Row, Evidence], bool]
+) -> tuple[dict[Row, Evidence], list[str]]:  # fmt: skip
     if not recorded:
         return {}, []
     kinds = {one.sample.operation.device for one in recorded.values()}
@@ -71,6 +88,22 @@ def measure_all(
                 sample, in_context_us = recorded[row]
                 found[row] = found[row].or_better(alone(sample, timers[sample.operation.device], longer_s, in_context_us))
     return found, notes
+
+
+def prepare_scales(samples: Iterable[Sample], device: torch.device, budget_s: float) -> None:
+    """Measures what slopes of these calls are read against, for dtypes that this machine has no scale of yet.
+
+    It is the machine's and not the program's, so it costs no budget; with a budget that is shorter than it takes, it is left out.
+    """
+    if budget_s < NEEDED_S[device.type]:
+        return
+    passes = [sample for sample in samples if sample.operation.device == device.type and not _grows(sample)]
+    dtypes = dict.fromkeys(
+        x.dtype for sample in passes for x in tree_leaves((sample.args, sample.kwargs))
+        if isinstance(x, torch.Tensor) and x.dtype in SCALES and x.numel() > 1
+    )  # fmt: skip
+    with torch.inference_mode(False), torch.enable_grad():
+        references.prepare(dtypes, timer_for(device), device)
 
 
 def _grows(sample: Sample) -> bool:

@@ -12,6 +12,8 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -55,6 +57,8 @@ class References:
 
 
 _MEASURED: dict[str, References] = {}
+# reasons why they cannot be measured here, so that no operator waits for a second try
+_REFUSED: dict[str, str] = {}
 
 
 def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: float = math.inf) -> References:
@@ -65,6 +69,8 @@ def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: floa
     Raises Unsupported where they cannot be told apart or compiled, or not in time.
     """
     path = _path(dtype, device)
+    if str(path) in _REFUSED:
+        raise Unsupported(_REFUSED[str(path)])
     if str(path) not in _MEASURED:
         if path.exists():
             found = References(**json.loads(path.read_text()))
@@ -72,10 +78,24 @@ def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: floa
             needed_s = NEEDED_S[device.type]
             if time.perf_counter() + needed_s > end:
                 raise Unsupported(f"its scale is measured first, once per dtype, which takes {needed_s:.0f} s of the budget")
-            found = _measure(dtype, timer, device)
+            try:
+                found = _measure(dtype, timer, device)
+            except Unsupported as reason:
+                _REFUSED[str(path)] = str(reason)
+                raise
             _keep(path, found)
         _MEASURED[str(path)] = found
     return _MEASURED[str(path)]
+
+
+def prepare(dtypes: Iterable[torch.dtype], timer: Timer, device: torch.device) -> None:
+    """Measures the references of dtypes that have none on this machine; they are kept, as the ceilings are.
+
+    A dtype without references has its reason beside each operator that asks for them.
+    """
+    for dtype in dtypes:
+        with suppress(Unsupported):
+            references(dtype, timer, device)
 
 
 def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> References:
