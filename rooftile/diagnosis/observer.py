@@ -35,6 +35,7 @@ from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
+from rooftile.diagnosis.verdicts.above import is_above, why_above
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
@@ -55,8 +56,6 @@ EXPLAINED = 0.95
 MOST_KINDS = 20
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
-# an operator that seems this many times as fast as its roof shows that the roof was measured too low
-ABOVE = 1.2
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
@@ -195,7 +194,7 @@ class Observer:
 
     def conclude(self) -> Diagnosis:
         """Makes the experiments and joins everything."""
-        measured = ceilings.measure(self.device)
+        measured = ceilings.measure_when_quieter(self.device)
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
         prepare_scales(samples.values(), self.device, self._budget)
@@ -237,7 +236,7 @@ class Observer:
             if self.device.type == "cuda" and (saved_us := aligned_saving_us(sample, self.device)) > 0:
                 aligned_us |= {row: min(saved_us * operations[row].calls, self._us(operations[row])) for row in rows}
         findings = self._findings(measured, evidence)
-        if any(_is_above(finding) for finding in findings) and self.device not in _measured_again:
+        if any(map(is_above, findings)) and self.device not in _measured_again:
             # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
             _measured_again.add(self.device)
             measured = ceilings.measure_again(self.device)
@@ -261,7 +260,7 @@ class Observer:
         ]
         if not any(r.name.startswith(DTYPE) for r in remedies):
             notes += why_no_price(seen)
-        notes += why_not_compiled(seen)
+        notes += why_not_compiled(seen) + why_above(findings, measured)
         return diagnosis(
             machine=describe(self.device).json(), ceilings=measured.json(),
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),
@@ -400,9 +399,3 @@ def _command() -> str:
     path = Path(program)
     words = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
     return shlex.join([*words, *arguments])
-
-
-def _is_above(finding: Finding) -> bool:
-    """Whether an operator that takes a while is faster than a roof that it cannot pass."""
-    share = finding.verdict.model.roof_share
-    return finding.time_us > 1e3 and share is not None and share > ABOVE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -54,6 +55,10 @@ class Ceilings:
 
 
 _MEASURED: dict[str, Ceilings] = {}
+# ceilings stay good if others kept less than this share of the cores busy; seconds of a look at the load
+BUSY, LOOK_S = 0.1, 0.3
+# devices whose load this process has looked at
+_looked_at: set[str] = set()
 Say = Callable[[str], None] | None
 
 
@@ -76,6 +81,20 @@ def measure(device: torch.device | str, *, refresh: bool = False, say: Say = Non
         _MEASURED[key] = _measure(device, say)
         _keep(path, _MEASURED[key])
     return _MEASURED[key]
+
+
+def measure_when_quieter(device: torch.device | str) -> Ceilings:
+    """Returns the ceilings of a device, measured again if other programs kept it much busier at that time than now."""
+    device = torch.device(device)
+    found = measure(device)
+    worst = max(found.busy_cores.values(), default=0.0)
+    if worst <= BUSY * load.cores() or str(device) in _looked_at:
+        return found
+    _looked_at.add(str(device))
+    meter = load.Meter()
+    time.sleep(LOOK_S)
+    others = meter.others()
+    return found if others is None or others > worst / 2 else measure_again(device)
 
 
 def measure_again(device: torch.device | str) -> Ceilings:

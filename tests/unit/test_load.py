@@ -88,6 +88,26 @@ def test_a_ceiling_keeps_the_load_of_the_measurement_that_it_comes_from() -> Non
         assert found.busy_cores == {"copy_gbs": 0.1, "fp32 product": 1.8}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "again"), [(1.8, 0.1, True), (1.8, 1.7, False), (0.01, 0.0, False), (1.8, None, False)]
+)
+def test_ceilings_of_a_busy_machine_are_measured_again_when_it_is_quieter(
+    before: float, now: float | None, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    kept, better = replace(MADE, busy_cores={"copy_gbs": before}), replace(MADE, copy_gbs=99.0)
+    monkeypatch.setattr(ceilings, "_looked_at", set())
+    monkeypatch.setattr(ceilings, "LOOK_S", 0.0)
+    monkeypatch.setattr(ceilings, "measure", lambda device: kept)
+    monkeypatch.setattr(ceilings, "measure_again", lambda device: better)
+    monkeypatch.setattr(ceilings.load, "cores", lambda: 2)
+    monkeypatch.setattr(ceilings.load.Meter, "others", lambda self: now)
+    assert ceilings.measure_when_quieter("cpu") is (better if again else kept)
+    # one look for each process
+    assert ceilings.measure_when_quieter("cpu") is kept
+
+
 def test_what_is_measured_is_said_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "_MEASURED", {})
