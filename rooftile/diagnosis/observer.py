@@ -40,6 +40,7 @@ from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.compiled import NAMESPACE
+from rooftile.diagnosis.watching.host_place import HostPlace
 from rooftile.diagnosis.watching.steps import Role, StepTimer
 from rooftile.diagnosis.watching.timeline import Profiled, Timeline
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
@@ -56,6 +57,8 @@ EXPLAINED = 0.95
 MOST_KINDS = 20
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
+# the host's work at one place is named from this share of the step
+HOST_SHARE = 0.03
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
@@ -253,7 +256,7 @@ class Observer:
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
             queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
-            sync_us=self._lines("sync"), wait_us=self._lines("host"),
+            sync_us=self._lines("sync"), waits=self._waits, threads=torch.get_num_threads(),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
@@ -332,7 +335,7 @@ class Observer:
         half, double = self._batches_us(why_not)
         return StepEvidence(
             time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
-            waiting_us=min(sum(single), idle.get("host", 0.0)),
+            waiting_us=min(max(sum(single), sum(self._host_work.values())), idle.get("host", 0.0)),
             why_not=why_not,
         )  # fmt: skip
 
@@ -363,6 +366,20 @@ class Observer:
         half, double = (median(self._taken) * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
         return half, double
 
+    @property
+    def _host_work(self) -> dict[HostPlace, float]:
+        """The time that the host spends on something else than operators, by place, where it is a part of the step."""
+        shrink = self._shrink_of_gaps
+        work = {place: us * shrink for place, us in self._timeline.host_work.items()}
+        return {place: us for place, us in work.items() if us >= HOST_SHARE * median(self._taken)}
+
+    @property
+    def _waits(self) -> dict[HostPlace, float]:
+        """The host's work, and the lines of long gaps that no sample has named."""
+        work = self._host_work
+        named = {place.where for place in work}
+        return work | {HostPlace(where): us for where, us in self._lines("host").items() if where not in named}
+
     def _lines(self, cause: str) -> dict[str, float]:
         """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""
         found: dict[str, float] = {}
@@ -385,11 +402,11 @@ class Observer:
         return found
 
     def _notes(self) -> list[str]:
-        lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items()}
-        return [
-            f"{where}: {duration(us)} of the step, in which nothing ran"
-            for where, us in lines.items()
-            if us > 0.05 * median(self._taken)
+        step_us, work = median(self._taken), self._host_work
+        named = {place.where for place in work}
+        lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items() if where not in named}
+        return [f"{100 * us / step_us:.0f} % of the step in {place.words}, without an operator" for place, us in work.items()] + [
+            f"{where}: {duration(us)} of the step, in which nothing ran" for where, us in lines.items() if us > 0.05 * step_us
         ]
 
 

@@ -12,6 +12,7 @@ from rooftile.diagnosis.remedies.attentions import StepAttention
 from rooftile.diagnosis.remedies.queue import LaunchChange, Queue, joined
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watching.host_place import HostPlace
 from rooftile.hardware.ceilings import Ceilings
 
 # remedies that save less of the step than this are not worth a line
@@ -40,7 +41,8 @@ class ObservedStep:
     queue: Queue | None = None  # a GPU's launches, at the pace of the step without a profiler
     cast_us: float = 0.0  # the host's time for one copy between dtypes
     sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
-    wait_us: Mapping[str, float] = field(default_factory=dict)
+    waits: Mapping[HostPlace, float] = field(default_factory=dict)  # the host's time on something else than operators
+    threads: int = 1  # of a CPU's operators
     node_us: float = 1.5  # a kernel in a graph
 
 

@@ -11,6 +11,7 @@ from math import ceil
 from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, DTYPE, GRAPH, PAD, Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watching.host_place import HostPlace
 
 # products want rows of whole 128-byte lines in 16 bits
 PAD_TO = 64
@@ -184,18 +185,33 @@ def remove_synchronisation(where: str, idle_us: float) -> Remedy | None:
     )
 
 
-def remove_wait(where: str, idle_us: float, *, is_collective: bool = False) -> Remedy | None:
-    """Prices a line that waits for something else than the device, such as data or a sleep.
+def remove_wait(place: HostPlace, idle_us: float, *, is_collective: bool = False) -> Remedy | None:
+    """Prices a place at which the host does something else than operators, or waits.
 
-    is_collective: the step has collectives, so that the line may wait for other processes.
+    is_collective: the step has collectives, so that the place may wait for other processes.
     """
-    how = "prepare the data beside the step, such as with DataLoader(num_workers=4), or leave the wait out"
-    if is_collective:
+    how = "do it before the step or in another process, or leave it out"
+    if place.loads == "workers":
+        how = "the loader's workers are slower than the step: give them less work for each example, or more cores"
+    elif is_collective:
         how = f"if it waits for other processes, send less often (DDP's no_sync, larger batches); else {how}"
+    return _remedy(name="remove a wait", predicted_us=idle_us, how=f"{place.words}: {how}", changes="nothing")
+
+
+def load_beside(place: HostPlace, idle_us: float, *, step_us: float, threads: int, cores: int) -> Remedy | None:
+    """Prices workers of a DataLoader that prepare data beside the step, on the cores that there are.
+
+    All the work of the data and of the step's operators shares the cores, so the step takes at least its part of it.
+
+    threads: of the step's operators, 1 if a GPU runs them.
+    """
+    rest_us = step_us - idle_us
+    shared_us = (idle_us + rest_us * min(threads, cores)) / cores
+    workers = max(1, min(cores - 1, ceil(idle_us / max(rest_us, 1.0))))
     return _remedy(
-        name="remove a wait",
-        predicted_us=idle_us,
-        how=f"{where}: {how}",
+        name="load beside the step",
+        predicted_us=step_us - max(rest_us, shared_us) if cores > 1 else 0.0,
+        how=f"{place.words}: DataLoader(num_workers={workers}), as there are {cores} cores",
         changes="nothing",
     )
 

@@ -14,13 +14,11 @@ time of the step elsewhere.
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +26,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, watched_kernels
-from rooftile.diagnosis.watching.where import user_line
+from rooftile.diagnosis.watching.host_place import HostPlace, HostSampler, Interval, work_of_the_host
 
 CAUSES = ("host", "sync", "copy", "dependency")
 # names of CUDA's functions that wait for the device
 WAITING = ("Synchronize", "cudaMemcpy")
 # copies between host and device; one within the device is work like a kernel's
 BETWEEN = ("Memcpy HtoD", "Memcpy DtoH")
-SAMPLE_SECONDS = 0.0005
 
-Interval = tuple[int, int]  # ns, start and end
+Lines = Sequence[tuple[int, HostPlace]]
 OpKey = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
 
 
@@ -78,6 +75,7 @@ class Timeline:
     launched: tuple[Launch, ...] = ()  # on a GPU, in the order in which the host asked
     tail_us: float = 0.0  # the host's time after the last of them
     replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
+    host_work: Mapping[HostPlace, float] = field(default_factory=dict)  # in µs, of gaps whose cause is the host
     copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
 
     @property
@@ -121,7 +119,7 @@ class Profiled:
         self._profiler.__enter__()
         self._kernels = watched_kernels(_named)
         self._kernels.__enter__()
-        self._lines = _LineSampler()
+        self._lines = HostSampler()
         self._lines.__enter__()
         if self._on_gpu:
             # the first kernel under a profiler waits until the driver is ready to record it
@@ -152,7 +150,7 @@ def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _read(
-    events: Sequence[Any], window: Interval, host_end: int, lines: Sequence[tuple[int, str]], on_gpu: bool,
+    events: Sequence[Any], window: Interval, host_end: int, lines: Lines, on_gpu: bool,
     names: frozenset[str],
 ) -> Timeline:  # fmt: skip
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
@@ -207,6 +205,9 @@ def _read(
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
         launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
         copied_us=copied_us,
+        host_work=work_of_the_host(
+            lines, [gap[:2] for gap in gaps if gap.cause == "host"], _union(_span(e) for e in here)
+        ),
     )  # fmt: skip
 
 
@@ -280,14 +281,14 @@ def _overlap(span: Interval, others: Iterable[Interval]) -> int:
     return sum(max(0, min(span[1], end) - max(span[0], start)) for start, end in others)
 
 
-def _host_gap(gap: Interval, lines: Sequence[tuple[int, str]]) -> Gap:
+def _host_gap(gap: Interval, lines: Lines) -> Gap:
     return Gap(*gap, "host", _line_during(gap, lines))
 
 
-def _line_during(gap: Interval, lines: Sequence[tuple[int, str]]) -> str:
+def _line_during(gap: Interval, lines: Lines) -> str:
     """The line that was seen most often during a gap; the samples are sorted by time."""
-    first, last = (bisect_left(lines, (edge, "")) for edge in gap)
-    seen = Counter(where for _, where in lines[first:last] if where)
+    first, last = (bisect_left(lines, (edge, HostPlace())) for edge in gap)
+    seen = Counter(place.where for _, place in lines[first:last] if place.where)
     return seen.most_common(1)[0][0] if seen else ""
 
 
@@ -324,7 +325,7 @@ def _launched(
 
 def _device_gaps(
     work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], waits: Sequence[Interval], window: Interval,
-    lines: Sequence[tuple[int, str]],
+    lines: Lines,
 ) -> list[Gap]:  # fmt: skip
     spans = _union(_span(e) for e in work)
     starts = {e.start_ns(): launched.get(e.correlation_id()) for e in work}
@@ -341,27 +342,3 @@ def _device_gaps(
             cause = "host"
         found.append(Gap(*gap, cause, _line_during(gap, lines) if cause in ("host", "sync") else ""))
     return found
-
-
-class _LineSampler:
-    """Samples the line of user code that the calling thread is in, from another thread."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, str]] = []
-        self._watched = threading.get_ident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="rooftile-lines", daemon=True)
-
-    def __enter__(self) -> _LineSampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            frame = sys._current_frames().get(self._watched)
-            if frame is not None:
-                self.seen.append((time.time_ns(), user_line(frame)))

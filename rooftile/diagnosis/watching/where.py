@@ -40,6 +40,12 @@ def _is_user(name: str) -> bool:
 
 
 @cache
+def is_of_torch(name: str) -> bool:
+    """Whether a file is PyTorch's, or this package's."""
+    return name.startswith(OURS[:2])
+
+
+@cache
 def is_own(name: str) -> bool:
     """Whether a file is a script's own: of no library, and not Python's."""
     return _is_user(name) and "site-packages" not in name
