@@ -23,7 +23,8 @@ from rooftile.models import TrainableDecoder
 from rooftile_lab.bench.learning.english import BYTES, English
 from rooftile_lab.bench.learning.formats import Plan as Study
 from rooftile_lab.bench.learning.study import loss_of
-from rooftile_lab.bench.learning.training import autocast, one_thread, train
+from rooftile_lab.bench.learning.training import autocast, train
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.report import planned
 from rooftile_lab.report.plan import Plan
 

@@ -31,7 +31,7 @@ from rooftile.errors import InvalidInput
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures
-from rooftile_lab.bench.models import MODELS, decoder_named, formats_of
+from rooftile_lab.bench.models import check_llama, decoder_named, formats_of
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
@@ -59,9 +59,7 @@ class EngineOptions:
         for part in self.parts:
             if part not in PARTS:
                 raise InvalidInput(f"bench engine has no case {part!r}; has {', '.join(PARTS)}")
-        models = [name for name, config in MODELS.items() if config.family == "llama"]
-        if self.model not in models:
-            raise InvalidInput(f"model is {self.model!r}; bench engine has {', '.join(models)}")
+        check_llama("engine", self.model)
 
 
 def measure(asked: EngineOptions, session: Session, say: Progress | None = None) -> Iterator[Row]:

@@ -26,10 +26,10 @@ from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL
 from rooftile_lab.bench.learning.recall import Recall
 from rooftile_lab.bench.learning.study import Plan, Read, Recalled, learn_english, learn_recall
-from rooftile_lab.bench.learning.training import one_thread
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.threads import one_thread
 
 GPU = (
     *(f"recall-{method}" for method in METHODS),
