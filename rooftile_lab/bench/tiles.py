@@ -32,6 +32,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.suites import linear
+from rooftile_lab.bench.works import words_of_error
 
 PRODUCTS = dict(zip(("qkv", "o", "up", "down"), linear.PRODUCTS, strict=True))
 # bytes of weights that a variant walks through: several times the L2 cache
@@ -178,7 +179,7 @@ def complaint(layers: Layers, variant: Variant) -> str:
         error = layers.error(variant)
     # a variant may ask for more than the chip has, and says so
     except Exception as stopped:
-        return f"failed: {type(stopped).__name__}: {str(stopped)[:200]}"
+        return f"failed: {words_of_error(stopped)}"
     return "" if error <= linear.MOST_ERROR else f"wrong: its error is {error:.1%} of what is due"
 
 

@@ -26,7 +26,7 @@ from rooftile.exact.cases import Case, Inputs
 from rooftile.exact.masks import CAUSAL, Window
 from rooftile.hardware.clock import Clock, clock_for, take_turns
 from rooftile_lab.bench.methods.peers import fla_selection
-from rooftile_lab.bench.methods.way import roof_of, step
+from rooftile_lab.bench.methods.way import roof_of
 from rooftile_lab.bench.native_sparse.variants import (
     Prepared,
     Sizes,
@@ -40,6 +40,7 @@ from rooftile_lab.bench.peers import provider_named
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import step
 
 CHECKED_AT = 1024
 LENGTH, STRIDE, WINDOW = 32, 16, 512

@@ -16,6 +16,7 @@ from torch import Tensor
 from rooftile.approximate.native_sparse.selected import attend
 from rooftile.approximate.native_sparse.selected.tiles import Tiles, queries_for
 from rooftile.approximate.native_sparse.selection import choose_from
+from rooftile_lab.bench.works import words_of_error
 
 if TYPE_CHECKING:
     from rooftile.approximate.native_sparse.selected.kernels import KeyLists
@@ -156,7 +157,7 @@ def complaint(variant: Variant, sizes: Sizes, device: torch.device, dtype: torch
         found = run["fwd"]()[0], run["dq"](), *run["dkdv"]()
     except Exception as stopped:
         # a launch may ask for more shared memory than there is, and the others should still be timed
-        return f"failed: {type(stopped).__name__}: {' '.join(str(stopped).split())[:200]}"
+        return f"failed: {words_of_error(stopped)}"
     for name, one, other in zip(("o", "dq", "dk", "dv"), found, (due, *gradients), strict=True):
         error = ((one.float() - other[0]).norm() / other.norm()).item()
         # rounding to 16 bits is a few thousandths
