@@ -1,4 +1,4 @@
-"""What a clock times: a phase of a call, FlexAttention compiled, their least time, and the room that they leave behind."""
+"""Makes works for a clock: a phase of a call, FlexAttention compiled, the clock of products, and the least time of a work."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def diagnosis(
     device: DeviceOption = "auto",
     json: FileOption = None,
 ) -> None:
-    """What a diagnosis predicts beside what is measured: the savings of remedies in programs, and bytes beside ncu's.
+    """Compares predictions of a diagnosis with measurements: savings of remedies in programs, and bytes of operators.
 
     Example: rooftile bench diagnosis --case loop --runs 1 --budget 5
     """
@@ -70,7 +70,7 @@ def server(
     device: DeviceOption = "auto",
     json: FileOption = None,
 ) -> None:
-    """What HTTP costs beside the engine alone; with --case overload, what a server does under twice its load.
+    """Compares a server with its engine alone; with --case overload, sends it twice as many requests as it can answer.
 
     Example: rooftile bench server --device cpu --scale 0.1 --json server.jsonl
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_every_published_row_is_of_a_command() -> None:
     found = {row.suite for path in RESULTS.glob("*.jsonl") for row in results.read(path)}
     assert len(found) > 20
     assert found - COMMANDS.keys() == set()
+
+
+def test_the_page_on_benchmarks_lists_every_command() -> None:
+    page = (LAB.parent / "docs/how-to/benchmark.md").read_text(encoding="utf-8")
+    table = page.partition("| suite | measures |")[2].partition("\n\n")[0]
+    listed = [name for line in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall("`([a-z-]+)`", line)]
+    assert sorted(listed) == sorted(COMMANDS.keys() - {"list", "compare"})
 
 
 def test_no_program_is_run_by_hand_beside_the_commands() -> None:

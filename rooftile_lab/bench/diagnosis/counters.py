@@ -87,7 +87,7 @@ def counted_row(session: Session, case: str, operator: Operator) -> Row:
 
 
 def measures_of(operator: Operator, counted: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What was predicted and counted at the largest size, and the ratios of slopes."""
+    """Returns the bytes at the largest size, predicted and counted, and the ratios of slopes."""
     last = counted[-1]
     predicted, dram, l2 = (np.array([c[key] for c in counted], float) for key in ("bytes", "dram_bytes", "l2_bytes"))
     # a tile of queries reads its keys and values anew

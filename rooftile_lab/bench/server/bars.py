@@ -1,4 +1,4 @@
-"""What HTTP costs beside the engine alone, on one machine in one run."""
+"""Compares a server with its engine alone: rates, first tokens, answers with a grammar, and starts."""
 
 from __future__ import annotations
 

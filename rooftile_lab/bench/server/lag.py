@@ -1,4 +1,4 @@
-"""What running streams lose while others send large bodies, long texts and hostile schemas, and the event loop's lag."""
+"""Measures the loss of running streams while others send costly requests, and the event loop's lag."""
 
 from __future__ import annotations
 

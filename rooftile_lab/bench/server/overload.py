@@ -1,7 +1,7 @@
-"""Twice what the server can do, for ten minutes: clients that come at random, that vanish, and requests that are invalid.
+"""Sends twice as many requests as the server can answer, for ten minutes.
 
-Requests come at random, at twice the rate that 64 clients in turn have reached. A fifth of the clients vanish at a random moment,
-and one request in a hundred is invalid. The row has what became of them, the waits of those that were answered, and what was left
+They come at random, at twice the rate that 64 clients in turn have reached. A fifth of the clients vanish at a random moment, and
+one request in a hundred is invalid. The row has what became of them, the waits of those that were answered, and what was left
 afterwards: threads, files, connections, memory and blocks. RuntimeError is raised if an answer differs from the offline engine's,
 if a request had no end, or if the server died.
 """

@@ -1,4 +1,4 @@
-"""What plans predict beside what is measured, for five models that the plan was not written with, and for decoders.
+"""Compares predictions of plans with measurements, for five models that the plan was not written with, and for decoders.
 
 Each model has a row for inference ("fwd") and one for a training step ("step"). Measures of a row:
 

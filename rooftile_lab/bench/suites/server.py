@@ -1,11 +1,11 @@
-"""What HTTP costs beside the engine alone, on one machine in one run: a row for each case.
+"""Compares a server with its engine alone, on one machine in one run: a row for each case.
 
 throughput    output tokens per second of W1, all streaming, beside the engine's own driver
 first-token   seconds to the first token of one request on an idle server, beside the engine
 lag           the event loop's lag, and what running streams lose, while others send large bodies, long texts and hostile schemas
 constrained   64 running answers, 8 of them with a grammar: the time between tokens of both kinds beside 64 without
 start         seconds from the command to listening, and of --help
-overload      twice what the server can do for ten minutes: `rooftile_lab.bench.server.overload`
+overload      twice as many requests as the server can answer, for ten minutes
 
 Weights are random. On a CPU the engine has one thread, in this process and in the server's: the server's other process needs the
 second core.
