@@ -96,7 +96,7 @@ def measure(
 
     Args:
         session: the run.
-        sizes: heads, dims and blocks; the tokens are those of each length.
+        sizes: heads, dims and blocks; its number of tokens does not count.
         say: is told what is measured.
         lengths: tokens of the text.
         kinds: the choices, as `KINDS` has them.

@@ -8,8 +8,8 @@ A suite's module has
     measure(session, names, say)     a Row for each contestant, case and phase, as soon as it is there; some take more arguments,
                                      which are options of their command
 
-A benchmark whose cases are its options is no suite: `attention`, `serving`, `engine`, `server` and those of single kernels are
-commands in `rooftile_lab.cli`.
+A benchmark whose cases are its options is no suite: `attention`, `serving`, `engine` and the benchmarks of single kernels
+(`tiles`, `cusparselt`, `native-sparse`) are commands in `rooftile_lab.cli`.
 """
 
 from __future__ import annotations
