@@ -21,7 +21,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
 from rooftile.exact.paged_route import route_of
-from rooftile.exact.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode, replaced
+from rooftile.exact.spec import DTYPE_NAMES, Asked, Options, encode, replaced
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
 from rooftile.numerics.precision import recipe_of
@@ -187,23 +187,6 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < k.shape[0]:
             first, last = int(used.min()), int(used.max())
             raise InvalidInput(f"cache.table names blocks {first} to {last}; cache.k has 0 to {k.shape[0] - 1}")
-
-
-def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:
-    """The Problem of a call whose spec's code is known. Reads packed offsets, so it may wait for the GPU."""
-    if options.cu_q is None:
-        B, T, H, _ = q.shape
-        return Problem(spec=decode(code), sizes=Sizes(B=B, T=T, S=k.shape[1], H=H, Hk=k.shape[2]))
-    lengths = zip(options.cu_q.diff().tolist(), options.cu_k.diff().tolist(), strict=True)
-    sizes = Sizes(
-        B=options.cu_q.shape[0] - 1,
-        T=q.shape[0],
-        S=k.shape[0],
-        H=q.shape[1],
-        Hk=k.shape[1],
-        lengths=tuple(lengths),
-    )
-    return Problem(spec=decode(code), sizes=sizes)
 
 
 def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:

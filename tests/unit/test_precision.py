@@ -16,7 +16,8 @@ from rooftile.exact.masks import Mask
 from rooftile.exact.spec import Spec
 from rooftile.exact.spec import decode as decode_spec
 from rooftile.numerics.precision import decode
-from rooftile.numerics.recipe import codes, columns_of, mean_key, scales_of_rows
+from rooftile.numerics.recipe import codes, mean_key, scales_of_rows
+from tests.columns import columns_of
 
 RECIPES = {
     "fp8": rt.Precision(),
