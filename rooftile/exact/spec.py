@@ -199,6 +199,19 @@ def differentiable(spec: Spec) -> tuple[str, ...]:
     return ("bias",) * spec.bias_grad + ("sinks",) * spec.has_sinks
 
 
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward: the gradients of o and lse (None for zeros), the tensors of the forward, and its options."""
+
+    do: Tensor | None
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    options: Options
+
+
 class Grads(NamedTuple):
     """The gradients from a backward, in the shapes and dtypes of q, k, v, and of bias and sinks if the spec requires them."""
 
