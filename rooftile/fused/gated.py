@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
@@ -56,9 +57,7 @@ def check_halves(x: Tensor, activation: str) -> None:
 def _gated(x: Tensor, activation: str) -> tuple[Tensor]:
     # the kernel computes in fp32
     if kernels_run_on(x):
-        from rooftile.fused.kernels import gated as kernels
-
-        return (kernels.gated(x, activation),)
+        return (kernels.gated.gated(x, activation),)
     return (gated_halves(x, activation).contiguous(),)
 
 
@@ -69,9 +68,7 @@ def _gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[T
 
 def _run_gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[Tensor]:
     if kernels_run_on(x):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return (kernels.gradients_of_halves(dy, x, activation),)
+        return (kernels.gate_up.gradients_of_halves(dy, x, activation),)
     return _gated_gradients(dy, None, x, activation)
 
 
@@ -136,9 +133,7 @@ def pair_quantised(gate: Tensor, up: Tensor, activation: str, format: str, scale
 def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     # a row is in registers at once
     if kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
-        from rooftile.fused.kernels import gate_quantised as kernels
-
-        return kernels.quantised(gate, up, activation, out, scale)
+        return kernels.gate_quantised.quantised(gate, up, activation, out, scale)
     rows = quantise_rows(_run_pair(gate, up, activation)[0], out, scale=scale)
     return rows.codes, rows.scales
 
@@ -168,9 +163,7 @@ def _pair_defined(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
 
 def _run_pair(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
     if kernels_run_on(gate):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return (kernels.forward(gate, up, activation),)
+        return (kernels.gate_up.forward(gate, up, activation),)
     return (_pair_defined(gate, up, activation)[0].contiguous(),)
 
 
@@ -198,9 +191,7 @@ def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 def _run_gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if kernels_run_on(gate):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return kernels.gradients(dy, gate, up, activation)
+        return kernels.gate_up.gradients(dy, gate, up, activation)
     return _gradients(dy, None, gate, up, activation)
 
 
