@@ -18,13 +18,6 @@ class Ring:
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages):
-        self.buffers = buffers
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-
     @gluon.jit
     def buffer(self, fill):
         return self.buffers.index(fill % self.stages)

@@ -133,14 +133,6 @@ class Run:
     first: gl.tensor  # the first step over K, and one past the last
     stop: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, tile, tile_n, tile_m, first, stop):
-        self.tile = tile
-        self.tile_n = tile_n
-        self.tile_m = tile_m
-        self.first = first
-        self.stop = stop
-
 
 @gluon.jit
 def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product, more_desc, more):

@@ -19,13 +19,6 @@ class Table:
     pages_apart: gl.tensor
     heads_apart: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, pointer, stride, pages_apart, heads_apart):
-        self.pointer = pointer
-        self.stride = stride
-        self.pages_apart = pages_apart
-        self.heads_apart = heads_apart
-
     @gluon.jit
     def pages(self, work, block, config: KernelConfig):
         """The pages that a block of keys lies in; -1, of which zeros are copied, past the sequence's end."""

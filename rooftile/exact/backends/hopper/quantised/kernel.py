@@ -142,13 +142,6 @@ class PendingBlock:
     part: gl.tensor  # the product of the block before with its values
     v_scale: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, s, factor, part, v_scale):
-        self.s = s
-        self.factor = factor
-        self.part = part
-        self.v_scale = v_scale
-
 
 @gluon.jit
 def _step(

@@ -60,15 +60,6 @@ class Scales:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, q_ptr, k_ptr, v_ptr, q, k, v):
-        self.q_ptr = q_ptr
-        self.k_ptr = k_ptr
-        self.v_ptr = v_ptr
-        self.q = q
-        self.k = k
-        self.v = v
-
 
 @gluon.jit
 def store_word(words, slot, value):
