@@ -189,6 +189,13 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
             raise InvalidInput(f"cache.table names blocks {first} to {last}; cache.k has 0 to {k.shape[0] - 1}")
 
 
+def autocast(x: Any) -> Any:
+    """Converts a tensor to the dtype of autocast, which is on; leaves float64 and what is no float as it is."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
     """Packed offsets on the tensors' device, checked as far as can be known without waiting for the GPU.
 

@@ -107,8 +107,8 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Takes the arguments in the order of the schema below."""
     *tensors, cu_q, cu_k, sinks, spec, backend = arguments
     problem = decode(spec)
-    qkv = QuantisedQKV(*tensors, problem.precision, problem.dtype, cu_q, cu_k, problem.v_order)
-    return dispatch.BACKENDS[backend].attend_quantised(qkv, Options(sinks=sinks), problem)
+    fields = (*tensors, problem.precision, problem.dtype, cu_q, cu_k, problem.v_order)
+    return dispatch.BACKENDS[backend].attend_quantised(QuantisedQKV(*fields), Options(sinks=sinks), problem)
 
 
 def _attend_fake(q: Tensor, *others) -> tuple[Tensor, Tensor]:
