@@ -15,7 +15,7 @@ from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
-from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
+from rooftile.numerics.rows import QuantisedRows, as_rows, fake_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 
@@ -138,11 +138,6 @@ def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: T
     return rows.codes, rows.scales
 
 
-def _fake_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes = torch.int8 if out == "int8" else torch.float8_e4m3fn
-    return gate.new_empty(gate.shape, dtype=codes), gate.new_empty((gate.shape[0], 1), dtype=torch.float32)
-
-
 def _check(gate: Tensor, up: Tensor) -> None:
     check_floats(gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -203,5 +198,5 @@ _GATE_UP = Operation(
 )  # fmt: skip
 _GATE_QUANTISED = define(
     "gate_quantised(Tensor gate, Tensor up, str activation, str out, Tensor? scale) -> (Tensor, Tensor)", _run_quantised,
-    _fake_quantised,
+    lambda gate, up, activation, out, scale: fake_rows(gate, out),
 )  # fmt: skip

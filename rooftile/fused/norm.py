@@ -16,7 +16,7 @@ from torch.nn import functional
 from rooftile.errors import InvalidInput
 from rooftile.fused import kernels
 from rooftile.fused.where import checked, kernels_run_on
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.rows import QuantisedRows, fake_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 
 
@@ -201,8 +201,7 @@ def _rows(y: Tensor, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fake_rows(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    codes = torch.int8 if arguments[-2] == "int8" else torch.float8_e4m3fn
-    return x.new_empty(x.shape, dtype=codes), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return fake_rows(x, arguments[-2])
 
 
 def has_whole_accesses(x: Tensor) -> bool:

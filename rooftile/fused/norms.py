@@ -16,7 +16,7 @@ from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
-from rooftile.numerics.rows import QuantisedRows, as_rows
+from rooftile.numerics.rows import QuantisedRows, as_rows, fake_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 
@@ -135,12 +135,6 @@ def _sum_quantised(
     return codes, scales, total
 
 
-def _fake_sum(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.int8 if arguments[-1] == "int8" else torch.float8_e4m3fn
-    scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=codes), scales, x.new_empty(x.shape)
-
-
 def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
     check_floats(x=x, weight=w, **({} if b is None else {"bias": b}))
     for name, each in (("weight", w), ("bias", b)):
@@ -252,5 +246,5 @@ _SUM_NORM_QUANTISED = define(
     "sum_norm_quantised(Tensor x, Tensor stream, Tensor weight, Tensor? bias, float eps, bool plus_one, str out) "
     "-> (Tensor, Tensor, Tensor)",
     _sum_quantised,
-    _fake_sum,
+    lambda x, *arguments: (*fake_rows(x, arguments[-1]), x.new_empty(x.shape)),
 )
