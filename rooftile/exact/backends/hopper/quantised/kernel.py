@@ -323,7 +323,8 @@ def flash_fwd_8bit(
 ):
     dtype: gl.constexpr = q_desc.dtype
     config = QuantisedConfig(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, KEYS,
+        GROUP=GROUP, D=D, DV=DV, PACKED=PACKED, MASKED=LEFT or RIGHT or PREFIX or CHUNK, INTEGER=dtype == gl.int8,
+        SMOOTHED=SMOOTHED, KEYS=KEYS,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(

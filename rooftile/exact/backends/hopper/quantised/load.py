@@ -30,15 +30,11 @@ class QuantisedConfig:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, KEYS):
-        self.GROUP = gl.constexpr(GROUP)
-        self.D = gl.constexpr(D)
-        self.DV = gl.constexpr(DV)
-        self.PACKED = gl.constexpr(PACKED)
-        self.MASKED = gl.constexpr(MASKED)
-        self.INTEGER = gl.constexpr(INTEGER)
-        self.SMOOTHED = gl.constexpr(SMOOTHED)
-        self.KEYS = gl.constexpr(KEYS)
+    def __init__(self, **fields):
+        """Takes the fields up to KEYS by name."""
+        for name, value in fields.items():
+            setattr(self, name, gl.constexpr(value))
+        DV, KEYS = fields["DV"], fields["KEYS"]
         part = DV if DV <= 128 else 64
         self.WIDE = gl.constexpr(part < DV)
         self.PART = gl.constexpr(part)
