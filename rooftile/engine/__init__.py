@@ -3,10 +3,10 @@
 llm            LLM: prompts in, answers out
 async_engine   AsyncEngine: the same for many callers at once, inside one program
 engine         one step at a time: requests in, tokens out
-growth         outputs that hold only what is new
 process_lock   keeps forked processes out
 vllm_names     vLLM's keywords that have another name here, or none
 
+loop/          takes orders and runs steps, for the server's process and for AsyncEngine's thread
 settings/      EngineConfig, and the table of all settings
 start/         builds an engine from a model's name; compiles kernels while weights load
 requests/      a request, its answers, and the outputs that a caller gets back

@@ -35,7 +35,6 @@ SCHEMA_BYTES = 64 * 2**10
 SCHEMA_DEPTH = 32
 REGEX_BYTES = 4 * 2**10
 CHOICES = 1024
-COMPILING_THREADS = 2
 COMPILING_S = 5.0
 
 # seconds. No flags: --deadline bounds the whole

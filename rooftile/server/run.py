@@ -16,10 +16,10 @@ from typing import Any
 
 import uvicorn
 
+from rooftile.engine.loop.pauses import freeze_garbage
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED
-from rooftile.server.engine.pauses import freeze_garbage
 from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.observe.log import log, start_log

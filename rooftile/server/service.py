@@ -6,8 +6,9 @@ import asyncio
 import time
 from typing import Any, Protocol
 
+from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.admission import Admission
-from rooftile.server.engine.messages import EngineState, Ready
+from rooftile.server.engine.messages import Ready
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.body import Bodies
 from rooftile.server.http.texts import Texts
@@ -58,7 +59,7 @@ class Service:
             return False
         self.texts = await Texts.load(self.engine.ready.folder, self.settings.engine.get("chat_template"))
         ready = self.engine.ready
-        self._note(EngineState(free=ready.blocks))
+        self._note(EngineStats(free_blocks=ready.blocks))
         return True
 
     async def close(self) -> None:
@@ -101,8 +102,8 @@ class Service:
         metrics.up.set(engine is not None and engine.ready is not None and engine.cause is None)
         return metrics.text()
 
-    def _note(self, state: EngineState) -> None:
-        self.metrics.note_state(state)
+    def _note(self, stats: EngineStats) -> None:
+        self.metrics.note_stats(stats)
 
     async def _measure_lag(self) -> None:
         while True:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.fused import gated
+from rooftile.fused import gated_quantised
 from rooftile.fused.norm import Weights, add_norm, normalise
 from rooftile.numerics import QuantisedRows
 from rooftile.runtime.dependent_launch import overlaps
@@ -37,7 +37,7 @@ def _run(layers: list[tuple[Weights, rt.QuantisedWeight, rt.QuantisedWeight]], x
     stream = x.clone()
     rows: QuantisedRows = normalise(stream, layers[0][0], "fp8", None)
     for n, (_, up, down) in enumerate(layers):
-        inner = gated(multiply(rows, up, None, out_dtype=x.dtype, deterministic=False, backend=""), "silu", "fp8", None)
+        inner = gated_quantised(multiply(rows, up, None, out_dtype=x.dtype, deterministic=False, backend=""), "silu", "fp8")
         y = multiply(inner, down, None, out_dtype=x.dtype, deterministic=False, backend="")
         if n + 1 == len(layers):
             return stream + y

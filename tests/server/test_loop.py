@@ -7,15 +7,16 @@ import time
 import pytest
 
 from rooftile.engine import SamplingParams
+from rooftile.engine.loop.loop import Loop, Turn
 from rooftile.engine.requests.stats import stats_of
 from rooftile.server.engine.following import Followed
-from rooftile.server.engine.loop import Loop
+from rooftile.server.engine.link import SocketLink, message_of
 from rooftile.server.engine.messages import Abort, Add, StepNews
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
-class FakeLink:
+class FakeLink(SocketLink):
     """Hands out prepared orders, one list per turn, and keeps what is sent."""
 
     def __init__(self, *orders: list) -> None:
@@ -25,10 +26,11 @@ class FakeLink:
 
     def orders(self, wait_s: float | None) -> list:
         self.waits.append(wait_s)
-        return self._orders.pop(0) if self._orders else []
+        orders = self._orders.pop(0) if self._orders else []
+        return [order if isinstance(order, Add) else order.id for order in orders]
 
-    def send(self, message: StepNews) -> None:
-        self.sent.append(message)
+    def send(self, turn: Turn) -> None:
+        self.sent.append(message_of(turn))
 
 
 def play(llm, *orders: list, turns: int = 40) -> FakeLink:
@@ -55,8 +57,8 @@ def test_what_crosses_is_what_is_new(llm) -> None:
     assert [token.id for token in scored] == due.outputs[0].token_ids
     assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert [news.finished for step in link.sent for news in step.news].count(True) == 1
-    assert link.sent[-1].state.steps >= 12
-    assert link.sent[-1].state.running == 0
+    assert link.sent[-1].stats.steps >= 12
+    assert link.sent[-1].stats.running == 0
 
 
 def test_a_whole_answer_crosses_once(llm) -> None:
@@ -90,9 +92,11 @@ def test_the_state_of_every_step_is_that_of_its_answers(llm) -> None:
     assert {0, 1, 2, 3} < set(found)
 
 
-def test_an_aborted_request_says_nothing_more(llm) -> None:
+def test_an_aborted_request_says_so_and_nothing_more(llm) -> None:
     link = play(llm, [Add(1, [5, 6], GREEDY | {"max_tokens": 500})], [], [Abort(1), Abort(7)])
-    assert [len(step.news) for step in link.sent] == [0, 1, 1, 0]
+    assert [len(step.news) for step in link.sent] == [0, 1, 1, 1]
+    (last,) = link.sent[-1].news
+    assert (last.finished, [piece.finish for piece in last.pieces]) == (True, ["abort"])
 
 
 def test_a_wrong_request_concerns_nobody_else(llm) -> None:

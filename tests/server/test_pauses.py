@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftile.server.engine import pauses
+from rooftile.engine.loop import pauses
 from rooftile.server.http.texts import Texts
 from tests.server.live import Server
 

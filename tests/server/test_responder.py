@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.admission import Admission
 from rooftile.server.engine.calls import EngineRefused, RemoteCall
-from rooftile.server.engine.messages import AnswerPiece, EngineState, News, StepNews
+from rooftile.server.engine.messages import AnswerPiece, News, StepNews
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.openai.generation import GenerationRequest
 from rooftile.server.http.openai.objects import Objects
@@ -184,7 +185,7 @@ def test_a_token_does_not_wait_for_the_metrics() -> None:
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
-        engine._take(StepNews(EngineState(), news=[News(1, [AnswerPiece(0, "a", 1)])]))
+        engine._take(StepNews(EngineStats(), news=[News(1, [AnswerPiece(0, "a", 1)])]))
         await reading
         await asyncio.sleep(0)
         assert order == ["a", "metrics"]

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile.server.engine.messages import Abort, Add, AnswerPiece, EngineState, News, Order, Report, Scored, StepNews
+from rooftile.engine.requests.stats import EngineStats
+from rooftile.server.engine.messages import Abort, Add, AnswerPiece, News, Order, Report, Scored, StepNews
 from rooftile.server.engine.wire import MOST_BYTES, FrameReader, WireError, frame
 
 ORDERS = [
     Add(1, [1, 2, 3], {"temperature": 0.5, "stop": ["a"], "logit_bias": {5: 1.0}}, "salt", False), Abort(1), Add(2, [7], {}),
 ]  # fmt: skip
 STEP = StepNews(
-    EngineState(running=1, waste=0.5), taken=[1], started=[1],
+    EngineStats(running=1, waste=0.5), taken=[1], started=[1],
     news=[News(1, [AnswerPiece(0, "é\U0001f600", 3, [[Scored(5, -0.5, "x")]], "stop", "x", -1.0, None)], True, 16, None)],
 )  # fmt: skip
 

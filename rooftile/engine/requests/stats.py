@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rooftile.engine.engine import Engine
+if TYPE_CHECKING:
+    # a server's process reads the counts without torch
+    from rooftile.engine.engine import Engine
 
 
 class EngineStats(NamedTuple):
@@ -19,6 +21,9 @@ class EngineStats(NamedTuple):
         waste: the share of the slots in used blocks that hold no token.
         steps, tokens: steps that the engine ran, and tokens that it read and wrote in them.
         preemptions: how often a running answer, or a search, had to give its blocks back.
+        prefix_queries, prefix_hits: tokens of the prompts that the model has begun to read, and how many of them the prefix
+            cache had.
+        step_s, host_s: seconds of the last step, and of the work beside it: orders in, news out.
     """
 
     running: int = 0
@@ -31,10 +36,14 @@ class EngineStats(NamedTuple):
     steps: int = 0
     tokens: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    step_s: float = 0.0
+    host_s: float = 0.0
 
 
 def stats_of(engine: Engine) -> EngineStats:
-    """Returns how an engine stands; called by the thread that runs its steps."""
+    """Returns how an engine stands, but for the counts of its loop; called by the thread that runs its steps."""
     scheduler, pool = engine.scheduler, engine.pool
     # an answer gives its table back when it ends; each that runs has a slot, also before it has a table
     answers = [answer for request in scheduler.running for answer in request.answers]

@@ -9,6 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from rooftile.engine.requests.stats import EngineStats
+
 FAILED = 70
 """The exit code of an engine that has failed, and of its server."""
 
@@ -25,7 +27,7 @@ class Add(Struct, tag="add"):
 
 
 class Abort(Struct, tag="abort"):
-    """Ends a request whose client has gone, or whose time is over; nothing more is sent about it."""
+    """Ends a request whose client has gone, or whose time is over."""
 
     id: int
 
@@ -116,30 +118,10 @@ class RequestRefused(Struct, array_like=True):
     """Whether the engine is to blame, and not the request."""
 
 
-class EngineState(Struct):
-    """The engine at the end of a step; counts begin with its start."""
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    used: int = 0
-    cached: int = 0
-    waste: float = 0.0
-    """The share of the slots in used blocks that hold no token."""
-    steps: int = 0
-    tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    step_s: float = 0.0
-    host_s: float = 0.0
-    """Seconds of the last step that the engine's process spent on messages."""
-
-
 class StepNews(Struct, tag="step"):
     """All that has happened in one step; or, with no news in it, that the engine is alive."""
 
-    state: EngineState
+    stats: EngineStats
     taken: list[int] = []
     refused: list[RequestRefused] = []
     started: list[int] = []

@@ -14,47 +14,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftile.engine.loop.pauses import freeze_garbage
 from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
-from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
-from rooftile.server.engine.pauses import freeze_garbage
-from rooftile.server.engine.wire import FrameReader, frame
+from rooftile.server.engine.link import SocketLink
+from rooftile.server.engine.messages import FAILED, Failed, Reading, Ready
 from rooftile.server.observe.log import log, start_log
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM
-
-RECEIVED = 1 << 20
-
-
-class SocketLink:
-    """The engine's end of the connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._reader: FrameReader[Order] = FrameReader(Order)  # type: ignore[arg-type]
-        self._ready = select.poll()
-        self._ready.register(connection, select.POLLIN)
-
-    def orders(self, wait_s: float | None) -> Sequence[Order]:
-        """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
-        if not self._ready.poll(None if wait_s is None else wait_s * 1000):
-            return ()
-        data = self._socket.recv(RECEIVED)
-        if not data:
-            os._exit(0)
-        return self._reader.feed(data)
-
-    def send(self, message: Report) -> None:
-        """Sends a message; waits while the server reads nothing."""
-        try:
-            self._socket.sendall(frame(message))
-        except (BrokenPipeError, ConnectionResetError):
-            os._exit(0)
 
 
 def exit_with(connection: socket.socket) -> None:
@@ -87,21 +58,22 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
         nonlocal reported
         if int(share * 100) > reported:
             reported = int(share * 100)
-            link.send(Reading(reported))
+            link.write(Reading(reported))
 
     # here and not above: it takes seconds, in which this process already looks whether its server is there
     from rooftile.engine.llm import LLM
+    from rooftile.engine.loop.loop import Loop
     from rooftile.engine.start.checkpoint import find_folder
     from rooftile.models.checkpoints.weights import reporting_progress
-    from rooftile.server.engine.loop import Loop
+    from rooftile.server.limits import COMPILING_S
 
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     with reporting_progress(report_progress):
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()
-    link.send(ready_message(llm, folder))
-    Loop(llm.engine, link).run()
+    link.write(ready_message(llm, folder))
+    Loop(llm.engine, link, compiling_s=COMPILING_S).run()
 
 
 def main() -> None:
@@ -117,10 +89,10 @@ def main() -> None:
         serve(link, settings)
     except (InvalidInput, Unsupported) as error:
         # its reader has typed flags
-        link.send(Failed(rename(str(error), FLAGS), wrong=True))
+        link.write(Failed(rename(str(error), FLAGS), wrong=True))
     except Exception as error:
         log.exception("the engine has failed")
-        link.send(Failed(f"{type(error).__name__}: {error}"))
+        link.write(Failed(f"{type(error).__name__}: {error}"))
     # threads of a device may be stuck, and must not keep this process
     os._exit(FAILED)
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
-from rooftile.server.engine.messages import Abort, Add, EngineState, Failed, News, Reading, Ready, Report, StepNews
+from rooftile.server.engine.messages import Abort, Add, Failed, News, Reading, Ready, Report, StepNews
 from rooftile.server.engine.wire import FrameReader, WireError, frame
 from rooftile.server.observe.log import log
 
@@ -31,15 +32,15 @@ class RemoteEngine:
     Args:
         settings: the keywords of `LLM`, and `model`.
         stall_s: a step that takes longer is taken for dead, and the process is killed.
-        noted: called with each state of the engine.
+        noted: called with the engine's counts after each step.
     """
 
     def __init__(
-        self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineState], None] = lambda state: None
+        self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineStats], None] = lambda stats: None
     ) -> None:
         self.ready: Ready | None = None
         self.percent = 0
-        self.state = EngineState()
+        self.stats = EngineStats()
         self.cause: str | None = None
         """Why the engine answers no more, for clients; None while it does, or may soon."""
         self.detail = ""
@@ -168,10 +169,10 @@ class RemoteEngine:
 
     def _take(self, message: Report) -> None:
         if isinstance(message, StepNews):
-            self.state = message.state
+            self.stats = message.stats
             self._hand_out(message)
             # after the callers whom the news has woken: a token does not wait for the metrics
-            asyncio.get_running_loop().call_soon(self._noted, message.state)
+            asyncio.get_running_loop().call_soon(self._noted, message.stats)
         elif isinstance(message, Reading):
             self.percent = message.percent
         elif isinstance(message, Ready):

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.engine.messages import News, Ranked
-from rooftile.server.engine.pauses import give_way
 from rooftile.server.http.openai.prompts import PromptForms, ScoredPrompt, score_prompt
 from rooftile.server.refusals import Refusal, retry_later
 

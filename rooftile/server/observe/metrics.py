@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rooftile.server.engine.messages import EngineState
+from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.observe.log import AccessRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,7 +36,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._prefix = prefix
         self._model = model
-        self._seen = EngineState()
+        self._seen = EngineStats()
         self.running = self._gauge("num_requests_running", "answers that run")
         self.waiting = self._gauge("num_requests_waiting", "answers that wait")
         self.queued = self._gauge("queued_prompt_tokens", "prompt tokens that wait")
@@ -62,20 +62,21 @@ class Metrics:
         for end in _ENDS:
             self.ended.labels(model, end)
 
-    def note_state(self, state: EngineState) -> None:
-        """Takes the engine's state after a step."""
-        seen, self._seen = self._seen, state
-        self.running.set(state.running)
-        self.usage.set(state.used / max(1, state.used + state.free + state.cached))
-        self.waste.set(state.waste)
-        for name in ("free", "used", "cached"):
-            self.blocks.labels(self._model, name).set(getattr(state, name))
-        self.preemptions.inc(state.preemptions - seen.preemptions)
-        self.queries.inc(state.prefix_queries - seen.prefix_queries)
-        self.hits.inc(state.prefix_hits - seen.prefix_hits)
-        if state.steps > seen.steps:
-            self.step.observe(state.step_s)
-            self.host.observe(state.host_s)
+    def note_stats(self, stats: EngineStats) -> None:
+        """Takes the engine's counts after a step."""
+        seen, self._seen = self._seen, stats
+        self.running.set(stats.running)
+        blocks = {"free": stats.free_blocks, "used": stats.used_blocks, "cached": stats.cached_blocks}
+        self.usage.set(stats.used_blocks / max(1, sum(blocks.values())))
+        self.waste.set(stats.waste)
+        for name, count in blocks.items():
+            self.blocks.labels(self._model, name).set(count)
+        self.preemptions.inc(stats.preemptions - seen.preemptions)
+        self.queries.inc(stats.prefix_queries - seen.prefix_queries)
+        self.hits.inc(stats.prefix_hits - seen.prefix_hits)
+        if stats.steps > seen.steps:
+            self.step.observe(stats.step_s)
+            self.host.observe(stats.host_s)
 
     def note_end(self, end: str) -> None:
         """Counts an answer that has ended."""

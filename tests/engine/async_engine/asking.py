@@ -23,7 +23,7 @@ async def read(engine: AsyncEngine, prompt, params: SamplingParams) -> list[Requ
 
 async def at_rest(engine: AsyncEngine) -> None:
     """Waits until there is nothing to do."""
-    while not engine.llm.engine.idle or engine._orders:
+    while not engine.llm.engine.idle or engine._callers._orders:
         await asyncio.sleep(0.001)
 
 

@@ -36,7 +36,7 @@ def test_many_callers_get_what_generate_gives(settings, ahead: bool, peers) -> N
                 assert grown == sorted(grown)
             whole = await asyncio.gather(*(engine.complete(*each) for each in zip(asked, params, strict=True)))
             assert [output.outputs for output in whole] == due
-            assert engine._calls == {}
+            assert engine._callers._calls == {}
 
     run(main())
     assert_clean(llm)

@@ -33,7 +33,7 @@ def test_who_is_cancelled_leaves_nothing(llm: LLM, ahead: bool, peers) -> None:
             # nobody ran to the end
             assert llm.engine.steps["steps"] < 60
             assert_clean(llm)
-            assert engine._calls == {}
+            assert engine._callers._calls == {}
 
     run(main())
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from rooftile.engine import LLM, AsyncEngine
+from rooftile.engine import LLM, AsyncEngine, SamplingParams
 from rooftile.errors import InvalidInput
-from tests.engine.asking import GREEDY, TOKENS, assert_clean, prompts
+from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.engine.async_engine.asking import LONG, SOON, read, run, slowed
 
 
@@ -107,6 +108,36 @@ def test_requests_that_close_overtakes_hear_of_it(llm: LLM) -> None:
         assert (await first).outputs[0].finish_reason == "abort"
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await second
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_a_grammar_that_takes_long_holds_nobody_up(peers, monkeypatch) -> None:
+    """It is compiled beside the engine's thread, and a close does not wait for it."""
+    llm = LLM(peers("llama").folder, **ROOM)
+    go, asked = threading.Event(), threading.Event()
+
+    def slow(structured):
+        asked.set()
+        go.wait(SOON)
+        raise InvalidInput("the grammar is too long")
+
+    llm.engine.grammars = SimpleNamespace(compile=slow)
+    structured = SamplingParams(structured={"regex": "a+"})
+
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        late = asyncio.create_task(engine.complete([1], structured))
+        await asyncio.to_thread(asked.wait, SOON)
+        assert len((await engine.complete([1, 2], GREEDY)).outputs[0].token_ids) == TOKENS
+        await engine.close()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await late
+        go.set()
+        async with AsyncEngine(llm) as engine:
+            with pytest.raises(InvalidInput, match="the grammar is too long"):
+                await engine.complete([1], structured)
 
     run(main())
     assert_clean(llm)

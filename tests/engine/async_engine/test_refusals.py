@@ -36,6 +36,18 @@ def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence
     assert_clean(llm)
 
 
+def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            for params in ({"max_tokens": 3}, [GREEDY]):
+                with pytest.raises(InvalidInput, match=r"params is .*; must be SamplingParams"):
+                    await engine.complete([1], params)
+                with pytest.raises(InvalidInput, match=r"params is .*; must be SamplingParams"):
+                    await anext(engine.generate([1], params, deltas=True))
+
+    run(main())
+
+
 def test_no_salt_ends_the_engine(llm: LLM, peers) -> None:
     """Whatever string a stranger sends for one."""
 
@@ -83,40 +95,53 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
     assert "Traceback" in caplog.text
 
 
-@pytest.mark.parametrize("where", ["output", "abort"])
-def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, caplog, where: str) -> None:
-    """Also by callers whose answers were complete but not yet delivered, and by those whose orders are behind it."""
-    real, failing = (llm.engine.output_of, 2) if where == "output" else (llm.engine.abort, 1)
-    count = 0
+def test_an_output_that_cannot_be_made_is_its_callers_alone(llm: LLM, monkeypatch, caplog, peers) -> None:
+    real, count = llm.engine.output_of, 0
 
     def broken(*given):
         nonlocal count
         count += 1
-        if count == failing:
+        if count == 2:
             raise ValueError("a mistake of ours")
         return real(*given)
 
     async def main() -> None:
         async with AsyncEngine(llm) as engine:
-            if where == "output":
-                # both end in one step; the first has its output when the second fails
-                monkeypatch.setattr(llm.engine, "output_of", broken)
-                calls = [engine.complete([n], GREEDY) for n in (1, 2)]
-                found = await asyncio.gather(*calls, return_exceptions=True)
-            else:
-                monkeypatch.setattr(llm.engine, "abort", broken)
-                first = asyncio.create_task(engine.complete([1], LONG))
-                while llm.engine.idle:
-                    await asyncio.sleep(0.001)
-                with engine._wake:
-                    (request_id,) = engine._calls
-                    # in one batch of orders: the abort that fails, and a request behind it
-                    engine.abort(request_id)
-                    second = asyncio.create_task(engine.complete([2], LONG))
-                    for _ in range(5):
-                        await asyncio.sleep(0)
-                found = await asyncio.gather(first, second, return_exceptions=True)
-                monkeypatch.undo()
+            # both end in one step; the first has its output when the second fails
+            monkeypatch.setattr(llm.engine, "output_of", broken)
+            first, second = await asyncio.gather(*(engine.complete([n], GREEDY) for n in (1, 2)), return_exceptions=True)
+            assert (type(second), str(second)) == (RuntimeError, "the request has failed: ValueError: a mistake of ours")
+            assert isinstance(second.__cause__, ValueError)
+            third = await engine.complete([2], GREEDY)
+            assert [each.outputs[0].token_ids for each in (first, third)] == peers("llama").greedy([[1], [2]], TOKENS)
+
+    run(main())
+    assert_clean(llm)
+    assert "a mistake of ours" in caplog.text
+
+
+def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, caplog) -> None:
+    """Also by callers whose orders are behind it."""
+
+    def broken(*given):
+        monkeypatch.undo()
+        raise ValueError("a mistake of ours")
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            monkeypatch.setattr(llm.engine, "abort", broken)
+            first = asyncio.create_task(engine.complete([1], LONG))
+            while llm.engine.idle:
+                await asyncio.sleep(0.001)
+            callers = engine._callers
+            with callers._wake:
+                (call,) = callers._calls.values()
+                # in one batch of orders: the abort that fails, and a request behind it
+                engine.abort(call.request.id)
+                second = asyncio.create_task(engine.complete([2], LONG))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            found = await asyncio.gather(first, second, return_exceptions=True)
             assert [str(error) for error in found] == [
                 "the engine has failed, and takes no more requests: ValueError: a mistake of ours"
             ] * 2
@@ -126,17 +151,17 @@ def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, capl
 
 
 def test_blocks_that_have_leaked_end_an_idle_engine(llm: LLM, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("rooftile.engine.async_engine.IDLE_S", 0.02)
+    monkeypatch.setattr("rooftile.engine.loop.loop.IDLE_S", 0.02)
 
     async def main() -> None:
         async with AsyncEngine(llm) as engine:
             await engine.complete([1, 2], GREEDY)
-            while not engine._checked:
+            while not engine._loop._checked:
                 await asyncio.sleep(0.001)
             lost = llm.engine.pool.begin([5, 6])
             llm.engine.pool.append(lost, 2)
             await engine.complete([1, 2], GREEDY)
-            while not engine._over:
+            while not engine._callers._over:
                 await asyncio.sleep(0.001)
             with pytest.raises(RuntimeError, match="1 of 600 blocks of the KV cache are held, and no request runs"):
                 await engine.complete([1, 2], GREEDY)
@@ -155,7 +180,7 @@ def test_a_queue_has_an_end(peers) -> None:
     async def main() -> None:
         async with AsyncEngine(llm, max_waiting=3) as engine:
             running = [asyncio.create_task(engine.complete([n], GREEDY)) for n in (1, 2)]
-            while len(llm.engine.scheduler.running) < 2:
+            while engine.stats().running < 2:
                 await asyncio.sleep(0.001)
             many = await asyncio.gather(*(engine.complete([n], GREEDY) for n in range(3, 13)), return_exceptions=True)
             refused = [error for error in many if isinstance(error, Overloaded)]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+from rooftile.engine.loop.pauses import give_way
 from rooftile.engine.sampling.grammar import Grammars, Matcher
 from rooftile.errors import InvalidInput
-from rooftile.server import limits
-from rooftile.server.engine.messages import Add
-from rooftile.server.engine.pauses import give_way
+
+# grammars that are compiled at a time
+THREADS = 2
 
 
 @dataclass(slots=True)
 class _Waiting:
-    order: Add
+    order: Any
     made: Future[Matcher]
     until: float
 
@@ -26,26 +28,32 @@ class Compiling:
 
     Args:
         grammars: compiles them; None if the model has no tokenizer.
+        limit_s: seconds that one may take.
     """
 
-    def __init__(self, grammars: Grammars | None) -> None:
+    def __init__(self, grammars: Grammars | None, limit_s: float) -> None:
         self._grammars = grammars
-        self._threads = ThreadPoolExecutor(limits.COMPILING_THREADS, "grammar", initializer=give_way)
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(THREADS, "grammar", initializer=give_way)
         self._waiting: dict[int, _Waiting] = {}
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def begin(self, order: Add) -> None:
+    def begin(self, order: Any, structured: Mapping[str, Any]) -> None:
         """Begins to compile the grammar of a request.
+
+        Args:
+            order: the order with the request, which has an `id`.
+            structured: see `SamplingParams`.
 
         Raises:
             InvalidInput: the request cannot have a grammar.
         """
         if self._grammars is None:
             raise InvalidInput("the grammar needs a tokenizer, and the model has none")
-        made = self._threads.submit(self._grammars.compile, order.params["structured"])
-        self._waiting[order.id] = _Waiting(order, made, time.monotonic() + limits.COMPILING_S)
+        made = self._threads.submit(self._grammars.compile, structured)
+        self._waiting[order.id] = _Waiting(order, made, time.monotonic() + self._limit_s)
 
     def abort(self, id: int) -> None:
         """Forgets a request."""
@@ -53,8 +61,13 @@ class Compiling:
         if waiting is not None:
             waiting.made.cancel()
 
-    def ended(self) -> Iterator[tuple[Add, Matcher | InvalidInput]]:
-        """Yields requests whose grammars are compiled, or will not be; each once."""
+    def close(self) -> None:
+        """Forgets all requests; the threads end as soon as they can."""
+        self._waiting.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def ended(self) -> Iterator[tuple[Any, Matcher | InvalidInput]]:
+        """Yields orders whose grammars are compiled, or will not be; each once."""
         now = time.monotonic()
         for waiting in list(self._waiting.values()):
             if waiting.made.done():
@@ -63,7 +76,7 @@ class Compiling:
                     error = InvalidInput(f"the grammar cannot be used: {type(error).__name__}")
                 found: Matcher | InvalidInput = waiting.made.result() if error is None else error
             elif now > waiting.until:
-                found = InvalidInput(f"the grammar was not compiled within {limits.COMPILING_S:g} s; give a simpler one")
+                found = InvalidInput(f"the grammar was not compiled within {self._limit_s:g} s; give a simpler one")
             else:
                 continue
             self.abort(waiting.order.id)
