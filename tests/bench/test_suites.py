@@ -128,7 +128,9 @@ def test_a_suite_s_cases_are_found_by_name_and_pattern(suite) -> None:
     every = module.GPU or module.CPU
     assert suite.chosen(device) == list(every)
     assert suite.chosen(device, [every[-1]]) == [every[-1]]
-    assert set(suite.chosen(device, ["*"])) == {*module.GPU, *module.CPU}
+    asked = getattr(module, "ASKED", ())
+    assert set(suite.chosen(device, ["*"])) == {*module.GPU, *module.CPU, *asked}
+    assert set(asked).isdisjoint(every)
     assert suite.chosen("cuda", quick=True) == list(module.QUICK) if module.GPU else True
     with pytest.raises(InvalidInput, match=f"bench {suite.name} has no case 'nope'; has "):
         suite.chosen(device, ["nope"])
