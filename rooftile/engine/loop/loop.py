@@ -40,7 +40,7 @@ class Add(Protocol):
 
 @dataclass(slots=True)
 class Turn(Generic[News]):
-    """What happened in one turn of the loop, by the clients' ids of requests."""
+    """Holds the results of one turn of the loop, by the clients' ids of requests."""
 
     stats: EngineStats
     """The engine after the step before."""
