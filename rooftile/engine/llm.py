@@ -207,7 +207,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters of requests that come without; those of generation_config.json are logged once."""
+        """Returns the sampling parameters of requests that come without; parameters of generation_config.json are logged once."""
         params = self._default_params
         if not self._has_told_defaults:
             self._has_told_defaults = True

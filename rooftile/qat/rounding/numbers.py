@@ -19,7 +19,7 @@ from rooftile.weights import dequantise
 def numbers(
     w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: Tensor | None = None, in_training: bool = False
 ) -> Tensor:  # fmt: skip
-    """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales; the rest is as in
+    """Returns the rounded w (N, K) in its dtype, with its gradient and the gradient of learned scales; the rest is as in
     `rooftile.qat.rounding.product.linear`."""
     if torch.compiler.is_compiling():
         found: Tensor = weight_rounded(w, scales, *rounding, in_training)
