@@ -61,13 +61,12 @@ bench: $(READY) ## time attention against the peers installed here, e.g. make be
 
 tables: $(READY) ## rewrite the generated tables, figures and outputs of the README, docs and notebooks
 	$(BIN)/python scripts/write_tables.py
-	$(BIN)/python -m rooftile_lab.programs.diagnosis.table
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_entrance.py
 	$(BIN)/python scripts/write_figures.py
 	$(BIN)/python scripts/write_hopper_kernels.py
-	$(BIN)/python -m rooftile_lab.programs.ladder.page
+	$(BIN)/python scripts/write_ladder.py
 	$(BIN)/python scripts/run_notebooks.py
 	$(if $(wildcard benchmarks/results/h200.jsonl),$(BIN)/python -m rooftile_lab.bench.results docs/reference/speed.md)
 

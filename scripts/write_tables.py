@@ -1,7 +1,8 @@
-"""Writes tables between their markers: docs/reference/backends.md and approximate.md, docs/how-to/choose-a-method.md.
+"""Writes tables between their markers: docs/reference/backends.md, approximate.md, docs/how-to/choose-a-method.md, diagnose.md.
 
 The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing. The table of methods is
-`rooftile.approximate.METHODS`. Crossovers come from the rows of `rooftile bench approximate --crossover` in benchmarks/results/.
+`rooftile.approximate.METHODS`. Crossovers come from the rows of `rooftile bench approximate --crossover` in benchmarks/results/,
+diagnoses from the rows of `rooftile bench diagnosis` there.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from crossovers import crossovers
 
 from rooftile import CAUSAL, Chunk, Prefix, Window
 from rooftile.approximate import METHODS
 from rooftile.exact import dispatch
 from rooftile.exact.spec import Spec
 from rooftile_lab.bench import results
-from rooftile_lab.bench.methods.page import crossovers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -97,6 +98,27 @@ def paying() -> str:
     return crossovers(row for file in files for row in results.read(file))
 
 
+REMEDIES = {"bf16": "narrower-dtype-bf16", "compile": "compile", "CUDA graph": "CUDA-graph"}
+
+
+def diagnoses() -> str:
+    """Returns a line for each program: its step, the judged part, and each remedy's predicted and measured part of the step."""
+    files = [ROOT / "benchmarks" / "results" / name for name in ("h200-diagnosis.jsonl", "cpu-diagnosis.jsonl")]
+    rows = [row for file in files for row in results.latest(results.read(file))]
+    lines = ["| machine | program | step | judged | " + " | ".join(REMEDIES) + " |", "|---" * (4 + len(REMEDIES)) + "|"]
+    for row in rows:
+        machine = "H200" if "H200" in row.device else "CPU"
+        cells = [machine, row.case, f"{row.median_us / 1e3:.3g} ms", f"{row.measures['judged_percent']:.0f} %"]
+        lines.append(f"| {' | '.join([*cells, *(saving(row, word) for word in REMEDIES.values())])} |")
+    return "\n".join([*lines, "", *results.sources(rows)])
+
+
+def saving(row: results.Row, word: str) -> str:
+    """Returns the predicted and the measured saving of a remedy, as parts of the step."""
+    found = [row.measures.get(f"{word}_{kind}_us") for kind in ("predicted", "measured")]
+    return "" if None in found else ", ".join(f"{100 * us / row.median_us:.0f} %" for us in found)
+
+
 def written(page: str, name: str, body: str) -> str:
     """Returns the page with the text between the markers of `name` replaced by `body`."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -112,6 +134,7 @@ if __name__ == "__main__":
         ("reference/backends.md", "features", features()),
         ("reference/approximate.md", "methods", methods()),
         ("how-to/choose-a-method.md", "crossovers", paying()),
+        ("how-to/diagnose.md", "diagnosis", diagnoses()),
     )
     for page, name, body in tables:
         due = written(page, name, body)

@@ -18,7 +18,7 @@ from rooftile.exact.validate import DENSE, PACKED, shown
 def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device."""
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x) for x in (q, k, v))
+        q, k, v = (checks.autocast(x) for x in (q, k, v))
     checks.check_tensors(q, k, v, DENSE if cu is None else PACKED)
     if cu is not None:
         if k.shape[0] != q.shape[0]:
@@ -27,21 +27,15 @@ def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, T
     return q, k, v, cu
 
 
-def _autocast(x: Any) -> Any:
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def is_causal(method: str, mask: Mask | None) -> bool:
-    """Whether the mask is CAUSAL, for a method that has this mask and none."""
+def is_causal(method: str, mask: Any, reason: str = ": its state holds the sum over all keys so far") -> bool:
+    """Whether the mask is CAUSAL, for a method that has this mask and FULL; a refusal of others ends with the reason."""
     if mask is None or mask == FULL:
         return False
     if mask == CAUSAL:
         return True
     if not isinstance(mask, Mask):
         raise InvalidInput(f"mask is {shown(mask)}; must be rooftile.FULL or rooftile.CAUSAL")
-    raise InvalidInput(f"mask is {mask}; {method} has FULL and CAUSAL: its state holds the sum over all keys so far")
+    raise InvalidInput(f"mask is {mask}; {method} has FULL and CAUSAL{reason}")
 
 
 def check_causal_lengths(method: str, q: Tensor, k: Tensor) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_backend, check_deterministic
+from rooftile.approximate.arguments import check_backend, check_deterministic, is_causal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import dispatch
-from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
+from rooftile.exact.masks import whole
 from rooftile.exact.validate import shown
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import mapped, transforms_active
@@ -19,13 +19,7 @@ from rooftile.runtime.operators import mapped, transforms_active
 
 def check_mask(method: str, mask: Any) -> bool:
     """Whether the mask is CAUSAL, for a method that has this mask and FULL."""
-    if mask is None or mask == FULL:
-        return False
-    if mask == CAUSAL:
-        return True
-    if not isinstance(mask, Mask):
-        raise InvalidInput(f"mask is {shown(mask)}; must be rooftile.FULL or rooftile.CAUSAL")
-    raise InvalidInput(f"mask is {mask}; {method} has FULL and CAUSAL, and chooses keys among those")
+    return is_causal(method, mask, ", and chooses keys among those")
 
 
 def check_way(backend: Any, deterministic: Any, scale: float) -> dict[str, Any] | None:

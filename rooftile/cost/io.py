@@ -2,7 +2,6 @@
 
     compulsory   device memory: each visible input read once, each output written once, as with a very large cache
     tiles        FlashAttention-2's schedule through L2: the forward keeps a query tile and loops over the keys
-    flash1       FlashAttention-1's schedule: keeps a key tile and loops over the queries, with output and statistics in memory
     standard     scores and probabilities written to memory and read back
 
 On a GPU the re-reads of `tiles` mostly hit L2, so device memory sees about `compulsory` and L2 sees `tiles`. Only
@@ -108,26 +107,6 @@ def tiles(problem: Problem, phase: str = "fwd", *, block_t: int = 128, block_s: 
             rounding = Traffic(queries * row.wide, queries * row.q) if row.wide != row.q else Traffic(0, 0)
             one = delta + Traffic(keys + visits * (row.q + row.v + 2 * row.stat), keys) + summing + rounding
         total += one * times
-    return total
-
-
-def flash1(problem: Problem, fast_elements: int) -> Traffic:
-    """Counts the bytes of FlashAttention-1's forward with fast memory for `fast_elements` elements: Algorithm 1, hidden tiles
-    skipped.
-
-    Tiles have ceil(M / 4d) keys and min(that, d) queries, d the larger head dim. k and v are read once per query head. Each
-    visit of a query tile reads q, o, l and m and writes o, l and m, which are set first.
-    """
-    row, sizes = _rows(problem), problem.sizes
-    d = max(problem.spec.dim, problem.spec.dim_v)
-    block_s = -(-fast_elements // (4 * d))
-    block_t = min(block_s, d)
-    total = Traffic(0, 0)
-    for (T, S), times in Counter(sizes.sequences).items():
-        visits = sum(stop - start for start, stop in _query_spans(problem, T, S, block_t, block_s))
-        state = row.v + 2 * row.stat
-        one = Traffic(S * (row.q + row.v) + visits * (row.q + state), (T + visits) * state)
-        total += one * (sizes.H * times)
     return total
 
 

@@ -81,7 +81,7 @@ class AsyncEngine:
 
         Args:
             prompt: a text, token ids, or a dictionary like in `LLM.generate`.
-            params: the sampling parameters; None takes those of `LLM.get_default_sampling_params`.
+            params: the sampling parameters; None takes `LLM.get_default_sampling_params`.
             salt: the request shares the prefix cache only with requests of the same salt; a "cache_salt" in the prompt's
                 dictionary takes its place.
             deltas: each output holds only the text, tokens and logprobs that are new since the one before, so that a long answer

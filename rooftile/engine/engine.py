@@ -154,7 +154,7 @@ class Engine:
             raise
 
     def check_idle(self) -> None:
-        """Checks the books of an idle engine: nobody holds a block or a slot, and the pool's counts agree.
+        """Checks the books of an idle engine: no request holds a block or a slot, and the pool's counts agree.
 
         Raises:
             AssertionError: they do not; the sentence says what is lost.

@@ -60,7 +60,7 @@ class LLM:
         block_size: tokens per block of the KV cache, a power of two of at least 8.
         num_blocks: blocks in the KV cache; None takes what fits into memory.
         max_batched_tokens: the most tokens that the model reads in one step.
-        gpu_memory_utilization: the share of a GPU's memory that model and cache may take.
+        gpu_memory_utilization: the share of a GPU's memory that model and cache may take, above 0 and at most 1.
         kv_dtype: the dtype of the KV cache: "auto" takes the model's, which may be named, too; "fp8" takes half of 16 bits, plus
             a scale per token, head, key and value.
         allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
@@ -72,7 +72,8 @@ class LLM:
             any batch, its prompt read at once or in chunks, preempted, or with a prefix found in the cache. Sampled tokens need
             a seed besides. This holds on one machine with the same versions, dtypes and number of threads. It costs speed: a GPU
             computes by Triton's kernels alone, a CPU reads the weights for each sequence.
-        seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
+        seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
+            order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
         chat_template: a file with a chat template, or its text, in place of the model's.
         download: whether a model that is named, and not in that cache, is downloaded.
@@ -206,7 +207,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters of requests that come without; those of generation_config.json are logged once."""
+        """Returns the sampling parameters of requests that come without; parameters of generation_config.json are logged once."""
         params = self._default_params
         if not self._has_told_defaults:
             self._has_told_defaults = True

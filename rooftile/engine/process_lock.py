@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput
 class ProcessLock:
     """A re-entrant lock of the process that made it.
 
-    A fork copies the lock as it is. If another thread held it at that moment, nobody in the child would ever release it.
+    A fork copies the lock as it is. If another thread held it at that moment, no thread of the child would ever release it.
     """
 
     def __init__(self) -> None:

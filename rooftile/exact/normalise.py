@@ -58,7 +58,7 @@ def completed(call: Call) -> tuple[Call, str]:
     if is_packed:
         options = checks.check_packed(q, k, options, False)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x) for x in (q, k, v))
+        q, k, v = (checks.autocast(x) for x in (q, k, v))
     if settings.dropout or settings.seed is not None:
         options = replaced(options, seed=checks.check_seed(settings.seed, settings.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
@@ -78,12 +78,6 @@ def _beyond_reverse_mode(*tensors: Tensor | None) -> bool:
         # no tangent is looked for behind the transforms' wrappers
         return forward_ad._current_level >= 0 or not only_grad_and_vmap() or len(levels_of_gradients(*given)) > 1
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def _dense_bias(bias: Tensor) -> Tensor:

@@ -199,6 +199,19 @@ def differentiable(spec: Spec) -> tuple[str, ...]:
     return ("bias",) * spec.bias_grad + ("sinks",) * spec.has_sinks
 
 
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward: the gradients of o and lse (None for zeros), the tensors of the forward, and its options."""
+
+    do: Tensor | None
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    options: Options
+
+
 class Grads(NamedTuple):
     """The gradients from a backward, in the shapes and dtypes of q, k, v, and of bias and sinks if the spec requires them."""
 
@@ -263,14 +276,19 @@ def encode(
     )
 
 
+# the bits of a code's flags, as `encode` adds them
+_FLAGS = (
+    "has_bias", "has_alibi", "has_sinks", "needs_grad", "bias_grad", "needs_lse", "forward_mode", "deterministic",
+    "has_kv_scales", "has_bits",
+)  # fmt: skip
+
+
 @cache
 def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, *rest = code.split(" ")
     layout, scale, softcap, dropout, flags, precision, device, queries, v_order, size = rest
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
-    bits = (bool(int(flags) >> n & 1) for n in range(10))
-    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic, kv_scales, has_bits = bits
     return Spec(
         dtype=DTYPES[dtype],
         dim=int(dim),
@@ -282,20 +300,11 @@ def decode(code: str) -> Spec:
         scale=float(scale),
         softcap=float(softcap),
         dropout=float(dropout),
-        has_bias=bias,
-        has_alibi=alibi,
-        has_sinks=sinks,
-        needs_grad=needs_grad,
-        bias_grad=bias_grad,
-        needs_lse=needs_lse,
-        forward_mode=forward_mode,
-        deterministic=deterministic,
-        has_kv_scales=kv_scales,
         block_size=None if size == "None" else _pair(size),
-        has_bits=has_bits,
         precision=None if precision == "native" else decode_precision(precision),
         v_order=None if v_order == "None" else v_order,
         device=device,
+        **{name: bool(int(flags) >> n & 1) for n, name in enumerate(_FLAGS)},
     )
 
 

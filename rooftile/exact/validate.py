@@ -21,7 +21,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
 from rooftile.exact.paged_route import route_of
-from rooftile.exact.spec import DTYPE_NAMES, CallSettings, Options, Problem, Sizes, decode, encode, replaced
+from rooftile.exact.spec import DTYPE_NAMES, CallSettings, Options, encode, replaced
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
 from rooftile.numerics.precision import recipe_of
@@ -189,21 +189,11 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
             raise InvalidInput(f"cache.table names blocks {first} to {last}; cache.k has 0 to {k.shape[0] - 1}")
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:
-    """The Problem of a call whose spec's code is known. Reads packed offsets, so it may wait for the GPU."""
-    if options.cu_q is None:
-        B, T, H, _ = q.shape
-        return Problem(spec=decode(code), sizes=Sizes(B=B, T=T, S=k.shape[1], H=H, Hk=k.shape[2]))
-    lengths = zip(options.cu_q.diff().tolist(), options.cu_k.diff().tolist(), strict=True)
-    sizes = Sizes(
-        B=options.cu_q.shape[0] - 1,
-        T=q.shape[0],
-        S=k.shape[0],
-        H=q.shape[1],
-        Hk=k.shape[1],
-        lengths=tuple(lengths),
-    )
-    return Problem(spec=decode(code), sizes=sizes)
+def autocast(x: Any) -> Any:
+    """Converts a tensor to the dtype of autocast, which is on; leaves float64 and what is no float as it is."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:

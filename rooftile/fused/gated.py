@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
-from rooftile.numerics.quantised_rows import QuantisedRows, as_rows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, as_rows, fake_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 
@@ -56,9 +57,7 @@ def check_halves(x: Tensor, activation: str) -> None:
 def _gated(x: Tensor, activation: str) -> tuple[Tensor]:
     # the kernel computes in fp32
     if kernels_run_on(x):
-        from rooftile.fused.kernels import gated as kernels
-
-        return (kernels.gated(x, activation),)
+        return (kernels.gated.gated(x, activation),)
     return (gated_halves(x, activation).contiguous(),)
 
 
@@ -69,9 +68,7 @@ def _gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[T
 
 def _run_gated_gradients(dy: Tensor, y: None, x: Tensor, activation: str) -> tuple[Tensor]:
     if kernels_run_on(x):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return (kernels.gradients_of_halves(dy, x, activation),)
+        return (kernels.gate_up.gradients_of_halves(dy, x, activation),)
     return _gated_gradients(dy, None, x, activation)
 
 
@@ -136,16 +133,9 @@ def pair_quantised(gate: Tensor, up: Tensor, activation: str, format: str, scale
 def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     # a row is in registers at once
     if kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
-        from rooftile.fused.kernels import gate_quantised as kernels
-
-        return kernels.quantised(gate, up, activation, out, scale)
+        return kernels.gate_quantised.quantised(gate, up, activation, out, scale)
     rows = quantise_rows(_run_pair(gate, up, activation)[0], out, scale=scale)
     return rows.codes, rows.scales
-
-
-def _fake_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes = torch.int8 if out == "int8" else torch.float8_e4m3fn
-    return gate.new_empty(gate.shape, dtype=codes), gate.new_empty((gate.shape[0], 1), dtype=torch.float32)
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
@@ -168,9 +158,7 @@ def _pair_defined(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
 
 def _run_pair(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
     if kernels_run_on(gate):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return (kernels.forward(gate, up, activation),)
+        return (kernels.gate_up.forward(gate, up, activation),)
     return (_pair_defined(gate, up, activation)[0].contiguous(),)
 
 
@@ -198,9 +186,7 @@ def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 def _run_gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if kernels_run_on(gate):
-        from rooftile.fused.kernels import gate_up as kernels
-
-        return kernels.gradients(dy, gate, up, activation)
+        return kernels.gate_up.gradients(dy, gate, up, activation)
     return _gradients(dy, None, gate, up, activation)
 
 
@@ -212,5 +198,5 @@ _GATE_UP = Operation(
 )  # fmt: skip
 _GATE_QUANTISED = define(
     "gate_quantised(Tensor gate, Tensor up, str activation, str out, Tensor? scale) -> (Tensor, Tensor)", _run_quantised,
-    _fake_quantised,
+    lambda gate, up, activation, out, scale: fake_rows(gate, out),
 )  # fmt: skip

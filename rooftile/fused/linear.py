@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.fused import kernels
 from rooftile.fused.where import kernels_run_on
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_foreign_words
@@ -49,9 +50,7 @@ def linear_as_defined(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # the kernel sums in fp32
     if kernels_run_on(x):
-        from rooftile.fused.kernels import linear as kernels
-
-        return kernels.linear(x, weight, bias)
+        return kernels.linear.linear(x, weight, bias)
     return linear_as_defined(x, weight, bias).contiguous()
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.quantised_rows import as_rows
@@ -144,9 +145,7 @@ def gradients(
 def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     """Returns losses (rows,) and sums (rows, 2) of logits (rows, V)."""
     if kernels_run_on(input):
-        from rooftile.fused.kernels import cross_entropy as kernels
-
-        return kernels.forward(input, target, *numbers)
+        return kernels.cross_entropy.forward(input, target, *numbers)
     losses, sums = fake(input)
     for some in _parts(input):
         losses[some], sums[some] = defined(input[some], target[some], *numbers)
@@ -169,9 +168,7 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of logits (rows, V), written to `into` where that is given; it may be the logits."""
     if kernels_run_on(input):
-        from rooftile.fused.kernels import cross_entropy as kernels
-
-        return kernels.gradient(dlosses, sums, input, target, *numbers, into=into)
+        return kernels.cross_entropy.gradient(dlosses, sums, input, target, *numbers, into=into)
     into = torch.empty_like(input) if into is None else into
     for some in _parts(input):
         (into[some],) = gradients(dlosses[some], None, sums[some], input[some], target[some], *numbers)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.where import checked, kernels_run_on
-from rooftile.numerics.quantised_rows import QuantisedRows, quantise_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, fake_rows, quantise_rows
 from rooftile.runtime.operators import call, define, needs_steps
 
 
@@ -161,9 +162,7 @@ def added_as_defined(x: Tensor, residual: Tensor, norm: NormWeights, post: NormW
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool, rounds_once: bool) -> Tensor:
     norm = Weights(weight, bias, eps, plus_one, rounds_once)
     if kernels_run_on(x):
-        from rooftile.fused.kernels import norm as kernels
-
-        return kernels.normalise(x, norm)
+        return kernels.norm.normalise(x, norm)
     return normalised_as_defined(x, norm).contiguous()
 
 
@@ -177,9 +176,7 @@ def _add_norm(
     if post_weight is not None:
         post = Weights(post_weight, post_bias, post_eps, post_plus_one, post_rounds_once)
     if kernels_run_on(x) and residual.is_contiguous():
-        from rooftile.fused.kernels import norm as kernels
-
-        return kernels.add_norm(x, residual, norm, post)
+        return kernels.norm.add_norm(x, residual, norm, post)
     residual += x if post is None else normalised_as_defined(x, post)
     return normalised_as_defined(residual, norm).contiguous()
 
@@ -187,19 +184,15 @@ def _add_norm(
 def _normalise_quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *fields, out, scale = arguments
     if kernels_run_on(x) and has_whole_accesses(x):
-        from rooftile.fused.kernels import norm as kernels
-
-        return kernels.quantised(x, None, Weights(*fields), None, out, scale)
+        return kernels.norm.quantised(x, None, Weights(*fields), None, out, scale)
     return _rows(_normalise(x, *fields), out, scale)
 
 
 def _add_norm_quantised(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *fields, out, scale = arguments
     if kernels_run_on(x) and has_whole_accesses(x) and residual.is_contiguous():
-        from rooftile.fused.kernels import norm as kernels
-
         post = None if fields[5] is None else Weights(*fields[5:])
-        return kernels.quantised(x, residual, Weights(*fields[:5]), post, out, scale)
+        return kernels.norm.quantised(x, residual, Weights(*fields[:5]), post, out, scale)
     return _rows(_add_norm(x, residual, *fields), out, scale)
 
 
@@ -209,8 +202,7 @@ def _rows(y: Tensor, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fake_rows(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    codes = torch.int8 if arguments[-2] == "int8" else torch.float8_e4m3fn
-    return x.new_empty(x.shape, dtype=codes), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return fake_rows(x, arguments[-2])
 
 
 def has_whole_accesses(x: Tensor) -> bool:

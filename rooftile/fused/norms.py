@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
 from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised, quantised_words
-from rooftile.numerics.quantised_rows import QuantisedRows, as_rows
+from rooftile.numerics.quantised_rows import QuantisedRows, as_rows, fake_rows
 from rooftile.runtime.operators import call, define, needs_steps
 from rooftile.runtime.words import answers_with
 
@@ -128,18 +129,10 @@ def _sum_quantised(
         y, total = _sum_run(x, stream, w, b, eps, plus_one)
         rows = quantised(y, out)
         return rows.codes, rows.scales, total
-    from rooftile.fused.kernels import norm as kernels
-
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm = Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)
-    codes, scales = kernels.quantised(x, stream.contiguous(), norm, None, out, None, total)
+    codes, scales = kernels.norm.quantised(x, stream.contiguous(), norm, None, out, None, total)
     return codes, scales, total
-
-
-def _fake_sum(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.int8 if arguments[-1] == "int8" else torch.float8_e4m3fn
-    scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=codes), scales, x.new_empty(x.shape)
 
 
 def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
@@ -164,9 +157,7 @@ def _rms(x: Tensor, w: Tensor, eps: float, plus_one: bool) -> Tensor:
 
 def _run(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor]:
     if _kernels_run_on(x):
-        from rooftile.fused.kernels import norm as kernels
-
-        return (kernels.normalise(x, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)),)
+        return (kernels.norm.normalise(x, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)),)
     return (_defined(x, w, b, eps, plus_one)[0].contiguous(),)
 
 
@@ -191,9 +182,7 @@ def _run_gradients(
     dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if _kernels_run_on(x):
-        from rooftile.fused.kernels import norm_gradients as kernels
-
-        return kernels.gradients(dy, None, x, w, b, eps, plus_one)
+        return kernels.norm_gradients.gradients(dy, None, x, w, b, eps, plus_one)
     return _gradients(dy, None, x, w, b, eps, plus_one)
 
 
@@ -221,11 +210,9 @@ def _sum_defined(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]
 
 def _sum_run(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
     if _kernels_run_on(x):
-        from rooftile.fused.kernels import norm as kernels
-
         w, b, eps, plus_one = norm
         weights = Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)
-        return kernels.sum_norm(x, stream.contiguous(), weights)
+        return kernels.norm.sum_norm(x, stream.contiguous(), weights)
     total = (stream + x).contiguous()
     return _run(total, *norm)[0], total
 
@@ -239,9 +226,7 @@ def _run_sum_gradients(
     dy: Tensor, dtotal: Tensor, y: None, total: Tensor, x: None, stream: None, *norm: Any
 ) -> tuple[Tensor, ...]:
     if _kernels_run_on(total):
-        from rooftile.fused.kernels import norm_gradients as kernels
-
-        return kernels.gradients(dy, dtotal, total, *norm)
+        return kernels.norm_gradients.gradients(dy, dtotal, total, *norm)
     return _sum_gradients(dy, dtotal, None, total, None, None, *norm)
 
 
@@ -261,5 +246,5 @@ _SUM_NORM_QUANTISED = define(
     "sum_norm_quantised(Tensor x, Tensor stream, Tensor weight, Tensor? bias, float eps, bool plus_one, str out) "
     "-> (Tensor, Tensor, Tensor)",
     _sum_quantised,
-    _fake_sum,
+    lambda x, *arguments: (*fake_rows(x, arguments[-1]), x.new_empty(x.shape)),
 )

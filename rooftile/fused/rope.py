@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.quantised_rows import as_rows
@@ -53,9 +54,7 @@ def rotated_as_defined(x: Tensor, rotation: Rotation) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if runs_kernels(x):
-        from rooftile.fused.kernels import rope as kernels
-
-        return kernels.rotate(x, cos, sin)
+        return kernels.rope.rotate(x, cos, sin)
     return rotated_as_defined(x, Rotation(cos, sin))
 
 
@@ -127,9 +126,7 @@ def _in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _run_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
     if kernels_run_on(x):
-        from rooftile.fused.kernels import rope as kernels
-
-        return (kernels.rotate(x, cos, sin),)
+        return (kernels.rope.rotate(x, cos, sin),)
     return (_rotary_defined(x, cos, sin)[0].contiguous(),)
 
 

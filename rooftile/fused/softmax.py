@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile.fused import kernels
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.quantised_rows import as_rows
@@ -35,9 +36,7 @@ def _defined(x: Tensor, scale: float) -> tuple[Tensor]:
 
 def _run(x: Tensor, scale: float) -> tuple[Tensor]:
     if _kernels_run_on(x):
-        from rooftile.fused.kernels import softmax as kernels
-
-        return (kernels.forward(x, scale),)
+        return (kernels.softmax.forward(x, scale),)
     return (_defined(x, scale)[0].contiguous(),)
 
 
@@ -50,9 +49,7 @@ def _gradients(dy: Tensor, y: Tensor, _: None, scale: float) -> tuple[Tensor]:
 
 def _run_gradients(dy: Tensor, y: Tensor, _: None, scale: float) -> tuple[Tensor]:
     if _kernels_run_on(y):
-        from rooftile.fused.kernels import softmax as kernels
-
-        return (kernels.gradient(dy, y, scale),)
+        return (kernels.softmax.gradient(dy, y, scale),)
     return _gradients(dy, y, None, scale)
 
 

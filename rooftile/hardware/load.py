@@ -6,8 +6,6 @@ Linux counts each core's busy time in `/proc/stat`; this process's own time is t
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -64,22 +62,6 @@ def busy_seconds(stat: Path = _STAT) -> float | None:
             user, nice, system, _, _, *rest = map(int, counts[:8])
             ticks += user + nice + system + sum(rest)
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def gpu_percent(uuid: str) -> float | None:
-    """Returns how busy a GPU is now, in percent, as nvidia-smi says it; None where that is unknown.
-
-    It tells of other programs only while this one gives the GPU nothing to do.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None or not uuid:
-        return None
-    # torch writes the id without the word
-    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-    command = [program, f"--id={name}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    output = done.stdout.strip()
-    return float(output) if done.returncode == 0 and output.replace(".", "", 1).isdigit() else None
 
 
 def words(others: float | None, of: int | None = None) -> str:

@@ -9,15 +9,6 @@ import torch
 from rooftile.hardware.clock import Work
 
 
-def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:
-    """The µs that the kernels of one call take on the GPU, and how many there are: from torch's profiler, mean of `calls`.
-
-    Copies and fills count as kernels. Gaps between kernels do not count, so this is the least that a call could take.
-    """
-    intervals = device_intervals(work, calls)
-    return sum(stop - start for start, stop in intervals) / calls / 1e3, len(intervals) / calls
-
-
 def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
     """Start and end, in ns, of everything that runs on the GPU in a number of calls. Raises RuntimeError if nothing does."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]

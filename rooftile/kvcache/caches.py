@@ -37,7 +37,7 @@ class Caches:
         Args:
             copies: blocks.
             rows: rows by block.
-            row_copies: the copies of rows that go with those of blocks.
+            row_copies: the copies of rows that go with the copies of blocks.
             states: rows of states, the source by its target.
         """
         self.pages.copy(copies)

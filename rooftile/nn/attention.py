@@ -62,7 +62,7 @@ class Attention(Projections):
     ) -> Tensor:
         """Computes attention of x to itself, or to a context if one is given.
 
-        key_padding_mask: True for tokens of the context that nobody sees, as in `rooftile.attention`.
+        key_padding_mask: True for tokens of the context that no query sees, as in `rooftile.attention`.
         """
         q, k, v = self.project(x, context)
         o = api.attention(

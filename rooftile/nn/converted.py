@@ -69,7 +69,7 @@ class Converted(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
+        """x (..., in_features) to (..., out_features), in the dtype of x, or in autocast's dtype."""
         return self.multiply(x, self.bias)
 
     def to_linear(self) -> nn.Linear:

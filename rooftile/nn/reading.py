@@ -52,7 +52,7 @@ class Readable(Protocol):
 
 
 def read(owner: Readable) -> Tensor:
-    """Returns the weight of `owner`, a `ReadWeight` where nobody needs a plain tensor."""
+    """Returns the weight of `owner`, a `ReadWeight` where no caller needs a plain tensor."""
     # these know no other class of tensors
     if torch.compiler.is_compiling() or transforms_active() or replaced():
         return owner.numbers()
@@ -112,7 +112,7 @@ class ReadWeight(Tensor):
 
 
 class _Read(torch.autograd.Function):
-    """Connects a weight with its parameter for functions that PyTorch does not announce: those of torch.autograd.Function."""
+    """Connects a weight with its parameter for functions that PyTorch does not announce: torch.autograd.Function's."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor | None, scales: Tensor | None, owner: Readable) -> ReadWeight:

@@ -114,13 +114,14 @@ def _kernel_runs_on(x: Tensor, format: str) -> bool:
     return not x.is_cuda or capability(x.device) >= ((8, 0) if format == "int8" else (8, 9))
 
 
-def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def fake_rows(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns empty codes and scales for the rows of x (rows, size) in a format, as an operator's fake gives them."""
     columns = -(-x.shape[-1] // BLOCK) if format == "fp8_tile" else 1
     codes = x.new_empty(x.shape, dtype=ROW_FORMATS[format].dtype)
     return codes, x.new_empty((x.shape[0], columns), dtype=torch.float32)
 
 
-_QUANTISE_ROWS = define("quantise_rows(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _run, _fake)
+_QUANTISE_ROWS = define("quantise_rows(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _run, fake_rows)
 
 
 def rows_as_codes(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

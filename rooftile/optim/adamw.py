@@ -194,11 +194,11 @@ class AdamW(Optimizer):
         `master` and `capturable` stay as this optimiser was made.
 
         Raises:
-            InvalidInput: the states are those of amsgrad, or of a split master that this optimiser has not.
+            InvalidInput: the states belong to amsgrad, or to a split master that this optimiser has not.
         """
         own = [{name: group[name] for name in ("master", "capturable")} for group in self.param_groups]
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise InvalidInput("the states are those of amsgrad=True, which is not there; load them into torch.optim.AdamW")
+            raise InvalidInput("the states belong to amsgrad=True, which is not there; load them into torch.optim.AdamW")
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group, settings in zip(self.param_groups, own, strict=True):

@@ -95,7 +95,7 @@ def plan(
         if device != "auto":
             raise InvalidInput(f"device is {device!r} and the model a module; move it and its inputs there, and leave device out")
         if not inputs:
-            raise InvalidInput("no inputs are given for the module; give those of its forward, as in rooftile.plan(model, x)")
+            raise InvalidInput("no inputs are given for the module; give its forward's arguments, as in rooftile.plan(model, x)")
         on = _device_of(model, inputs)
         with unchanged(state_of(model, inputs)):
             target = ModuleTarget(model, inputs, skip, backward=backward)

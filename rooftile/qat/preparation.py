@@ -48,8 +48,8 @@ def prepare(
 ) -> Model:  # fmt: skip
     """Makes linear layers multiply with rounded or 2:4 weights, so that training makes up for what that costs.
 
-    The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
-    that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
+    The forward of a layer is the product that serves it: codes and scales come from `rooftile.quantise_weight`, and formats
+    that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients belong to the rounded numbers; scales count as
     constants. Parameters stay the same tensors under the same names, so optimisers and state dicts see no difference.
 
     A GPU without FP8 units computes fp8 and fp8_tile by the definition, and a warning says so.

@@ -41,7 +41,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
     """Resumes a run: sets the steps and masks of a prepared model to those that `state_dict` returned. Load its parameters, too.
 
     Raises:
-        InvalidInput: the model is not prepared, or its layers or masks are others than those of the state.
+        InvalidInput: the model is not prepared, or its layers or masks differ from the state's.
     """
     layers = dict(prepared_layers(model))
     if not isinstance(state, Mapping):

@@ -183,27 +183,16 @@ class _RecurrenceBackward(torch.autograd.Function):
         )
 
 
-def _autograd(*arguments: Any) -> Any:
-    if wants_grad(*arguments[:5]):
-        return _Recurrence.apply(*arguments)
-    with below_autograd():
-        return chunked_recurrence(*arguments)
-
-
-def _autograd_backward(*arguments: Any) -> Any:
-    if wants_grad(*arguments[:10]):
-        return _RecurrenceBackward.apply(*arguments)
-    with below_autograd():
-        return chunked_recurrence_backward(*arguments)
-
-
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor state, Tensor norm, Tensor largest, Tensor? decay, Tensor? projection, "
     "Tensor? cu, float scale, str code"
 )
-chunked_recurrence = define(f"chunked_recurrence({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run, _fake, _autograd)
+chunked_recurrence = define(
+    f"chunked_recurrence({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run, _fake, _Recurrence.apply, has_gradient=tuple(range(5)),
+)  # fmt: skip
 chunked_recurrence_backward = define(
     f"chunked_recurrence_backward(Tensor do, Tensor? dstate, Tensor? dnorm, Tensor o, Tensor den, {_TENSORS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward, _fake_backward, _autograd_backward,
+    _run_backward, _fake_backward, _RecurrenceBackward.apply, has_gradient=tuple(range(10)),
 )  # fmt: skip

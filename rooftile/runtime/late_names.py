@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 
-def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a package's `__getattr__`, which imports a name or a module of the package, and keeps it.
 
     Args:
@@ -19,7 +20,7 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
         >>> __getattr__ = late_names("rooftile.models", {"Decoder": "rooftile.models.decoder"})   # doctest: +SKIP
     """
 
-    def find(name: str) -> object:
+    def find(name: str) -> Any:
         home = homes.get(name)
         if home is not None:
             module, _, own = home.partition(":")

@@ -30,8 +30,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], gradient: Callable[..., Any] | None = None
-) -> OpOverload:
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], gradient: Callable[..., Any] | None = None,
+    has_gradient: tuple[int, ...] = (),
+) -> OpOverload:  # fmt: skip
     """Defines `rooftile::name` and returns it.
 
     Args:
@@ -39,6 +40,8 @@ def define(
         run: computes the results, on any device, without recording gradients.
         fake: returns results of the right shapes, dtypes and devices, with nothing in them.
         gradient: runs the operator where a gradient may be asked for. Without it, such a call raises `Unsupported`.
+        has_gradient: the places of the arguments that have one. With it, `gradient` is an autograd function's `apply`, which runs
+            where one of them requires a gradient; elsewhere the operator runs below autograd.
 
     Example:
         >>> twice = define("twice(Tensor x) -> Tensor", lambda x: 2 * x, torch.empty_like)
@@ -47,7 +50,11 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator: OpOverload = getattr(torch.ops.rooftile, name).default
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, gradient or _refusal_of_gradients(name, operator), "Autograd")
+    if gradient is None:
+        gradient = _refusal_of_gradients(name, operator)
+    elif has_gradient:
+        gradient = _where_wanted(gradient, has_gradient, operator)
+    _LIBRARY.impl(name, gradient, "Autograd")
     torch.library.register_fake(f"rooftile::{name}", fake, lib=_LIBRARY)
     DEFINED[name] = operator
     return operator
@@ -148,6 +155,16 @@ def needs_steps(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return transforms_active() or wants_grad(*tensors)
     return wants_grad(*tensors) or _transform() is not None or forward_ad._current_level >= 0
+
+
+def _where_wanted(gradient: Callable[..., Any], has_gradient: tuple[int, ...], operator: OpOverload) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        if wants_grad(*(arguments[n] for n in has_gradient)):
+            return gradient(*arguments)
+        with below_autograd():
+            return operator(*arguments)
+
+    return run
 
 
 def _refusal_of_gradients(name: str, operator: OpOverload) -> Callable[..., Any]:

@@ -156,19 +156,11 @@ def _sample(in_dims: tuple[Any, ...], arguments: tuple[Any, ...], n: int) -> lis
     return [x if dim is None else x.select(dim, n) for x, dim in zip(arguments, in_dims, strict=True)]
 
 
-def _autograd(*arguments: Any) -> Tensor:
-    if wants_grad(arguments[0], arguments[8]):
-        found: Tensor = _Linear.apply(*arguments)
-        return found
-    with below_autograd():
-        return linear_quantised(*arguments)
-
-
 _WEIGHT = "Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? outer"
 linear_quantised = define(
     f"linear_quantised(Tensor x, Tensor? x_scales, {_WEIGHT}, Tensor? input_scale, Tensor? bias, str format, int group, int N, "
     "int K, ScalarType out_dtype, bool deterministic, str backend) -> Tensor",
-    run, _fake, _autograd,
+    run, _fake, _Linear.apply, has_gradient=(0, 8),
 )  # fmt: skip
 dequantise_weight = define(
     f"dequantise_weight({_WEIGHT}, str format, int group, int N, int K, ScalarType dtype) -> Tensor", _dequantise,

@@ -6,7 +6,6 @@ python -m rooftile_lab.bench.engine_start MODEL SCALE DEVICE WEIGHTS     prints 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +21,7 @@ from rooftile.engine.llm import LLM
 from rooftile.models import Decoder
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.models import decoder_named
+from rooftile_lab.bench.processes import environment
 from rooftile_lab.bench.serving import settings_of
 from rooftile_lab.bench.workloads import Workload, named
 
@@ -51,10 +51,9 @@ def compiled() -> int:
 
 def in_second_process(model: str, scale: float, device: torch.device, weights: str) -> dict[str, Any]:
     """The answer of `again` in a process of its own; {"reason": why} if it failed."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", __name__, model, str(scale), str(device), weights],
-        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+        env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         print(done.stderr, file=sys.stderr)  # noqa: T201

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
+
+from rooftile_lab.bench.works import keep_graphs, words_of_error
 
 Call = Callable[..., Any]
 # the error of a peer's results and gradients, as a share of what is due (Frobenius)
@@ -29,8 +30,7 @@ def named(module: str, name: str) -> Call:
 
 def compiled(call: Call) -> Call:
     """A formula compiled for static shapes, tuned; a graph of its own launches would hide the host's time of this one alone."""
-    # a backward that is timed alone runs again, on what the forward saved
-    functorch_config.donated_buffer = False
+    keep_graphs()
     return torch.compile(call, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
@@ -52,7 +52,7 @@ def refusal(call: Call, formula: Call, leaves: Sequence[Tensor], rest: Sequence[
         if gradients:
             found += torch.autograd.grad(found, ours, [dy.to(y.dtype) for dy, y in zip(dys, found, strict=True)])
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return words_of_error(error)
     if gradients:
         due += torch.autograd.grad(due, exact, dys)
     if len(found) != len(due) or any(x.shape != y.shape for x, y in zip(found, due, strict=True)):

@@ -74,6 +74,13 @@ def decoder_named(name: str, device: torch.device, weights: str = "auto") -> Dec
     return Decoder.from_folder(name, device=device, weights=weights)
 
 
+def check_llama(suite: str, name: str) -> None:
+    """Raises InvalidInput unless a name is a Llama's of MODELS, whose checkpoint Transformers can read."""
+    models = [model for model, config in MODELS.items() if config.family == "llama"]
+    if name not in models:
+        raise InvalidInput(f"model is {name!r}; bench {suite} has {', '.join(models)}")
+
+
 def formats_of(decoder: Decoder) -> str:
     """Names the formats of a decoder's projections, such as "bf16", or "fp8" or "int4:128+w8" where they are quantised.
 

@@ -30,6 +30,7 @@ from rooftile.exact.cases import Case, Inputs
 from rooftile.exact.masks import CAUSAL, FULL, materialise, query_range
 from rooftile.hardware.device import describe
 from rooftile.runtime.devices import arch
+from rooftile_lab.bench.works import compiled_flex
 
 Forward = Callable[[], Tensor]
 
@@ -187,8 +188,7 @@ def _flex_reason(case: Case, device: torch.device, needs_grad: bool) -> str | No
 
 
 def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
-    from torch._dynamo import config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
     q, k, v = _heads_first(inputs)
     shift = case.S - case.T
@@ -205,14 +205,10 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
 
     blocks = None if case.mask.is_full else create_block_mask(sees, None, None, case.T, case.S, device=q.device)
     score_mod = score if case.softcap or case.alibi else None
-    # the backward is timed alone, again and again on one graph, which donated buffers forbid
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention, dynamic=False)
+    flex = compiled_flex()
 
     def forward() -> Tensor:
-        # one compilation per shape: a table of shapes exceeds Dynamo's usual limit of 8
-        with config.patch({"recompile_limit": 1000}):
-            o: Tensor = compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case))
+        o = flex(q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case))
         return o.transpose(1, 2)
 
     return forward

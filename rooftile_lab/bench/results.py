@@ -129,7 +129,7 @@ def table(rows: Sequence[Row], *, phase: str, metric: str = "tflops", backends: 
     lines = [f"| {phase}, {unit} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
     for case in dict.fromkeys(row.case for row in rows):
         lines.append(f"| {case} | {' | '.join(cells.get((case, name), '-') for name in columns)} |")
-    return "\n".join([*lines, "", *_sources(rows)])
+    return "\n".join([*lines, "", *sources(rows)])
 
 
 def measures_table(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -138,10 +138,11 @@ def measures_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = [f"| | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---|" + "--:|" * len(names)]
     for row in rows:
         lines.append(f"| {row.case} | {' | '.join(str(row.measures.get(name, '-')) for name in names)} |")
-    return "\n".join([*lines, "", *_sources(rows)])
+    return "\n".join([*lines, "", *sources(rows)])
 
 
-def _sources(rows: Iterable[Row]) -> list[str]:
+def sources(rows: Iterable[Row]) -> list[str]:
+    """A sentence for each machine, version, day and commit that the rows come from."""
     return sorted({f"{row.device}, torch {row.torch}, {row.date[:10]}, commit {row.commit}." for row in rows})
 
 

@@ -61,6 +61,20 @@ def contest(
     return {name: timed_row(session, each, roof=floors[name], backend=name, **named) for name, each in taken.items()}
 
 
+def refused(session: Session, why: Mapping[str, str], *, before: str = "", **named: Any) -> list[Row]:
+    """A row for each contestant that is not timed, with its reason behind the words `before`."""
+    return [timed_row(session, [], backend=who, reason=before + reason, **named) for who, reason in why.items() if reason]
+
+
+def beside_peers(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """The rows of a contest; the row of "rooftile" with the time of its fastest peer over its own."""
+    us = times_of(rows)
+    others = [time for who, time in us.items() if who != "rooftile"]
+    if not others or "rooftile" not in us:
+        return dict(rows)
+    return dict(rows) | {"rooftile": with_measures(rows["rooftile"], of_fastest_peer_ratio=min(others) / us["rooftile"])}
+
+
 def with_measures(row: Row, **more: float) -> Row:
     """The row with further measures."""
     return replace(row, measures=row.measures | {name: figures(value) for name, value in more.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -24,6 +23,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Workload
+from rooftile_lab.bench.works import tidy
 
 
 def measure(
@@ -185,10 +185,3 @@ def _process_bytes() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def tidy(device: torch.device) -> None:
-    """Frees the memory of an engine that was deleted."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

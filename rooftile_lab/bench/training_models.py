@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.errors import Unsupported
+from rooftile_lab.bench.needed import needed
 
 # bytes that eager attention keeps of each score until the backward: weights in bf16 and fp32, and a little
 SCORE_BYTES = 7
@@ -68,10 +68,7 @@ RECIPES = {
 
 def model_of(recipe: Recipe, attention: str) -> Any:
     """A model with random weights, the same ones each time, without dropout."""
-    try:
-        import transformers
-    except ImportError:
-        raise Unsupported("`rooftile bench training` trains models of Transformers; pip install transformers") from None
+    transformers = needed("training", "transformers")
     sizes: dict[str, Any] = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads}
     sizes["attn_implementation"] = attention
     torch.manual_seed(0)

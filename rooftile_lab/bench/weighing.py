@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile.engine import LLM, SamplingParams
-from rooftile.weights import QuantisedWeight
+from rooftile.nn import QuantisedLinear
 
 # these are the words of `rooftile.quantise_weight`; groups of 32 and 64 divide the rows of small models
 FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")
@@ -31,17 +31,6 @@ class Weighed(NamedTuple):
     format: str  # or the model's own dtype
     nbytes: int  # the projections alone
     nats: float  # per token of the text
-
-
-class _Linear(nn.Module):
-    """A linear layer with a quantised weight."""
-
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
-        super().__init__()
-        self.quantised, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rt.linear(x, self.quantised, self.bias)
 
 
 def quantised(model: Any, word: str) -> tuple[Any, int]:
@@ -61,7 +50,7 @@ def quantised(model: Any, word: str) -> tuple[Any, int]:
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
                     weight = rt.quantise_weight(child.weight.detach(), format, group=int(group) if group else None)
-                    setattr(parent, name, _Linear(weight, child.bias))
+                    setattr(parent, name, QuantisedLinear(weight, child.bias))
                     nbytes += weight.nbytes
     return changed, nbytes
 

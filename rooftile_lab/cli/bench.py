@@ -18,15 +18,17 @@ from rooftile.cli.output import (
     chosen_cases,
     print_json,
     print_table,
-    progress,
 )
 from rooftile.errors import InvalidInput
-from rooftile_lab.bench.suites import SUITES, Suite
+from rooftile_lab.bench.suites import SUITES
 from rooftile_lab.cli.bench_approximate import approximate
+from rooftile_lab.cli.bench_kernels import cusparselt, native_sparse, tiles
 from rooftile_lab.cli.bench_serving import engine, serving
-from rooftile_lab.cli.rows import FileOption, collect, show
+from rooftile_lab.cli.bench_suites import diagnosis, server, suite_command
+from rooftile_lab.cli.rows import FileOption, measured, words
 
 if TYPE_CHECKING:
+    from rooftile.cost.session import Session
     from rooftile_lab.bench.results import Row
     from rooftile_lab.bench.run import Progress
 
@@ -57,7 +59,6 @@ def attention(
 
     Example: rooftile bench attention --tag gpu-bench --device cuda --peers torch-flash,fa4 --json results.jsonl
     """
-    from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
     from rooftile_lab.bench import peers
     from rooftile_lab.bench.run import measure
@@ -65,55 +66,26 @@ def attention(
     target = device_of(device)
     chosen = chosen_cases(case, tag, f"{'gpu' if target.type == 'cuda' else 'cpu'}-bench")
     asked = peer if peer is not None else DEFAULT_PEERS[target.type]
-    names = list(dict.fromkeys(_words(backend) + _words(asked)))
-    phases = _words(phase)
+    names = list(dict.fromkeys(words(backend) + words(asked)))
+    phases = words(phase)
     if not names or not phases:
         raise InvalidInput("bench got nothing to time; give --backend or --peers a name, and --phase fwd or bwd")
     for name in names:
         peers.provider_named(name)
-    with progress(lines=True) as say:
-        say("measuring the ceilings")
-        session = open_session(target, refresh=True)
 
-        def measured() -> Iterator[Row]:
-            for number, one in enumerate(chosen, 1):
-                said = partial(_say, say, f"case {number} of {len(chosen)}, ")
-                yield from measure(one, names, phases, target, rounds, on_progress=said, session=session)
+    def rows(session: Session, say: Progress) -> Iterator[Row]:
+        for number, one in enumerate(chosen, 1):
+            said = partial(_say, say, f"case {number} of {len(chosen)}, ")
+            yield from measure(one, names, phases, target, rounds, on_progress=said, session=session)
 
-        found = collect(measured(), json)
+    known = measured(rows, target, json, refresh=True).known
     if str(json) != "-":
-        show(found)
-        rates = ", ".join(f"{dtype} {rate:,.4g}" for dtype, rate in session.known.matmul_tflops.items())
-        print(f"\nCeilings of this run: copy {session.known.copy_gbs:,.4g} GB/s; matmul TFLOP/s {rates}")
+        rates = ", ".join(f"{dtype} {rate:,.4g}" for dtype, rate in known.matmul_tflops.items())
+        print(f"\nCeilings of this run: copy {known.copy_gbs:,.4g} GB/s; matmul TFLOP/s {rates}")
 
 
 def _say(say: Progress, before: str, words: str) -> None:
     say(before + words)
-
-
-def _suite_command(suite: Suite) -> Callable[..., None]:
-    def command(
-        case: Annotated[
-            list[str] | None,
-            typer.Option("--case", help="A case, or a pattern such as 'decode-*'; may be given several times."),
-        ] = None,
-        quick: Annotated[bool, typer.Option("--quick", help="A few cases that say most, on a GPU.")] = False,
-        device: DeviceOption = "auto",
-        json: FileOption = None,
-    ) -> None:
-        from rooftile.cost.session import open_session
-        from rooftile.hardware.device import device_of
-
-        target = device_of(device)
-        suite.chosen(target.type, case or (), quick=quick)
-        with progress(lines=True) as say:
-            say("measuring the ceilings")
-            found = collect(suite.run(open_session(target), case or (), quick=quick, say=say), json)
-        if str(json) != "-":
-            show(found)
-
-    command.__doc__ = f"{suite.help}\n\nExample: rooftile bench {suite.name} --json results.jsonl"
-    return command
 
 
 def list_cases(
@@ -176,15 +148,14 @@ def compare(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "attention": attention, "serving": serving, "engine": engine,
-    **{suite.name: _suite_command(suite) for suite in SUITES.values()}, "approximate": approximate,
+    **{suite.name: suite_command(suite) for suite in SUITES.values()},
+    # suites with options of their own
+    "approximate": approximate, "diagnosis": diagnosis, "server": server,
+    "tiles": tiles, "cusparselt": cusparselt, "native-sparse": native_sparse,
     "list": list_cases, "compare": compare,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():
     add_command(app, _name, _command)
-
-
-def _words(listed: str) -> list[str]:
-    return [word.strip() for word in listed.split(",") if word.strip()]
 
 
 def _sizes(name: str, where: str) -> str:

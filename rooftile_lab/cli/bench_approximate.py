@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.cli.output import DeviceOption, print_table, progress
+from rooftile.cli.output import DeviceOption, print_table
 from rooftile.errors import InvalidInput
-from rooftile_lab.bench.suites import SUITES
-from rooftile_lab.cli.rows import FileOption, collect, show
+from rooftile_lab.cli.bench_suites import QuickOption, run_suite
+from rooftile_lab.cli.rows import FileOption, measured
 
 if TYPE_CHECKING:
+    from rooftile.cost.session import Session
     from rooftile_lab.bench.methods.crossover import Found
     from rooftile_lab.bench.results import Row
+    from rooftile_lab.bench.run import Progress
 
 
 def approximate(
@@ -23,7 +25,7 @@ def approximate(
         list[str] | None,
         typer.Option("--case", help="A case, or a pattern such as 'nsa-*'; a method with --crossover. Several times if needed."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases that say most, on a GPU.")] = False,
+    quick: QuickOption = False,
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Search the length from which each method is faster than exact attention.")
     ] = False,
@@ -36,34 +38,30 @@ def approximate(
 
     Example: rooftile bench approximate --crossover --limit 8192
     """
-    from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
     from rooftile_lab.bench.methods import crossover as lengths
 
-    target, suite = device_of(device), SUITES["approximate"]
     if limit is not None and not crossover:
         raise InvalidInput("--limit is for --crossover; give both, or choose cases by --case")
     if limit is not None and limit < lengths.SHORTEST:
         raise InvalidInput(f"--limit is {limit}; must be at least {lengths.SHORTEST}")
     if crossover and quick:
         raise InvalidInput("--quick is for the suite's cases; with --crossover give --limit or --budget")
-    names = _methods(case) if crossover else suite.chosen(target.type, case or (), quick=quick)
-    with progress(lines=True) as say:
-        say("measuring the ceilings")
-        session = open_session(target)
-        found: list[tuple[str, str, Found]] = []
-
-        def rows() -> Iterator[Row]:
-            for name, phase, result, made in lengths.measure(session, names, limit, budget, say=say):
-                found.append((name, phase, result))
-                yield from made
-
-        measured = collect(rows() if crossover else suite.load().measure(session, names, say), json)
-    if str(json) == "-":
-        return
     if not crossover:
-        show(measured)
+        run_suite("approximate", case, device, json, quick=quick)
         return
+    names = _methods(case)
+    found: list[tuple[str, str, Found]] = []
+
+    def rows(session: Session, say: Progress) -> Iterator[Row]:
+        for name, phase, result, made in lengths.measure(session, names, limit, budget, say=say):
+            found.append((name, phase, result))
+            yield from made
+
+    measured(rows, device_of(device), json, shown=lambda rows: _show(found))
+
+
+def _show(found: list[tuple[str, str, Found]]) -> None:
     shown = [(name, phase, result.words(), f"{result.longest:,}", _speed(result)) for name, phase, result in found]
     columns = ("method", "phase", "faster from, tokens", "longest measured", "speed there, of exact")
     print_table("Where a method is faster than rooftile.attention", columns, shown, left=2)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.cli.output import DeviceOption, print_table, progress
+from rooftile.cli.output import DeviceOption, print_table
 from rooftile.errors import InvalidInput
-from rooftile_lab.cli.rows import FileOption, collect, show
+from rooftile_lab.cli.rows import FileOption, measured
 
 if TYPE_CHECKING:
     import torch
 
+    from rooftile.cost.session import Session
     from rooftile_lab.bench.results import Row
+    from rooftile_lab.bench.run import Progress
     from rooftile_lab.bench.workloads import Workload
 
 # the names of the models in `rooftile_lab.bench.models`, which needs torch
@@ -47,7 +51,6 @@ def serving(
     """
     if model and model not in MODELS and not url and not Path(model).is_dir():
         raise InvalidInput(f"--model is {model!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
-    from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
     from rooftile_lab.bench import workloads
     from rooftile_lab.bench.serving import measure
@@ -59,23 +62,14 @@ def serving(
         return
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in asked.items() if value is not None} | {"weights": weights}
-    with progress(lines=True) as say:
-        say("measuring the ceilings")
-        session = open_session(target)
-        model = model or ("1b" if target.type == "cuda" else "tiny")
-        rows = measure(
-            chosen,
-            session,
-            model=model,
-            allocator=allocator or None,
-            scale=scale,
-            runs=runs,
-            settings=settings,
-            say=say,
+    model = model or ("1b" if target.type == "cuda" else "tiny")
+
+    def rows(session: Session, say: Progress) -> Iterator[Row]:
+        return measure(
+            chosen, session, model=model, allocator=allocator or None, scale=scale, runs=runs, settings=settings, say=say
         )
-        found = collect(rows, json)
-    if str(json) != "-":
-        show_serving(found)
+
+    measured(rows, target, json, shown=show_serving)
 
 
 def _over_http(
@@ -83,17 +77,12 @@ def _over_http(
     json: Path | None,
 ) -> None:  # fmt: skip
     """Measures a running server."""
-    from rooftile.cost.session import open_session
     from rooftile_lab.bench.over_http import measure, table
 
-    with progress(lines=True) as say:
-        rows = measure(
-            chosen, open_session(target), url, key=key, model=model, vocabulary=vocabulary, runs=runs, scale=scale, say=say
-        )
-        found = collect(rows, json)
-    if str(json) != "-":
-        head, lines = table(found)
-        print_table(url, head, lines)
+    def rows(session: Session, say: Progress) -> Iterator[Row]:
+        return measure(chosen, session, url, key=key, model=model, vocabulary=vocabulary, runs=runs, scale=scale, say=say)
+
+    measured(rows, target, json, shown=lambda found: print_table(url, *table(found)))
 
 
 def engine(
@@ -114,7 +103,6 @@ def engine(
 
     Example: rooftile bench engine --model 1b --case W1 --case decode-step --json engine.jsonl
     """
-    from rooftile.cost.session import open_session
     from rooftile.hardware.device import device_of
     from rooftile_lab.bench.suites.engine import PARTS, EngineOptions, measure
 
@@ -124,11 +112,7 @@ def engine(
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip
     asked.check()
-    with progress(lines=True) as say:
-        say("measuring the ceilings")
-        found = collect(measure(asked, open_session(target), say), json)
-    if str(json) != "-":
-        show(found)
+    measured(partial(measure, asked), target, json)
 
 
 def show_serving(rows: list[Row]) -> None:

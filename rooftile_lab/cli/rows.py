@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.cli.output import print_table
+from rooftile.cli.output import print_table, progress
+from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
+    import torch
+
+    from rooftile.cost.session import Session
     from rooftile_lab.bench.results import Row
+    from rooftile_lab.bench.run import Progress
 
 FileOption = Annotated[
     Path | None,
     typer.Option("--json", help="Append JSON lines to this file; - prints them on stdout instead of the table."),
 ]
+
+
+def measured(
+    measure: Callable[[Session, Progress], Iterable[Row]], device: torch.device, json: Path | None, *, refresh: bool = False,
+    shown: Callable[[list[Row]], None] | None = None,
+) -> Session:  # fmt: skip
+    """Opens a session, writes the rows that `measure` yields, and shows them, unless stdout has their lines.
+
+    Args:
+        measure: gets the session, and a function that it calls with a few words before each step.
+        device: the device that is measured.
+        json: the file of --json.
+        refresh: whether the ceilings are measured now, even if they are known.
+        shown: prints the rows; by default as one table.
+    """
+    from rooftile.cost.session import open_session
+
+    with progress(lines=True) as say:
+        say("measuring the ceilings")
+        session = open_session(device, refresh=refresh)
+        found = collect(measure(session, say), json)
+    if str(json) != "-":
+        (shown or show)(found)
+    return session
+
+
+def words(listed: str) -> list[str]:
+    """Returns the words of an option that are separated by commas."""
+    return [word.strip() for word in listed.split(",") if word.strip()]
+
+
+def numbers(flag: str, listed: str) -> list[int]:
+    """Returns the whole numbers of an option that are separated by commas."""
+    found = words(listed)
+    if not found or not all(word.isdecimal() and int(word) > 0 for word in found):
+        raise InvalidInput(f"{flag} is {listed!r}; give whole numbers by commas, such as 1,16,64")
+    return [int(word) for word in found]
+
+
+def chosen_words(flag: str, listed: str, known: Iterable[str]) -> list[str]:
+    """Returns the words of an option that are separated by commas; each has to be a known one."""
+    found, known = words(listed), list(known)
+    wrong = next((word for word in found if word not in known), None if found else listed)
+    if wrong is not None:
+        raise InvalidInput(f"{flag} has {wrong!r}; give some of {', '.join(known)} by commas")
+    return found
 
 
 def collect(rows: Iterable[Row], json: Path | None) -> list[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from rooftile.hardware import ceilings, load
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.report import (
     approximate,
     comparison,
@@ -107,8 +107,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
         x = torch.ones((), device=device, requires_grad=True)
         (x * x).backward()
 
-    # see `serving.one_thread`: beside other programs, threads that wait for each other would be measured
-    with serving.one_thread() if plan.device == "cpu" else nullcontext():
+    with one_thread(torch.device(plan.device)):
         report.before = probe.probe(torch.device(device))
         progress.expect(report.before)
         _run_all(report, plan, device, progress)

@@ -20,10 +20,12 @@ from torch import Tensor
 from rooftile import qat
 from rooftile.engine import LLM, SamplingParams
 from rooftile.models import TrainableDecoder
-from rooftile_lab.bench.learning.english import BYTES, English
+from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.learning.formats import Plan as Study
+from rooftile_lab.bench.learning.formats import decoder_of, take_steps
 from rooftile_lab.bench.learning.study import loss_of
-from rooftile_lab.bench.learning.training import autocast, one_thread, train
+from rooftile_lab.bench.learning.training import autocast
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.report import planned
 from rooftile_lab.report.plan import Plan
 
@@ -94,16 +96,9 @@ class _Experiment:
         study = self.study
         torch.manual_seed(0)
         # a prompt of the engine is a piece and the token after it
-        sizes = {
-            "hidden": study.hidden,
-            "heads": study.heads,
-            "layers": study.layers,
-            "ffn": study.ffn,
-            "max_len": study.length + 2,
-        }
-        base = TrainableDecoder(BYTES, **sizes).to(self.device)  # type: ignore[arg-type]
+        base = decoder_of(study, study.length + 2, self.device)
         self.say(0.0, f"a Llama learns, {study.steps} steps")
-        self._train(base, study.steps, study.rate, 1)
+        take_steps(base, study.steps, study.rate, study, self.text, 1, self.device)
         continued = copy.deepcopy(base)
         full, rounded = [(0, self.loss(base))], [(0, self.rounded(base, PICTURED))]
         self.say(0.3, f"{study.further_steps} further steps in full precision")
@@ -146,18 +141,8 @@ class _Experiment:
             if steps % every == 0 or steps == self.study.further_steps:
                 read(steps)
 
-        self._train(model, self.study.further_steps, self.study.further_rate, 2, after)
-
-    def _train(
-        self, model: TrainableDecoder, steps: int, rate: float, seed: int, after: Callable[[int], None] = lambda steps: None
-    ) -> None:  # fmt: skip
-        study, generator = self.study, torch.Generator(self.device).manual_seed(seed)
-        found = train(
-            model, lambda: self.text.draw(study.batch, study.length, generator), steps=steps, rate=rate, device=self.device,
-            after=after,
-        )  # fmt: skip
-        if not found.is_finite:
-            raise ArithmeticError(f"the loss is not finite at the learning rate {rate}")
+        study = self.study
+        take_steps(model, study.further_steps, study.further_rate, study, self.text, 2, self.device, after)
 
     def loss(self, model: TrainableDecoder) -> float:
         """Returns the loss on held-out text, as the model is now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -52,7 +54,7 @@ class Probe:
 def probe(device: torch.device) -> Probe:
     """Runs the probe, on one core: a second or two. On a GPU, whose host compiles and launches, the host counts too."""
     on_gpu, meter = device.type == "cuda", load.Meter()
-    busy = load.gpu_percent(describe(device).uuid) if on_gpu else None
+    busy = gpu_percent(describe(device).uuid) if on_gpu else None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -61,6 +63,22 @@ def probe(device: torch.device) -> Probe:
         torch.set_num_threads(threads)
     slower = CLOCKED + (1 - CLOCKED) * taken / REFERENCE_S
     return Probe(slower=round(slower, 2), others=meter.others(), cores=load.cores(), gpu_percent=busy)
+
+
+def gpu_percent(uuid: str) -> float | None:
+    """Returns how busy a GPU is now, in percent, as nvidia-smi says it; None where that is unknown.
+
+    It tells of other programs only while this one gives the GPU nothing to do.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None or not uuid:
+        return None
+    # torch writes the id without the word
+    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    command = [program, f"--id={name}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    output = done.stdout.strip()
+    return float(output) if done.returncode == 0 and output.replace(".", "", 1).isdigit() else None
 
 
 def minutes(seconds: float) -> str:

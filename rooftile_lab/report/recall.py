@@ -15,9 +15,9 @@ from rooftile_lab.bench import results
 from rooftile_lab.bench.learning.methods import EXACT
 from rooftile_lab.bench.learning.study import Plan as Study
 from rooftile_lab.bench.learning.study import learn_recall
-from rooftile_lab.bench.learning.training import one_thread
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.suites.recall import PLANS
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.report.plan import Plan
 
 # a checkout has it, an installed package has not

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,6 +24,7 @@ from rooftile.engine.llm import LLM
 from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.steps.runner import Runner
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.bench.workloads import WorkloadRequest
 from rooftile_lab.report.block_tables import BLOCK, Frame, Recorder, Samples
 from rooftile_lab.report.plan import ServingPlan
@@ -112,21 +112,8 @@ class Serving:
         }  # fmt: skip
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Runs torch on one CPU core. The matrix products here are too small for two.
-
-    On shared cores, threads that wait for each other take many times as long.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
+# the matrix products here are too small for two cores
+@one_thread(torch.device("cpu"))
 def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float, str], None]) -> Serving:
     """Serves the checkpoint in a folder, a model of bytes, with both allocators, and checks the answers. Needs transformers.
 

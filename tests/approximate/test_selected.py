@@ -314,7 +314,7 @@ def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
     ("queries", "each"), swept([(1, 3), (2, 5), (8, 2), (16, 1)], lambda case: [case] * (case in [(2, 5), (16, 1)]))
 )
 def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None:
-    """Tests tile sizes that calls do not choose, and lists in parts, which `rooftile_lab/programs/native_sparse` times."""
+    """Tests tile sizes that calls do not choose, and lists in parts, which `rooftile bench native-sparse` times."""
     it = Shapes("parts", T=60, S=60, D=16, Dv=24)
     q, k, v, chosen = made(it)
     if "triton" not in ways(q, v, it.Hk, it.block):

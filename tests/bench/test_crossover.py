@@ -11,8 +11,8 @@ from rooftile.cli import main
 from rooftile_lab.bench import results
 from rooftile_lab.bench.methods import crossover
 from rooftile_lab.bench.methods.crossover import Found, Point, crossing, search
-from rooftile_lab.bench.methods.page import crossovers
 from rooftile_lab.bench.methods.table import WAYS
+from scripts.crossovers import crossovers
 from tests.bench.session import SESSION
 
 
@@ -103,7 +103,7 @@ def test_searches_share_the_time_and_become_rows(ticking, monkeypatch) -> None:
 
 
 def test_the_command_prints_crossovers_and_appends_rows(ticking, monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr("rooftile.cost.session.open_session", lambda target: SESSION)
+    monkeypatch.setattr("rooftile.cost.session.open_session", lambda target, refresh: SESSION)
     path = tmp_path / "rows.jsonl"
     words = ["bench", "approximate", "--crossover", "--case", "linear", "--limit", "256", "--device", "cpu", "--json", str(path)]
     with pytest.raises(SystemExit) as done:

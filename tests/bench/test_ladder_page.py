@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("triton", reason="the rungs are Triton kernels")
-
 from rooftile_lab.bench import results
+from rooftile_lab.bench.ladder import RUNGS
 from rooftile_lab.bench.results import Row
-from rooftile_lab.programs.ladder import page
-from rooftile_lab.programs.ladder.run import RUNGS
+from scripts import write_ladder as page
 
 
 def test_page_and_figure_are_what_the_results_make_them() -> None:

@@ -321,7 +321,7 @@ def test_the_transposed_lists_are_made_once() -> None:
         ({"T": 300}, "has lists for 2 blocks of queries; 300 queries in blocks of 128 are 3"),
         ({"blocks": torch.ones(2, 2)}, "must be rooftile.Blocks"),
         ({"keep": torch.ones(3, 2, 2, dtype=torch.bool)}, "lists for 3 heads; must be 1, or 2 of k, or 4 of q"),
-        ({"keep": torch.ones(3, 1, 2, 2, dtype=torch.bool)}, "a batch of 3; must be 1 or 1, that of q"),
+        ({"keep": torch.ones(3, 1, 2, 2, dtype=torch.bool)}, "a batch of 3; must be 1 or 1, the batch of q"),
         ({"index": 2}, "blocks.indices has 0 to 2; there are blocks of keys 0 to 1"),
         ({"index": 1}, "a block twice in a list"),
         ({"count": 3}, "a list has room for 0 to 2"),

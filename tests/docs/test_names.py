@@ -55,7 +55,7 @@ def test_every_command_named_exists_and_has_its_options(line):
     words = line.removeprefix(".venv/bin/").split()[1:]
     options = {word for word in words if word.startswith("--")} - {"--help"}
     # the names of a command and its subcommand, without options and files
-    names = [word for word in words[:2] if re.fullmatch("[a-z]+", word)]
+    names = [word for word in words[:2] if re.fullmatch("[a-z-]+", word) and not word.startswith("-")]
     shown = CliRunner().invoke(app, [*names, "--help"])
     assert shown.exit_code == 0, shown.output
     assert {option for option in options if option not in shown.output} == set()

@@ -37,7 +37,7 @@ def text_of(tokenizer: Tokenizer, prompt: list[int], parts: list[list[int]], ski
     text.finish()
     given.append(text.take())
     assert text.text == "".join(given)
-    begins = text._pieces.begins
+    begins = text._decoder.begins
     assert len(begins) == sum(map(len, parts))
     # spaces that are removed may shorten a text below where its last token began
     most = len(text.text) + 3 * tokenizer.cleans_up

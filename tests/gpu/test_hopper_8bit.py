@@ -10,7 +10,8 @@ import rooftile as rt
 from rooftile.exact.backends.hopper import DIMS_8BIT
 from rooftile.exact.masks import Mask
 from rooftile.numerics import QuantisedQKV
-from rooftile.numerics.recipe import columns_of, part_of_rows
+from rooftile.numerics.recipe import part_of_rows
+from tests.columns import columns_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

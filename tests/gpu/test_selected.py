@@ -12,7 +12,7 @@ from rooftile import approximate as ap
 from rooftile.approximate.native_sparse.decoding import decode, decode_as_defined
 from rooftile.approximate.native_sparse.selected import attend
 from rooftile.hardware.clock import captured
-from rooftile_lab.programs.native_sparse.variants import Sizes, Variant, complaint, variants
+from rooftile_lab.bench.native_sparse.variants import Sizes, Variant, complaint, variants
 from tests.approximate.test_selected import definition
 from tests.approximate.tolerance import assert_within
 
@@ -41,7 +41,7 @@ def test_forward_and_gradients(dtype: torch.dtype, H: int, Hk: int, D: int, Dv: 
 
 @pytest.mark.parametrize("one", list(variants(16, stages=(3,))), ids=str)
 def test_other_tiles_and_parts(one: Variant, device: torch.device) -> None:
-    """The variants that `rooftile_lab/programs/native_sparse` times, with lists of blocks in parts."""
+    """The variants that `rooftile bench native-sparse` times, with lists of blocks in parts."""
     assert complaint(one, Sizes(1024, 16, 1, 128, 128, 64, 16), device, torch.bfloat16) is None
 
 

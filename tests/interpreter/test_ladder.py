@@ -10,7 +10,7 @@ import rooftile as rt
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_1s_schedule_is_attention(causal: bool) -> None:
-    from rooftile_lab.programs.ladder import first
+    from rooftile_lab.bench.ladder import first
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 256, 2, 32) for _ in range(3))

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from rooftile.approximate.native_sparse.selected import kernels
-from rooftile_lab.programs.native_sparse import run, variants
+from rooftile_lab.bench.native_sparse import run, variants
+from tests.bench.session import SESSION
 
 # numpy warns where a GPU does not
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-SHORT = ["--device", "cpu", "--lengths", "80", "--heads", "2,1", "--dim", "16", "--count", "3", "--stages", "2", "--rounds", "1"]
+SIZES = variants.Sizes(80, 2, 1, 16, 16, 64, 3)
+OPTIONS = {"lengths": [80], "kinds": ["alike"], "queries": [16], "stages": [2], "rounds": 1}
 
 
-def test_every_part_and_variant_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_every_part_and_variant_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock:
         def samples(self, work) -> list[float]:
             work()
             return [5.0]
 
     monkeypatch.setattr(run, "clock_for", lambda device: Clock())
-    run.main([*SHORT, "--queries", "16", "--kinds", "alike", "--json", str(tmp_path / "rows.jsonl")])
-    lines = (tmp_path / "rows.jsonl").read_text()
-    assert lines == capsys.readouterr().out
-    rows = [json.loads(line) for line in lines.splitlines()]
+    said: list[str] = []
+    rows = [json.loads(row.json()) for row in run.measure(SESSION, SIZES, said.append, **OPTIONS)]
+    assert said == ["checking the variants", "alike, 80 tokens"]
     named = {(row["backend"], row["phase"]): row for row in rows}
     assert len(named) == len(rows)
     for name in ("compressed", "selected", "near", "gates", "whole", "exact"):

@@ -14,7 +14,8 @@ from rooftile.exact.backends.hopper.quantised import launch_8bit as quantised
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import Options, Spec
 from rooftile.numerics.precision import Precision
-from rooftile.numerics.recipe import columns_of, part_of_rows
+from rooftile.numerics.recipe import part_of_rows
+from tests.columns import columns_of
 
 
 class Recorder:

@@ -27,7 +27,7 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from rooftile.exact.backends.hopper.tma import layout
-    from rooftile_lab.programs.ladder import kernels
+    from rooftile_lab.bench.ladder import kernels
 
     kernel = kernels.plain if rung == "plain" else kernels.specialised
     constants = {"D": 128, "CAUSAL": causal, **RUNGS[rung]}

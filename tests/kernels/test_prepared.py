@@ -20,7 +20,7 @@ from rooftile.exact.backends.hopper import plan
 from rooftile.exact.backends.hopper.flash_bwd import launch_backward as hopper_backward
 from rooftile.exact.backends.hopper.flash_fwd import launch_forward as hopper_forward
 from rooftile.exact.masks import CAUSAL, FULL, Mask
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import BackwardInputs, Options, Spec
 from rooftile.runtime.launch import Kernel
 
 COUNTER = torch.zeros(2, dtype=torch.int32)
@@ -55,8 +55,8 @@ class Call:
         return self.q, self.k, self.v, self.options
 
     @property
-    def backward(self) -> tuple[Any, ...]:
-        return self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse, self.options
+    def backward(self) -> BackwardInputs:
+        return BackwardInputs(self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse, self.options)
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +109,10 @@ def test_a_prepared_call_launches_what_any_call_does(launches, prepares: tuple[A
         (found, found_lse), made = taken(launches, partial(ready, *call.forward))
         assert made == due
         assert (found.shape, found_lse.shape) == (o.shape, lse.shape)
-    grads, due = taken(launches, partial(module.backward, *call.backward, call.spec, **more))
-    ready = module.prepare_backward(*call.backward, call.spec, **more)
+    grads, due = taken(launches, partial(module.backward, call.backward, call.spec, **more))
+    ready = module.prepare_backward(call.backward, call.spec, **more)
     for _ in range(2):
-        found, made = taken(launches, partial(ready, *call.backward))
+        found, made = taken(launches, partial(ready, call.backward))
         assert made == due
         assert [None if x is None else x.shape for x in found] == [None if x is None else x.shape for x in grads]
 
@@ -121,7 +121,7 @@ def test_the_kernels_of_each_backward(launches) -> None:
     def kernels(prepares: tuple[Any, dict[str, Any]], name: str) -> list[str]:
         module, more = prepares
         call = CALLS[name]
-        return [kernel for kernel, *_ in taken(launches, partial(module.backward, *call.backward, call.spec, **more))[1]]
+        return [kernel for kernel, *_ in taken(launches, partial(module.backward, call.backward, call.spec, **more))[1]]
 
     repair = ["_repair"]
     assert kernels(HOPPER, "full") == ["compute_row_stats", "flash_bwd", "finalize_dq", *repair]
@@ -142,10 +142,10 @@ def test_a_repair_is_told_where_a_nan_is_noted_and_what_rows_need(launches) -> N
                 taken_from.setdefault(name, []).append(x.data_ptr())
 
     call = CALLS["plain"]
-    ready = hopper.prepare_backward(*call.backward, call.spec, **LENT)
+    ready = hopper.prepare_backward(call.backward, call.spec, **LENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "_launch", addresses)
-        ready(*call.backward)
+        ready(call.backward)
     flags = taken_from["nan_flag_ptr"]
     assert len(flags) == 4
     assert len(set(flags)) == 1
@@ -160,23 +160,23 @@ def test_what_would_be_copied_is_not_prepared(prepares: tuple[Any, dict[str, Any
     call = Call(sinks=True)
     strided = [torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2] for x in (call.q, call.do)]
     assert module.prepare(strided[0], *call.forward[1:], call.spec) is None
-    assert module.prepare_backward(strided[1], *call.backward[1:], call.spec, **more) is None
-    assert module.prepare_backward(None, call.lse, *call.backward[2:], call.spec, **more) is None
+    assert module.prepare_backward(call.backward._replace(do=strided[1]), call.spec, **more) is None
+    assert module.prepare_backward(call.backward._replace(do=None, dlse=call.lse), call.spec, **more) is None
     options = Options(sinks=torch.zeros(4)[::2])
     assert module.prepare(*call.forward[:3], options, call.spec) is None
-    assert module.prepare_backward(*call.backward[:7], options, call.spec, **more) is None
+    assert module.prepare_backward(call.backward._replace(options=options), call.spec, **more) is None
 
 
 @pytest.mark.parametrize("prepares", [HOPPER, TRITON], ids=["hopper", "triton"])
 def test_what_is_prepared_keeps_no_tensor(prepares: tuple[Any, dict[str, Any]]) -> None:
     module, more = prepares
     call = Call(packed=True, sinks=True, dlse=True)
-    ready = module.prepare(*call.forward, call.spec), module.prepare_backward(*call.backward, call.spec, **more)
+    ready = module.prepare(*call.forward, call.spec), module.prepare_backward(call.backward, call.spec, **more)
     ready[0](*call.forward)
-    ready[1](*call.backward)
+    ready[1](call.backward)
     # nor do the plans that are kept of calls that were not prepared
     module.forward(*call.forward, call.spec)
-    module.backward(*call.backward, call.spec, **more)
+    module.backward(call.backward, call.spec, **more)
     kept = [weakref.ref(x) for x in (*call.backward[:7], *call.options) if x is not None]
     del call
     gc.collect()

@@ -73,7 +73,7 @@ MUTATIONS = {
         ("tests/kernels/test_hopper_products.py", "tests/kernels/test_hopper_decoding.py", "-k", "emulated or order_of_codes"),
     ),
     "hopper, scales of a gate in codes": Mutation(
-        "weights/hopper/gated_codes.py", "up = _scaled(up, n_0 + to.N, m,", "up = _scaled(up, n_0, m,",
+        "weights/hopper/gated_codes.py", "up = with_scales(up, n_0 + to.N, m_0,", "up = with_scales(up, n_0, m_0,",
         ("tests/kernels/test_hopper_products.py", "-k", "gates_of_codes"),
     ),
     "weights, gradient of x": Mutation(

@@ -145,8 +145,8 @@ MUTATIONS = {
         ("tests/server/test_structured.py", "-k", "properties_come"),
     ),
     "metrics before tokens": Mutation(
-        "server/engine/remote.py", "get_running_loop().call_soon(self._noted, message.state)",
-        "get_running_loop().call_later(1, self._noted, message.state)",
+        "server/engine/remote.py", "get_running_loop().call_soon(self._noted, message.stats)",
+        "get_running_loop().call_later(1, self._noted, message.stats)",
         ("tests/server/test_responder.py",),
     ),
     "GPTQ, groups of columns in another order": Mutation(

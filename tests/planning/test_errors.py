@@ -97,7 +97,7 @@ def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
 
 
 def test_a_module_needs_inputs_by_position() -> None:
-    with pytest.raises(rt.InvalidInput, match="no inputs are given for the module; give those of its forward, as in"):
+    with pytest.raises(rt.InvalidInput, match="no inputs are given for the module; give its forward's arguments, as in"):
         rt.plan(mlp())
     with pytest.raises(rt.InvalidInput, match=r"no argument input_ids: inputs come by position: rooftile.plan\(model, x\)"):
         rt.plan(mlp(), input_ids=X)  # type: ignore[call-arg]

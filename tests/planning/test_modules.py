@@ -55,7 +55,7 @@ def test_a_shared_module_counts_once_and_its_calls_twice() -> None:
 def test_a_weight_that_another_module_has_keeps_its_dtype() -> None:
     plan = rt.plan(Blocks(), IDS, formats=["bf16", "int8"], measure=False)
     assert plan.layers[-1].name == "head"
-    assert plan.layers[-1].why_not == {"int8": "its weight is also that of embedding"}
+    assert plan.layers[-1].why_not == {"int8": "it shares its weight with embedding"}
     assert plan.layers[-1].chosen == "fp32"
 
 

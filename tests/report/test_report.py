@@ -317,6 +317,21 @@ def test_a_slow_product_is_not_shown_as_zero():
     assert not re.search(r"\b0\xa0?[TG]FLOP/s", text)
 
 
+@pytest.mark.parametrize(
+    ("script", "due"),
+    [("echo 37", 37.0), ("echo '[N/A]'", None), ("echo 37; exit 6", None), ('test "$1" = --id=GPU-1-2 && echo 5', 5.0)],
+)
+def test_nvidia_smi_says_how_busy_a_gpu_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, due: float | None
+) -> None:  # fmt: skip
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert probe.gpu_percent("1-2") == due
+    assert probe.gpu_percent("") is None
+
+
 def test_the_probe_says_how_long_it_takes_under_this_load():
     found = Probe(slower=6.0, others=1.6, cores=2)
     assert found.words({"a": 200.0, "b": 100.0}) == (

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.report import block_map, claims, experiments, machine, page, serving, training
 from rooftile_lab.report.block_tables import BLOCK, Frame, Recorder, Table
 from rooftile_lab.report.plan import plan_for
@@ -204,9 +205,11 @@ def test_one_thread_is_given_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with serving.one_thread():
+        with one_thread(torch.device("cpu")):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
+        with one_thread(torch.device("cuda")):
+            assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

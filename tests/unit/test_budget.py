@@ -56,6 +56,7 @@ def test_a_growth_is_seen(budget: Budget, tmp_path: Path) -> None:
         "room/__init__.py": "x = 1\n",
         "qat/extra.py": "# the sum is that\n    # of the row\n" * 40,
         "diagnosis/extra.py": "",
+        "diagnosis/more.py": "",
         "optim/extra.py": "def f(softcap): ...\n@triton.jit\ndef g(dropout): ...\n",
         "sparsity/extra.py": f"@triton.jit\ndef f({', '.join(f'a{n}' for n in range(60))}): ...\n",
     }

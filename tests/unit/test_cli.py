@@ -15,7 +15,7 @@ from rooftile.cli import main
 from rooftile.cost import session
 from rooftile.hardware import ceilings
 from rooftile_lab.bench import results
-from rooftile_lab.bench.suites import SUITES
+from rooftile_lab.cli.bench import COMMANDS as BENCHES
 
 CEILINGS = ceilings.Ceilings(
     device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, cache_gbs=20.0, fma_tflops=0.1,
@@ -45,8 +45,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 COMMANDS = [
     ("doctor",), ("explain",), ("mask",), ("warmup",), ("generate",), ("calibrate",), ("report",),
-    ("bench", "attention"), ("bench", "serving"), ("bench", "list"), ("bench", "compare"), ("bench", "engine"),
-    *(("bench", name) for name in SUITES),
+    *(("bench", name) for name in BENCHES),
 ]  # fmt: skip
 
 
@@ -223,6 +222,13 @@ def test_warmup_runs_each_case_once(run) -> None:
         (("bench", "overhead", "--case", "nope"), "bench overhead has no case 'nope'; has host, d64-causal-512"),
         (("bench", "serving", "--model", "nope"), "--model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
+        (("bench", "tiles", "--device", "cpu"), "bench tiles measures a GPU, and the device is cpu; give --device"),
+        (("bench", "tiles", "--rows", "1,a"), "--rows is '1,a'; give whole numbers by commas, such as 1,16,64"),
+        (("bench", "cusparselt", "--rows", ""), "--rows is ''; give whole numbers by commas"),
+        (("bench", "native-sparse", "--heads", "6,4"), "--heads is '6,4'; give query heads and key heads that divide them"),
+        (("bench", "ladder", "--device", "cpu"), "bench ladder measures a GPU, and the device is cpu; give --device"),
+        (("bench", "server", "--case", "nope"), "bench server has no case 'nope'; has throughput, first-token, lag"),
+        (("bench", "server", "--model", "0.6b", "--device", "cpu"), "--model is '0.6b'; bench server has tiny, 1b, 8b"),
         (("doctor", "--device", "tpu"), "--device is 'tpu'; must be cpu, cuda or cuda:N"),
         (("warmup",), "warmup got no case; name some with --case or --tag"),
         (("generate", "folder"), "generate got no prompt; give one with -p or --prompt-file"),

@@ -149,35 +149,6 @@ def walk_backward(it: Problem, block_t: int, block_s: int, memory: Memory) -> No
                         memory.store(e, "dq", b, h, t, c)
 
 
-def walk_flash1(it: Problem, fast_elements: int, memory: Memory) -> None:
-    """Performs FlashAttention's Algorithm 1: keys in the outer loop, queries in the inner loop, o and statistics in memory."""
-    spec, e = it.spec, it.spec.dtype.itemsize
-    wide, d = max(e, 4), max(it.spec.dim, it.spec.dim_v)
-    block_s = (fast_elements + 4 * d - 1) // (4 * d)
-
-    def state(b: int, h: int, t: int) -> list[tuple]:
-        return [(e, "o", b, h, t, c) for c in range(spec.dim_v)] + [(wide, name, b, h, t) for name in "lm"]
-
-    for b, (T, S) in enumerate(it.sizes.sequences):
-        sees = materialise(spec.mask, T, S)
-        for h in range(it.sizes.H):
-            hk = h // spec.group
-            for t in range(T):
-                [memory.store(*access) for access in state(b, h, t)]
-            for keys in blocks(S, block_s):
-                for j in keys:
-                    [memory.load(e, "k", b, hk, j, c) for c in range(spec.dim)]
-                    [memory.load(e, "v", b, hk, j, c) for c in range(spec.dim_v)]
-                for rows in blocks(T, min(block_s, d)):
-                    if not sees[rows.start : rows.stop, keys.start : keys.stop].any():
-                        continue
-                    for t in rows:
-                        [memory.load(e, "q", b, h, t, c) for c in range(spec.dim)]
-                        for access in state(b, h, t):
-                            memory.load(*access)
-                            memory.store(*access)
-
-
 def walk_pairs(it: Problem, phase: str, memory: Memory) -> None:
     """Touches the inputs of every visible pair and writes every output, as any schedule must."""
     spec, e = it.spec, it.spec.dtype.itemsize
@@ -224,14 +195,6 @@ def test_the_tile_model_counts_every_access_of_the_tiled_backward(it: Problem, t
 
 
 @everywhere
-@pytest.mark.parametrize("fast_elements", [20, 60, 1000])
-def test_flash1_counts_every_access_of_its_algorithm(it: Problem, fast_elements: int) -> None:
-    memory = Memory()
-    walk_flash1(it, fast_elements, memory)
-    assert io.flash1(it, fast_elements) == memory.flush()
-
-
-@everywhere
 @pytest.mark.parametrize("phase", ["fwd", "bwd"])
 def test_compulsory_bytes_are_what_a_large_cache_leaves(it: Problem, phase: str) -> None:
     memory = Memory(capacity=1 << 20)
@@ -262,21 +225,10 @@ def test_a_larger_cache_never_moves_more_from_the_tile_model_down_to_the_compuls
     assert moved[0] > moved[-1]
 
 
-def test_larger_query_tiles_and_larger_fast_memory_move_less() -> None:
+def test_larger_query_tiles_move_less() -> None:
     it = CASES["d64-causal-2k"].problem()
     by_tile = [io.tiles(it, block_t=block_t).total for block_t in (16, 32, 64, 128, 256)]
     assert by_tile == sorted(by_tile, reverse=True)
-    by_memory = [io.flash1(it, 1 << bits).total for bits in (13, 14, 15, 16, 17)]
-    assert by_memory == sorted(by_memory, reverse=True)
-
-
-def test_flash1_gains_on_standard_attention_with_fast_memory_over_d_squared() -> None:
-    it = problem(4096, 4096, H=1, Hk=1, D=64, Dv=64)
-    # at M = d^2 a tile is 16 keys and the schedule re-reads as much as standard attention writes
-    gains = [io.standard(it).total / io.flash1(it, times * 64 * 64).total for times in (1, 4, 16)]
-    assert gains[0] < 1.0
-    assert gains[1] == pytest.approx(4 * gains[0], rel=0.1)
-    assert gains[2] > 3 * gains[1]
 
 
 @everywhere

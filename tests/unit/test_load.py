@@ -63,21 +63,6 @@ def test_without_the_kernels_counts_the_load_is_unknown(tmp_path: Path) -> None:
     assert load.words(None) == "the load of other programs is unknown"
 
 
-@pytest.mark.parametrize(
-    ("script", "due"),
-    [("echo 37", 37.0), ("echo '[N/A]'", None), ("echo 37; exit 6", None), ('test "$1" = --id=GPU-1-2 && echo 5', 5.0)],
-)
-def test_nvidia_smi_says_how_busy_a_gpu_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, due: float | None
-) -> None:  # fmt: skip
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert load.gpu_percent("1-2") == due
-    assert load.gpu_percent("") is None
-
-
 def test_a_ceiling_keeps_the_load_of_the_measurement_that_it_comes_from() -> None:
     from dataclasses import replace
 

@@ -16,7 +16,8 @@ from rooftile.exact.masks import Mask
 from rooftile.exact.spec import Spec
 from rooftile.exact.spec import decode as decode_spec
 from rooftile.numerics.precision import decode
-from rooftile.numerics.recipe import codes, columns_of, mean_key, scales_of_rows
+from rooftile.numerics.recipe import codes, mean_key, scales_of_rows
+from tests.columns import columns_of
 
 RECIPES = {
     "fp8": rt.Precision(),
@@ -187,9 +188,9 @@ def test_a_backward_is_given_what_native_attention_computes(monkeypatch: pytest.
     """A kernel's backward recomputes weights from lse: with the lse of rounded scores they would not sum to one."""
     given = {}
 
-    def backward(do, dlse, q, k, v, o, lse, options, spec):
-        given.update(o=o, lse=lse, precision=spec.precision)
-        return real(do, dlse, q, k, v, o, lse, options, spec)
+    def backward(inputs, spec):
+        given.update(o=inputs.o, lse=inputs.lse, precision=spec.precision)
+        return real(inputs, spec)
 
     real = eager.backward
     monkeypatch.setattr(eager, "backward", backward)

@@ -16,7 +16,7 @@ from rooftile.exact.backends.tiled import tiles
 from rooftile.exact.cases import CASES
 from rooftile.exact.masks import FULL, Mask, materialise
 from rooftile.exact.reference.philox import keep_mask
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import BackwardInputs, Options, Spec
 from tests.unit.poison import LENGTHS, MASKS, assert_nan_only_where_seen
 
 CAUSAL, Chunk, Prefix, Window = rt.CAUSAL, rt.Chunk, rt.Prefix, rt.Window
@@ -96,7 +96,7 @@ def test_nothing_as_large_as_the_matrix_of_scores_is_made(small_tiles: None) -> 
         )  # fmt: skip
         with Largest() as seen:
             o, lse = tiled.forward(q, k, v, options, spec)
-            tiled.backward(do, torch.randn_like(lse), q, k, v, o, lse, options, spec)
+            tiled.backward(BackwardInputs(do, torch.randn_like(lse), q, k, v, o, lse, options), spec)
         return seen.elements
 
     assert largest(128) < 128 * 128 / 8

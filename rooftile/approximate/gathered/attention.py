@@ -131,18 +131,10 @@ class _Gathered(torch.autograd.Function):
         return *run(do, *saved, *ctx.words), *[None] * 9
 
 
-def _autograd(*arguments: Any) -> Results:
-    if wants_grad(*arguments[:3]):
-        found: Results = _Gathered.apply(*arguments)
-        return found
-    with below_autograd():
-        return gathered_attention(*arguments)
-
-
 gathered_attention = define(
     "gathered_attention(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor keys, Tensor? marks, Tensor? lows, float scale, "
     "int width, int key_width, str kind, str backend) -> (Tensor, Tensor, Tensor)",
-    _run, _fake, _autograd,
+    _run, _fake, _Gathered.apply, has_gradient=(0, 1, 2),
 )  # fmt: skip
 gathered_attention_backward = define(
     "gathered_attention_backward(Tensor do, Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor keys, "

@@ -27,7 +27,7 @@ class Overloaded(RuntimeError):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PendingCall:
     """One call of `generate` or `complete`: the order for the engine's thread, and the newest state for its caller."""
 
     id: int
@@ -69,8 +69,8 @@ class Callers:
         # guards everything below
         self._wake = threading.Condition()
         self._ids = count()
-        self._calls: dict[int, Call] = {}
-        self._orders: list[Call | int] = []
+        self._calls: dict[int, PendingCall] = {}
+        self._orders: list[PendingCall | int] = []
         # answers and prompt tokens of calls that wait
         self._waiting = (0, 0)
         self._closing = False
@@ -93,12 +93,12 @@ class Callers:
                 "wait (max_waiting_tokens): try again later"
             )
 
-    def begin(self, prompt: ParsedPrompt, params: SamplingParams, *, streams: bool) -> Call:
+    def begin(self, prompt: ParsedPrompt, params: SamplingParams, *, streams: bool) -> PendingCall:
         """Sends a call to the engine's thread. The caller, an event loop, must `leave` it at the end."""
         with self._wake:
             if self._over or self._closing:
                 raise stopped(self._cause)
-            call = Call(next(self._ids), prompt.text, prompt.tokens, prompt.cache_salt, params, streams)
+            call = PendingCall(next(self._ids), prompt.text, prompt.tokens, prompt.cache_salt, params, streams)
             answers, tokens = call.size
             self.check_room(answers, tokens)
             self._waiting = self._waiting[0] + answers, self._waiting[1] + tokens
@@ -106,7 +106,7 @@ class Callers:
             self._order(call)
         return call
 
-    async def newest(self, call: Call) -> RequestOutput:
+    async def newest(self, call: PendingCall) -> RequestOutput:
         """Returns the newest state of a call that has not been read yet; waits until there is one, and raises its error."""
         await call.changed.wait()
         call.changed.clear()
@@ -117,7 +117,7 @@ class Callers:
         assert news is not None, "a caller was woken without news"
         return news
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: PendingCall) -> None:
         """Aborts the request of a caller that reads no more, unless it has ended."""
         with self._wake:
             if self._calls.pop(call.id, None) is not None:
@@ -137,11 +137,11 @@ class Callers:
             self._closing = True
             self._wake.notify()
 
-    def _order(self, order: Call | int) -> None:
+    def _order(self, order: PendingCall | int) -> None:
         self._orders.append(order)
         self._wake.notify()
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: PendingCall) -> None:
         """Notes that a call waits no longer."""
         if not call.started:
             call.started = True
@@ -150,7 +150,7 @@ class Callers:
 
     # called by the loop, in the engine's thread
 
-    def orders(self, wait_s: float | None) -> Sequence[Call | int] | None:
+    def orders(self, wait_s: float | None) -> Sequence[PendingCall | int] | None:
         """Returns the orders that have come; waits for the first at most `wait_s` seconds. None ends the loop."""
         with self._wake:
             self._wake.wait_for(lambda: self._orders or self._closing, wait_s)
@@ -159,7 +159,7 @@ class Callers:
             orders, self._orders = self._orders, []
         return orders
 
-    def follow(self, call: Call, request: Request) -> Callable[[], News | None]:
+    def follow(self, call: PendingCall, request: Request) -> Callable[[], News | None]:
         """Returns a function that reads the newest state of a call."""
         call.request = request
 
@@ -190,7 +190,7 @@ class Callers:
             self._deliver([(id_, stopped(cause)) for id_ in self._calls])
 
     def _deliver(self, news: Sequence[tuple[int, News]]) -> None:
-        woken: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+        woken: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
         for id_, newest in news:
             call = self._calls.get(id_)
             if call is None:
@@ -209,7 +209,7 @@ class Callers:
                     self.leave(call)
 
 
-def _notify(calls: list[Call]) -> None:
+def _notify(calls: list[PendingCall]) -> None:
     """Wakes callers; runs in their event loop."""
     for call in calls:
         call.changed.set()

@@ -23,8 +23,8 @@ async def growth_of(outputs: AsyncGenerator[RequestOutput, None], *, at_end: boo
     """Yields the growth of answers from outputs that hold everything so far.
 
     Args:
-        outputs: those of one request.
-        at_end: whether growing answers may still change, as those of a search do; then only the last output is yielded.
+        outputs: the outputs of one request.
+        at_end: whether growing answers may still change, as the answers of a search do; then only the last output is yielded.
     """
     seen: dict[int, _Seen] = {}
     # whoever closes this iterator aborts the request

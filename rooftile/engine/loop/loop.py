@@ -25,7 +25,7 @@ IDLE_S = 1.0
 News = TypeVar("News")
 
 
-class Add(Protocol):
+class AddOrder(Protocol):
     """The order to answer a prompt. The order to end a request is its id alone."""
 
     @property
@@ -40,7 +40,7 @@ class Add(Protocol):
 
 @dataclass(slots=True)
 class Turn(Generic[News]):
-    """What happened in one turn of the loop, by the clients' ids of requests."""
+    """Holds the results of one turn of the loop, by the clients' ids of requests."""
 
     stats: EngineStats
     """The engine after the step before."""
@@ -58,7 +58,7 @@ class Link(Protocol[News]):
     """The connection to the clients."""
 
     def orders(self, wait_s: float | None) -> Sequence[Any] | None:
-        """Returns the orders that have come, each an `Add` or the id of a request to end; None ends the loop.
+        """Returns the orders that have come, each an `AddOrder` or the id of a request to end; None ends the loop.
 
         Args:
             wait_s: seconds to wait for an order at most; None for ever.
@@ -162,7 +162,7 @@ class Loop(Generic[News]):
         queries, hits = self._stats.prefix_queries, self._stats.prefix_hits
         return stats_of(self.engine)._replace(prefix_queries=queries, prefix_hits=hits, step_s=step_s, host_s=host_s)
 
-    def _add(self, order: Add, turn: Turn[News], grammar: Matcher | InvalidInput | None = None) -> None:
+    def _add(self, order: AddOrder, turn: Turn[News], grammar: Matcher | InvalidInput | None = None) -> None:
         """Adds a request, or begins with its grammar; whatever is wrong with it concerns its client alone."""
         try:
             if isinstance(grammar, InvalidInput):

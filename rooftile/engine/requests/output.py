@@ -1,4 +1,4 @@
-"""The outputs that a caller gets: a `RequestOutput` with one `CompletionOutput` per answer. The names are those of vLLM."""
+"""The outputs that a caller gets: a `RequestOutput` with one `CompletionOutput` per answer, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CompletionOutput(_Lazy):
             unless include_stop is set. Prompt and text together are what the tokenizer decodes for all tokens.
         token_ids: the tokens, with the end token if one ended the answer. The tokens of a stop string are left out.
         cumulative_logprob: the sum of the tokens' logprobs, if they were asked for, or of a beam's.
-        logprobs: for each token its `Logprob` and those of the most likely tokens, by token id; None if not asked for.
+        logprobs: for each token its `Logprob` and the most likely tokens' `Logprob`s, by token id; None if not asked for.
         finish_reason: "stop", "length" or "abort"; None while the answer grows.
         stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer. With the reason "abort" it may be a
             sentence: every token was forbidden, and by what.
@@ -137,7 +137,7 @@ def _cells(one: CompletionOutput) -> tuple[object, ...]:
 
 
 def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
-    """Returns a request's state of this moment; the cost is that of the new tokens, however long the answers are."""
+    """Returns a request's state of this moment; it costs as much as the new tokens, however long the answers are."""
     if not request.shown_prompt:
         # a copy for callers, who may change theirs; the engine's own stays as it is
         request.shown_prompt = list(request.prompt)

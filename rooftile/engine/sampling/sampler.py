@@ -127,7 +127,7 @@ def thresholds(x: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
 
     Top-k keeps the k most likely tokens and all that tie with the k-th. Among these top-p keeps the smallest set of the most
     likely tokens whose probability is at least top_p of theirs together, at least one token, and all that tie with the last.
-    Min-p keeps the tokens whose probability is at least min_p times that of the most likely token.
+    Min-p keeps the tokens whose probability is at least min_p times the most likely token's.
     """
     V = x.shape[1]
     temperature, top_p, min_p = (each[slots][:, None] for each in (state.temperature, state.top_p, state.min_p))

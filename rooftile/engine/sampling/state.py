@@ -221,7 +221,7 @@ def words_of(vocab: int) -> int:
 
 
 def _biases(params: SamplingParams) -> Mapping[int, float]:
-    """Returns the logit biases of the tokens that may be taken; those of others would bring them back."""
+    """Returns the logit biases of the tokens that may be taken; the biases of others would bring them back."""
     biases, allowed = params.logit_bias or {}, params.allowed_token_ids
     return biases if allowed is None else {token: bias for token, bias in biases.items() if token in allowed}
 

@@ -22,38 +22,9 @@ FP8 = torch.float8_e4m3fn
 @answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine; `LLM` takes the same keywords, and `rooftile serve` and `generate` the same flags.
+    """The settings of an engine: the keywords of `LLM`, which says what each does, and their defaults.
 
-    Args:
-        dtype: the dtype of weights and computation, as torch.bfloat16, "bfloat16" or "bf16"; "auto" takes the checkpoint's.
-        device: None or "auto" takes a GPU if there is one.
-        max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
-            or what the cache has room for if that is less.
-        block_size: tokens per block of the KV cache, a power of two of at least 8.
-        num_blocks: blocks in the KV cache; None takes what fits into memory.
-        max_batched_tokens: the most tokens that the model reads in one step.
-        gpu_memory_utilization: the share of a GPU's memory that model and cache may take, above 0 and at most 1.
-        kv_dtype: the dtype of the KV cache: "auto" takes the model's, which may be named, too; "fp8" takes half of 16 bits, plus
-            a scale per token, head, key and value.
-        allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
-        tensor_parallel_size: must be 1.
-        max_num_seqs: the most answers that run at once.
-        enforce_eager: run without CUDA graphs.
-        enable_prefix_caching: whether prompts that begin alike share what is cached.
-        deterministic: whether an answer's bits may not depend on what runs beside it (see `LLM`).
-        seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
-            order; None for random samples.
-        tokenizer: a folder with another tokenizer than the model's.
-        chat_template: a file with a chat template, or its text, in place of the model's.
-        download: whether a model that is named, and not in the Hugging Face Hub's cache on this machine, is downloaded.
-        generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
-            from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
-        approximate: what `rooftile calibrate` fitted to the model, as the file that it wrote or as the object: answers then read
-            only a share of the cached keys. None for exact attention.
-        weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
-            word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
-            the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
-            {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
+    `rooftile serve` and `generate` take them as flags.
 
     Raises:
         InvalidInput: a value makes no sense; the sentence says which one and what it must be.

@@ -88,7 +88,7 @@ class Compilation:
         self._threads.shutdown()
 
     def stop(self) -> None:
-        """Begins no further job, and waits for none: nobody needs the kernels."""
+        """Begins no further job, and waits for none: no request needs the kernels."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @torch.inference_mode()

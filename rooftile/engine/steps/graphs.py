@@ -12,7 +12,7 @@ from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
 from rooftile.engine.steps.scheduler import ScheduledTokens
 from rooftile.weights.hopper.early import weights_stay
 
-# numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than those of 256
+# numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than products of 256 rows
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256, 320, 384, 448, 512)
 
 # runs tokens, positions and slots, (3, rows), eagerly; returns logits and the next tokens

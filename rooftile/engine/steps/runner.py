@@ -41,7 +41,7 @@ class Result:
     tokens: Tensor
     tops: tuple[Tensor, ...] | None
     prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]]
-    """Logprobs of prompt tokens: for each work those of the tokens that follow the ones it has read."""
+    """Logprobs of prompt tokens: for each work the logprobs of the tokens that follow the ones it has read."""
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[tuple[Answer, int, Top | None]]:
@@ -123,7 +123,7 @@ class Runner:
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
             if bans:
                 rows, banned = self._send(torch.tensor(bans)).T
-                # a copy: logprobs are those of the model, with nothing banned
+                # a copy: logprobs come from the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
             tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, features)
         if plan.states_after:

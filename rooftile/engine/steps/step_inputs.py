@@ -35,7 +35,7 @@ class StepInputs(NamedTuple):
         Args:
             works: what the model reads.
             all_chunks: whether single tokens are chunks of one.
-            prompts_in_chunks: whether those of prompts are.
+            prompts_in_chunks: whether the tokens of prompts are.
         """
         ordered = in_reading_order(works, prompts_in_chunks=prompts_in_chunks)
         single = [work for work in ordered if is_single(work, prompts_in_chunks=prompts_in_chunks)]
@@ -82,7 +82,7 @@ class Chunks(NamedTuple):
 
 
 def is_single(work: ScheduledTokens, *, prompts_in_chunks: bool = False) -> bool:
-    """Whether work is a single token, read as those of decoding answers are; a prompt's may be a chunk of one instead."""
+    """Whether work is a single token, read as the tokens of decoding answers are; a prompt's may be a chunk of one instead."""
     return work.tokens == 1 and not (prompts_in_chunks and work.start < len(work.answer.request.prompt))
 
 

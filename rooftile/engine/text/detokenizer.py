@@ -1,7 +1,7 @@
 """Turns tokens into text, and finds the stop string that ends an answer.
 
-Without stop strings nobody needs the text of a token before somebody reads it: tokens are kept, and decoded together when text is
-read (`incremental_decoder.py`). With stop strings each token is decoded when it comes.
+Without stop strings the text of a token is not needed before a caller reads it: tokens are kept, and decoded together when text
+is read (`incremental_decoder.py`). With stop strings each token is decoded when it comes.
 
 The decoded text is then searched for the stop strings (`stops.py`). Text that may still become a stop string is held back, and
 all other text is released at once. A stop string that is spelt with a special token is searched in the text with all special
@@ -80,7 +80,7 @@ class Detokenizer:
         return self._released.take()
 
     def take_ids(self) -> list[int]:
-        """Returns the tokens that nobody has read, for a detokenizer elsewhere: this one forgets them."""
+        """Returns the tokens that are not read yet, for a detokenizer elsewhere: this one forgets them."""
         assert not self._stops, "stop strings are found in text"
         ids, self._kept = self._kept, []
         return ids

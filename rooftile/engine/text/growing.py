@@ -39,7 +39,7 @@ class GrowingText:
     def __init__(self) -> None:
         self._joined: list[str] = []
         self._pieces: list[str] = []
-        # pieces that `take` has not returned; None if nobody takes them
+        # pieces that `take` has not returned; None if no caller takes them
         self._fresh: list[str] | None = None
 
     def follow(self) -> None:

@@ -57,7 +57,7 @@ class IncrementalDecoder:
         self.begins: list[int] = []
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # None when its border has been read; text that nobody reads costs nothing
+        # None when its border has been read; text that is not read costs nothing
         self._prompt: Sequence[int] | None = prompt
         self._span, self._margin = (SPAN_CLEANED, HELD_CLEANED) if tokenizer.cleans_up else (SPAN, 0)
         self._window: list[int] = []

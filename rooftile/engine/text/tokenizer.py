@@ -152,7 +152,7 @@ class Tokenizer:
             raise InvalidInput(f"character {error.start} of a text is half of a surrogate pair; must be whole") from None
         if size > most_bytes:
             raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
-        # only a batch lets other threads go on while it is encoded; the fast kind keeps no offsets, which nobody reads
+        # only a batch lets other threads go on while it is encoded; the fast kind keeps no offsets, which are not read
         if size > LONG:
             ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
         else:

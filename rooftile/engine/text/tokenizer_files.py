@@ -59,7 +59,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Adds the tokens that the settings name to those of tokenizer.json, in Transformers' order, which decides their ids."""
+    """Adds the tokens that the settings name to the tokens of tokenizer.json, in Transformers' order, which decides their ids."""
     from tokenizers import AddedToken
 
     def made(token: Any, special: bool) -> Any:

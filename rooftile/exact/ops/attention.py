@@ -22,7 +22,17 @@ from rooftile.errors import Unsupported
 from rooftile.exact import dispatch
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.ops import transforms
-from rooftile.exact.spec import NO_OPTIONS, CallSettings, Grads, Options, Spec, decode, differentiable, option_names
+from rooftile.exact.spec import (
+    NO_OPTIONS,
+    BackwardInputs,
+    CallSettings,
+    Grads,
+    Options,
+    Spec,
+    decode,
+    differentiable,
+    option_names,
+)
 from rooftile.runtime.launch import BoundedCache
 from rooftile.runtime.operators import autocast_on, below_autograd, define, transformed, wants_grad, watched
 
@@ -140,7 +150,7 @@ class _PreparedCall:
         self.spec, self.backend, self.forward = spec, backend, forward
         self._backwards = BoundedCache(64)
 
-    def backward(self, do, dlse, q, k, v, o, lse, options: list[Tensor]) -> Callable[..., Grads] | None:
+    def backward(self, do, dlse, q, k, v, o, lse, options: list[Tensor]) -> Callable[[BackwardInputs], Grads] | None:
         """Returns the prepared backward for tensors with these strides, or None if there is none or a mode observes them."""
         if self.forward is None or torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options):
             return None
@@ -159,7 +169,7 @@ class _PreparedCall:
             prepare, problem = dispatch.prepare_backward_of(self.backend), decode(self.spec)
             ready = None
             if prepare is not None and problem.precision is None:
-                ready = prepare(do, dlse, q, k, v, o, lse, named_options(problem, options), problem)
+                ready = prepare(BackwardInputs(do, dlse, q, k, v, o, lse, named_options(problem, options)), problem)
             self._backwards[key] = ready
         return self._backwards[key]
 
@@ -186,7 +196,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
         # rounding has no gradient: attention in the inputs' dtype gives the gradient, which needs its own output and lse
         problem = replace(problem, precision=None)
         o, lse = dispatch.BACKENDS[backend].forward(q, k, v, named, problem)
-    grads = dispatch.backward_of(backend)(do, dlse, q, k, v, o, lse, named, problem)
+    grads = dispatch.backward_of(backend)(BackwardInputs(do, dlse, q, k, v, o, lse, named), problem)
     return [grad for grad in grads if grad is not None]
 
 
@@ -222,7 +232,8 @@ class _Attention(torch.autograd.Function):
         spec = decode(call.spec)
         ready = call.backward(do, dlse, q, k, v, o, lse, options)
         if ready is not None:
-            grads = ready(do, dlse, q, k, v, o, lse, named_options(spec, options) if options else NO_OPTIONS)
+            named = named_options(spec, options) if options else NO_OPTIONS
+            grads = ready(BackwardInputs(do, dlse, q, k, v, o, lse, named))
             found = [grad for grad in grads if grad is not None]
         else:
             seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options) or q.is_meta

@@ -77,7 +77,7 @@ def _check_fit(blocks: Blocks, q: Tensor, k: Tensor, options: Options) -> int:
     B, T, S = q.shape[0], q.shape[1], k.shape[1]
     due = -(-T // rows)
     if counts.shape[0] not in (1, B):
-        raise InvalidInput(f"blocks has lists for a batch of {counts.shape[0]}; must be 1 or {B}, that of q")
+        raise InvalidInput(f"blocks has lists for a batch of {counts.shape[0]}; must be 1 or {B}, the batch of q")
     if counts.shape[2] != due:
         raise InvalidInput(f"blocks has lists for {counts.shape[2]} blocks of queries; {T} queries in blocks of {rows} are {due}")
     return -(-S // keys)

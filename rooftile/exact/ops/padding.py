@@ -59,7 +59,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, padding: Tensor) -
         return False
     if q.is_nested or k.is_nested or v.is_nested:
         raise InvalidInput("key_padding_mask with nested tensors; has none: nested tensors have no padding")
-    due = f"a boolean tensor (B, S) = {tuple(k.shape[:2])}, True for keys that nobody sees"
+    due = f"a boolean tensor (B, S) = {tuple(k.shape[:2])}, True for keys that no query sees"
     if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != k.shape[:2]:
         raise InvalidInput(f"key_padding_mask is {shown(padding)}; must be {due}")
     if padding.device != k.device:

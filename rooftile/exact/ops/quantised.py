@@ -6,6 +6,8 @@ out (scales of tensors that stay native, the shift of smoothing, the signs of th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -101,28 +103,12 @@ def _in_columns(v: Tensor, cu: Tensor | None) -> tuple[int, ...]:
     return (1, v.shape[1], v.shape[2], _parts(v, "block", cu) * BLOCK)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, q_scales: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
-    shift: Tensor | None, signs: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, sinks: Tensor | None,
-    spec: str, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Takes the arguments in the order of the schema below."""
+    *tensors, cu_q, cu_k, sinks, spec, backend = arguments
     problem = decode(spec)
-    qkv = QuantisedQKV(
-        q,
-        k,
-        v,
-        q_scales,
-        k_scales,
-        v_scales,
-        shift,
-        signs,
-        problem.precision,
-        problem.dtype,
-        cu_q,
-        cu_k,
-        problem.v_order,
-    )
-    return dispatch.BACKENDS[backend].attend_quantised(qkv, Options(sinks=sinks), problem)
+    fields = (*tensors, problem.precision, problem.dtype, cu_q, cu_k, problem.v_order)
+    return dispatch.BACKENDS[backend].attend_quantised(QuantisedQKV(*fields), Options(sinks=sinks), problem)
 
 
 def _attend_fake(q: Tensor, *others) -> tuple[Tensor, Tensor]:

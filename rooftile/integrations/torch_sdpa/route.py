@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile.exact import dispatch
 from rooftile.exact.backends import eager, sdpa
 from rooftile.exact.masks import Mask
-from rooftile.exact.spec import DTYPE_NAMES, Options, Spec
+from rooftile.exact.spec import DTYPE_NAMES, BackwardInputs, Options, Spec
 from rooftile.runtime.devices import arch
 
 # these would run the stock kernel itself, or the O(T S) definition
@@ -60,7 +60,7 @@ def backward(do, q, k, v, o, lse, mask: Mask, scale: float | None, options: Opti
     plan = _plan(q, k, v, mask, scale, True, options)
     if isinstance(plan, str):
         return None
-    return dispatch.backward_of(plan[0].NAME)(do, None, q, k, v, o, lse.contiguous(), options, plan[1])[:3]
+    return dispatch.backward_of(plan[0].NAME)(BackwardInputs(do, None, q, k, v, o, lse.contiguous(), options), plan[1])[:3]
 
 
 def _plan(

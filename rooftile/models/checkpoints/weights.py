@@ -173,7 +173,7 @@ def _check(found: Mapping[str, StoredTensor], places: Mapping[str, Tensor]) -> N
         if found[name].shape() != tuple(place.shape)
     ]
     if wrong:
-        raise InvalidInput(f"the checkpoint's shapes are not those of its config.json: {listed(wrong)}")
+        raise InvalidInput(f"the checkpoint's shapes differ from its config.json: {listed(wrong)}")
     packed = [f"{stored.name} {stored.dtype()}" for stored in found.values() if stored.dtype() not in _PLAIN]
     if packed:
         raise InvalidInput(f"the checkpoint has {listed(packed)}; must be bfloat16, float16 or float32, not quantised")

@@ -162,7 +162,7 @@ class ModuleTarget:
                 return f"skip has {pattern!r}"
         for other, module in self._model.named_modules():
             if module is not layer and any(weight is layer.weight for weight in module.parameters(recurse=False)):
-                return f"its weight is also that of {other or 'the model'}"
+                return f"it shares its weight with {other or 'the model'}"
         return ""
 
 

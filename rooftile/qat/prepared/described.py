@@ -23,7 +23,7 @@ class Preparation:
         start_step: from which step of the optimiser on it is rounded.
         steps: of the optimiser that holds the weight.
         ignored: how many `rooftile.qat.off` are open.
-        kept: codes, with what tells whether they are still those of the weight.
+        kept: codes, with what tells whether they still belong to the weight.
         masking: of a 2:4 weight.
         warning: what the layers of a model share of the warning about a device without units for their format.
         learns: whether an optimiser holds the scales of "lsq".

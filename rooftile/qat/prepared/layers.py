@@ -80,7 +80,7 @@ class PreparedLinear(Prepared, nn.Linear):
     stores_codes = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
+        """x (..., in_features) to (..., out_features), in the dtype of x, or in autocast's dtype."""
         if not self.rounds:
             return nn.functional.linear(x, self.parameter, self.bias)
         return self.rounded_product(x, self.bias)
@@ -133,6 +133,6 @@ def restore_layer(layer: Prepared) -> None:
 
 
 def parameter_of(layer: nn.Module) -> Tensor:
-    """Returns the weight of a layer as it is trained, which a prepared one shows to nobody else."""
+    """Returns the weight of a layer as it is trained, which a prepared layer shows to no other caller."""
     found = layer._parameters.get("weight")
     return layer.weight if found is None else found  # type: ignore[return-value]

@@ -31,7 +31,7 @@ class Raised:
     flag: Tensor | None = None
 
 
-# those of compiled code, which does not know its layers
+# the flags of compiled code, which does not know its layers
 _SHARED: dict[torch.device, Raised] = {}
 # by the optimiser that reads them: flags on their way to the host, the event after which they are there, and whose they are
 _COPIES: WeakKeyDictionary[Any, list[tuple[Tensor, Any, list[Any]]]] = WeakKeyDictionary()

@@ -66,7 +66,7 @@ def _check_finite(w: Tensor, scales: Tensor) -> None:
 
 
 def gradients_of(dw: Tensor, w: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of w (N, K) and of its scales (N, K / group), from that of the rounded weight."""
+    """Returns the gradients of w (N, K) and of its scales (N, K / group), from the rounded weight's gradient."""
     least, most = RANGES[weight.format]
     steps = _steps(w, weight.scales, weight.group)
     codes = centred_codes(weight.parts, weight.format, weight.shape[1], weight.group, torch.float32)

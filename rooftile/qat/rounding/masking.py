@@ -41,7 +41,7 @@ class Masking:
         """Whether the mask has to be chosen anew.
 
         is_counted: whether an optimiser whose steps are counted is all that changes the weight. Else a copy into `weight.data`,
-            such as that of an average of weights, may have changed it without a sign.
+            such as a copy of averaged weights, may have changed it without a sign.
         """
         recipe = self.recipe
         if steps and recipe.freeze_from is not None and steps >= recipe.freeze_from:

@@ -12,14 +12,14 @@ from rooftile.numerics.block_floating import Rule
 from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_from
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.learned import gradients_of
-from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
+from rooftile.runtime.operators import below_autograd, define, watched
 from rooftile.weights import dequantise
 
 
 def numbers(
     w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: Tensor | None = None, in_training: bool = False
 ) -> Tensor:  # fmt: skip
-    """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales; the rest is as in
+    """Returns the rounded w (N, K) in its dtype, with its gradient and the gradient of learned scales; the rest is as in
     `rooftile.qat.rounding.product.linear`."""
     if torch.compiler.is_compiling():
         found: Tensor = weight_rounded(w, scales, *rounding, in_training)
@@ -97,18 +97,14 @@ class _Numbers(torch.autograd.Function):
         return dw, None if scales is None else dscales, None, None, None
 
 
-def _autograd(w: Tensor, scales: Tensor | None, *options: Any) -> Tensor:
-    if wants_grad(w, scales):
-        *rounding, in_training = options
-        found: Tensor = _Numbers.apply(w, scales, Rounding(*rounding), None, in_training)
-        return found
-    with below_autograd():
-        return weight_rounded(w, scales, *options)
+def _autograd(w: Tensor, scales: Tensor | None, *options: Any) -> Any:
+    *rounding, in_training = options
+    return _Numbers.apply(w, scales, Rounding(*rounding), None, in_training)
 
 
 weight_rounded = define(
     "weight_rounded(Tensor w, Tensor? scales, str format, int? group, str estimator, str? activations, str rule, "
-    "bool in_training) -> Tensor", run, _fake, _autograd,
+    "bool in_training) -> Tensor", run, _fake, _autograd, has_gradient=(0, 1),
 )  # fmt: skip
 weight_rounded_backward = define(
     "weight_rounded_backward(Tensor dw, Tensor w, Tensor? scales, str format, int? group, str estimator, str? activations, "

@@ -26,7 +26,7 @@ from rooftile.qat.rounding.codes import Held, Rounding, Taken, clipped, taken_fr
 from rooftile.qat.rounding.finite import flag_for
 from rooftile.qat.rounding.learned import gradients_of
 from rooftile.qat.rounding.slow import COMPILED, backend_for, warn_if_slow
-from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
+from rooftile.runtime.operators import below_autograd, define, watched
 from rooftile.weights import QuantisedWeight, dequantise, multiply, weight_format
 
 ESTIMATORS = ("straight", "clip", "lsq")
@@ -169,18 +169,14 @@ class _Rounded(torch.autograd.Function):
         return _Rounded.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
-def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *options: Any) -> Tensor:
-    if wants_grad(x, w, bias, scales):
-        *rounding, in_training = options
-        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None, in_training)
-        return found
-    with below_autograd():
-        return linear_rounded(x, w, bias, scales, *options)
+def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *options: Any) -> Any:
+    *rounding, in_training = options
+    return _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None, in_training)
 
 
 linear_rounded = define(
     "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations, "
-    "str rule, bool in_training) -> Tensor", run, _fake, _autograd,
+    "str rule, bool in_training) -> Tensor", run, _fake, _autograd, has_gradient=(0, 1, 2, 3),
 )  # fmt: skip
 linear_rounded_backward = define(
     "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, Tensor? scales, str format, int? group, str estimator, "

@@ -1,7 +1,7 @@
 """Formats that a device has no matrix units for: they are trained by the definition, and a warning says so once.
 
 A served product in such a format is refused (`rooftile.weights.dispatch`), because a server has another choice. Training for
-another machine has none: the numbers must be those of the format.
+another machine has none: the numbers must be the format's.
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def warn_if_slow(format: str, device: torch.device, warning: SlowFormatWarning) 
     warnings.warn(
         f"layers are prepared for {format}, and {name} has no FP8 units: their forward is computed by the definition, as a "
         "product of codes in fp32, so it takes at least as long as a layer in fp32 and the rounding of its weight and inputs; "
-        "the result is that of a device with FP8",
+        "the result equals a device's with FP8",
         stacklevel=2,
     )

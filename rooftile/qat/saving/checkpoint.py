@@ -92,7 +92,7 @@ def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None
         text = json.dumps(settings | _section(model, named, layers, layout), indent=2)
         (folder / "config.json").write_text(text, encoding="utf-8")
     if is_sharded:
-        # nobody reads the folder before it is written
+        # no reader sees the folder before it is written
         distributed.barrier()
 
 
@@ -140,7 +140,7 @@ def _check_layout(layers: Sequence[tuple[str, Rounded]], layout: str) -> None:
 def _stored(
     named: Mapping[str, Tensor], layers: Sequence[tuple[str, Rounded]], layout: str
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yields the tensors of a checkpoint: those of prepared layers as they are served, all else as it is."""
+    """Yields the tensors of a checkpoint: tensors of prepared layers as they are served, all else as it is."""
     found = {id(layer.parameter): layer for _, layer in layers}
     learned = {id(layer.scales) for _, layer in layers}
     for name, x in named.items():
@@ -205,7 +205,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise InvalidInput(
-            f"{type(model).__name__} has no configuration of Transformers, so nobody could read its checkpoint; convert it, and "
+            f"{type(model).__name__} has no configuration of Transformers, so no program reads its checkpoint; convert it, and "
             "save its state dict"
         )
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}

@@ -145,7 +145,7 @@ class _Call:
         return part
 
     def scan(self, part: Tensor, first: RunningSums, length: int, reverse: bool) -> tuple[tuple[Tensor, Tensor], RunningSums]:
-        """S and z as a chunk reads them, its own or those of the whole sequence; and the last state."""
+        """S and z as a chunk reads them, its own or the whole sequence's; and the last state."""
         s, z, largest = (x.contiguous() for x in first)
         last = RunningSums(torch.empty_like(s), torch.empty_like(z), torch.empty_like(largest))
         # their products round S to bf16 in any case

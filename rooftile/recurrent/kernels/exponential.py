@@ -8,7 +8,7 @@ until token i in its chunk, M_i, and G, the largest before the chunk (-inf if th
     scan        G' = max(G, peak);  S' = exp(G - G') S + exp(peak - G') P
     outputs     A_ij = exp(m_j - M_i) f_i . f_j for j <= i;  O = (exp(G - M_i) f_i S + A V) / den      M_i: not below G
 
-Here f_i is exp(W x_i - top_i), which is at most 1, as every other factor is. They are computed from tiles of x and W, so many columns
+Here f_i is exp(W x_i - top_i), which is at most 1, as every other factor is. They are computed from tiles of x and W, a few columns
 of the state at a time, and not written to memory. A row of A and its factors know nothing of later keys.
 
 A key with a NaN has m_j = inf and f_j = 0: its factors are inf - inf, NaN, in all rows from its own on, and 0 before.

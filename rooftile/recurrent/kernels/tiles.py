@@ -1,6 +1,6 @@
 """Parts that the kernels of the recurrence share: the segment of a program, the features of a tile, and what is lost in one.
 
-A sequence is cut into segments of SEGMENT tokens, which are walked in chunks of BLOCK. Segments have slots: those of a dense batch
+A sequence is cut into segments of SEGMENT tokens, which are walked in chunks of BLOCK. Segments have slots: the segments of a dense batch
 stand side by side; sequence b of a packed one owns the slots from cu[b] // SEGMENT + b on, which is never fewer than it has.
 """
 

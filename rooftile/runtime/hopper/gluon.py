@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 try:
-    from triton.experimental.gluon import aggregate
+    from triton.experimental.gluon import aggregate as _aggregate
 except ImportError:  # before 3.7
-    from triton.language.core import _aggregate as aggregate
+    from triton.language.core import _aggregate
 
 __all__ = [
     "TensorDescriptor",
@@ -48,6 +48,26 @@ __all__ = [
 tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 tma_store_wait = tma.store_wait
+
+
+def aggregate(cls):
+    """Gluon's aggregate: a class without an `__init__` takes its fields in their order, which Gluon itself has from 3.9 on."""
+    if "__init__" not in vars(cls):
+        cls.__init__ = _init_of(cls.__annotations__)
+    return _aggregate(cls)
+
+
+def _init_of(kinds):
+    # constexprs are in the key under which a kernel is kept, so that other fields compile it anew
+    NAMES = gl.constexpr(tuple(kinds))
+    CONSTANTS = gl.constexpr(tuple(name for name, kind in kinds.items() if kind is gl.constexpr))
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(NAMES.value, values, strict=True):
+            setattr(self, name, gl.constexpr(value) if name in CONSTANTS.value else value)
+
+    return __init__
 
 
 @builtin

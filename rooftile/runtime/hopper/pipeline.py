@@ -6,7 +6,7 @@ time around. A barrier starts in phase 0, so the first wait on `empty`, for the 
 """
 
 from rooftile.runtime.hopper import ptx
-from rooftile.runtime.hopper.gluon import aggregate, gl, gluon, mbarrier
+from rooftile.runtime.hopper.gluon import aggregate, barrier, gl, gluon, mbarrier, tma_store_wait
 
 
 @aggregate
@@ -17,13 +17,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages):
-        self.buffers = buffers
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def buffer(self, fill):
@@ -90,3 +83,10 @@ def hide_from_ptxas(x):
     garbage.
     """
     return gl.inline_asm_elementwise(ptx.COPY, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_store():
+    """Until the staged rows are on their way: one thread asked for the copy, and all of them are to write there next."""
+    tma_store_wait(0)
+    barrier()

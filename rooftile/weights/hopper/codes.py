@@ -49,7 +49,7 @@ def _finish(
     if has_it:
         y = acc.to(gl.float32)
         if FORMAT != "fp8_tile":
-            y = with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to)
+            y = with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to.N, to)
         write(y, n_0, m_0, to)
 
 

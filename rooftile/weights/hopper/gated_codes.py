@@ -11,19 +11,10 @@ from rooftile.numerics.row_kernels import given_codes
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.weights.hopper.codes import added
-from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, whole_pair, with_bias
+from rooftile.weights.hopper.schedule import ROWS, STEP, TiledProduct, load, whole_pair, with_bias, with_scales
 from rooftile.weights.hopper.widened import gated_pair
 
 LARGEST = gl.constexpr(448.0)
-
-
-@gluon.jit
-def _scaled(acc, n_0, m, x_scales_ptr, w_scales_ptr, end, to: TiledProduct):
-    """Sums (64, COLUMNS) times the scales of their rows of x and of the weight, which has `end`, plus the bias."""
-    n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-    y = acc * gl.expand_dims(gl.load(x_scales_ptr + m, mask=m < to.M, other=0.0), 0)
-    y = y * gl.expand_dims(gl.load(w_scales_ptr + n, mask=n < end, other=0.0).to(gl.float32), 1)
-    return with_bias(y, n_0, end, to)
 
 
 @gluon.jit
@@ -74,8 +65,10 @@ def _multiply(
             gate, up, has_it = whole_pair(gate, up, run, tile_m, BLOCK, to)
             if has_it:
                 m = m_0 + column
-                gate = _scaled(gate, n_0, m, x_scales_ptr, w_scales_ptr, end, to)
-                up = _scaled(up, n_0 + to.N, m, x_scales_ptr, w_scales_ptr, end, to)
+                gate = with_scales(gate, n_0, m_0, x_scales_ptr, w_scales_ptr, end, to)
+                gate = with_bias(gate, n_0, end, to)
+                up = with_scales(up, n_0 + to.N, m_0, x_scales_ptr, w_scales_ptr, end, to)
+                up = with_bias(up, n_0 + to.N, end, to)
                 given = gl.load(given_ptr)
                 _put_codes(gated_pair(gate, up, DTYPE, GATE).to(DTYPE), given, n_0, m_0, to)
                 # one program has the first rows of the weight

@@ -3,7 +3,7 @@
 Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, so tiles
 are small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow where there
 are enough of them. The choice between two tiles, and the number of programs, follow from the steps that a program takes and from
-what a shared tile costs; the constants were fitted to measurements of `rooftile_lab/programs/products.py` on an H100.
+what a shared tile costs; the constants were fitted to measurements of `rooftile bench tiles` on an H100.
 
 Under `deterministic` the tile's rows of the weight and the programs are as for one row of x, so that the split of K follows
 from N and K.
@@ -96,7 +96,7 @@ def orders_itself(M: int, N: int, K: int, processors: int, in_many_steps: int = 
     """Whether a warpgroup orders M rows of x for itself: else a kernel does it before the product.
 
     Each warpgroup does it again in each step, so the kernel pays where a program has many steps;
-    `rooftile_lab/programs/products.py` times both.
+    `rooftile bench tiles` times both.
 
     Args:
         N, K: of the weight, all of its rows.

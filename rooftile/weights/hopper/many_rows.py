@@ -40,12 +40,6 @@ class Grid:
     columns: gl.tensor
     steps: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, rows, columns, steps):
-        self.rows = rows
-        self.columns = columns
-        self.steps = steps
-
     @gluon.jit
     def place(self, tile):
         """The first row of x and of the weight of a tile."""

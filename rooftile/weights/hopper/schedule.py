@@ -133,14 +133,6 @@ class Run:
     first: gl.tensor  # the first step over K, and one past the last
     stop: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, tile, tile_n, tile_m, first, stop):
-        self.tile = tile
-        self.tile_n = tile_n
-        self.tile_m = tile_m
-        self.first = first
-        self.stop = stop
-
 
 @gluon.jit
 def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: TiledProduct, more_desc, more):
@@ -313,13 +305,13 @@ def write(y, n_0, m_0, to: TiledProduct):
 
 
 @gluon.jit
-def with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to: TiledProduct):
-    """Sums (64, COLUMNS) times the scales of their rows of x and of the weight."""
+def with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, end, to: TiledProduct):
+    """Sums (64, COLUMNS) times the scales of their rows of x and of the weight, which has rows up to `end`."""
     of_y: gl.constexpr = y.type.layout
     m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(0, of_y))
     n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, of_y))
     y = y * gl.expand_dims(gl.load(x_scales_ptr + m, mask=m < to.M, other=0.0), 0)
-    return y * gl.expand_dims(gl.load(w_scales_ptr + n, mask=n < to.N, other=0.0).to(gl.float32), 1)
+    return y * gl.expand_dims(gl.load(w_scales_ptr + n, mask=n < end, other=0.0).to(gl.float32), 1)
 
 
 @gluon.jit

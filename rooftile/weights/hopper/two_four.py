@@ -66,7 +66,7 @@ def _finish(acc, run, tile_m, block, n_0, x_scales_ptr, w_scales_ptr, to: TiledP
     y, has_it = whole_sum(acc, run, tile_m, block, to)
     if has_it:
         if SCALED:
-            y = with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to)
+            y = with_scales(y, n_0, m_0, x_scales_ptr, w_scales_ptr, to.N, to)
         write(y, n_0, m_0, to)
 
 

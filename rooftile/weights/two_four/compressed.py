@@ -140,7 +140,7 @@ def _check_mask(mask: Tensor) -> None:
         row, group = (int(n) for n in wrong.nonzero()[0])
         count = int(mask[row, 4 * group : 4 * group + 4].sum())
         raise InvalidInput(
-            f"mask keeps {count} of columns {4 * group} to {4 * group + 3} in row {row}; must keep two: take that of two_four"
+            f"mask keeps {count} of columns {4 * group} to {4 * group + 3} in row {row}; must keep two: take the mask of two_four"
         )
 
 

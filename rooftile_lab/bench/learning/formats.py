@@ -97,12 +97,11 @@ def learn_formats(
 ) -> list[Learned]:  # fmt: skip
     """Trains the models of one seed."""
     torch.manual_seed(seed)
-    sizes = {"hidden": plan.hidden, "heads": plan.heads, "layers": plan.layers, "ffn": plan.ffn, "max_len": plan.length}
-    base = TrainableDecoder(BYTES, **sizes).to(device)  # type: ignore[arg-type]
+    base = decoder_of(plan, plan.length, device)
     say(f"seed {seed}: {plan.steps} steps in full precision")
-    _train(base, plan.steps, plan.rate, plan, text, seed, device)
+    take_steps(base, plan.steps, plan.rate, plan, text, seed, device)
     continued = copy.deepcopy(base)
-    _train(continued, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
+    take_steps(continued, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
     full = _tested(continued, plan, text, device)
     found = []
     for recipe in recipes:
@@ -110,17 +109,29 @@ def learn_formats(
         qat.restore(continued)
         say(f"seed {seed}, {recipe}: {plan.further_steps} steps with rounded or masked weights")
         model = recipe.prepare(copy.deepcopy(base))
-        _train(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
+        take_steps(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
         trained = _tested(model, plan, text, device)
         found.append(Learned(recipe=recipe, seed=seed, continued=full, rounded=rounded, trained=trained))
     return found
 
 
-def _train(
-    model: TrainableDecoder, steps: int, rate: float, plan: Plan, text: English, seed: int, device: torch.device
+def decoder_of(plan: Plan, max_len: int, device: torch.device) -> TrainableDecoder:
+    """Returns a decoder of bytes with random weights."""
+    model = TrainableDecoder(
+        BYTES, hidden=plan.hidden, heads=plan.heads, layers=plan.layers, ffn=plan.ffn, max_len=max_len
+    )  # fmt: skip
+    return model.to(device)
+
+
+def take_steps(
+    model: TrainableDecoder, steps: int, rate: float, plan: Plan, text: English, seed: int, device: torch.device,
+    after: Callable[[int], None] = lambda steps: None,
 ) -> None:  # fmt: skip
+    """Trains a model on batches that follow from the seed; raises ArithmeticError if its loss is not finite."""
     generator = torch.Generator(device).manual_seed(seed)
-    trained = train(model, lambda: text.draw(plan.batch, plan.length, generator), steps=steps, rate=rate, device=device)
+    trained = train(
+        model, lambda: text.draw(plan.batch, plan.length, generator), steps=steps, rate=rate, device=device, after=after
+    )
     if not trained.is_finite:
         raise ArithmeticError(f"the loss is not finite at the learning rate {rate}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,18 +38,6 @@ class Trained:
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """The precision of the study: bf16 on a GPU, fp32 on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """One core, where the device is a CPU: beside other programs, threads of products so small mostly wait for each other."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def train(

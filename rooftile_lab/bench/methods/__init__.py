@@ -7,6 +7,5 @@ table          the ways by name
 peers          other libraries that compute the same
 check          errors against the definition, before anything is timed
 crossover      the length from which a method is faster
-page           the text about crossovers in the docs
 losses         what a method loses on Gaussian tensors, on a needle, and on a user's own
 """

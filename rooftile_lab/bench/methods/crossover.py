@@ -19,10 +19,11 @@ from rooftile.cost.session import Session
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
 from rooftile_lab.bench.methods.table import WAYS, WHOLE, sizes_of
-from rooftile_lab.bench.methods.way import Way, drawn_for, exact_roof, roof_of, step
+from rooftile_lab.bench.methods.way import Way, drawn_for, exact_roof, roof_of
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import step
 
 SHORTEST = 256
 LIMITS = {"cuda": 65_536, "cpu": 16_384}

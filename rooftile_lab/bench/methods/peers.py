@@ -16,6 +16,7 @@ from rooftile_lab.bench.methods.check import Run
 from rooftile_lab.bench.methods.native_sparse import Selected
 from rooftile_lab.bench.methods.way import Tensors, Way
 from rooftile_lab.bench.methods.ways import Linear, SparseTransformer
+from rooftile_lab.bench.works import compiled_flex
 
 # peers that compute something else, so that no check could pass
 OTHERS = {
@@ -119,13 +120,10 @@ def _fla_selected(way: Way) -> Run:
 
 def _flex(way: Way) -> Run:
     """FlexAttention, compiled, with the same set; its block mask is made once per length."""
-    from torch._dynamo import config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
     assert isinstance(way, SparseTransformer)
-    # the backward is timed alone, again and again on one graph, which donated buffers forbid
-    torch._functorch.config.donated_buffer = False
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    flex = compiled_flex()
     stride, summary = way.stride, 8
     masks: dict[int, Any] = {}
 
@@ -141,10 +139,7 @@ def _flex(way: Way) -> Run:
         if N not in masks:
             sees = strided if way.pattern == "strided" else fixed
             masks[N] = create_block_mask(sees, None, None, N, N, device=q.device, _compile=True)
-        # a compilation per length, of which Dynamo has 8 by default
-        with config.patch({"recompile_limit": 1000}):
-            o: Tensor = compiled(q, k, v, block_mask=masks[N])
-        return o.transpose(1, 2)
+        return flex(q, k, v, block_mask=masks[N]).transpose(1, 2)
 
     return run
 

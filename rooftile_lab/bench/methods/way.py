@@ -15,8 +15,8 @@ from rooftile.cost import Roof, roof
 from rooftile.cost.approximate import Cost
 from rooftile.exact.cases import Case
 from rooftile.exact.masks import CAUSAL, Mask
-from rooftile.exact.spec import DTYPES
 from rooftile.hardware.ceilings import Ceilings
+from rooftile_lab.bench.works import floor_of
 
 
 class Sizes(NamedTuple):
@@ -120,11 +120,7 @@ def double(x: Any) -> Any:
 
 def roof_of(cost: Cost, machine: Ceilings, dtype: str) -> Roof:
     """The least time of a cost on a machine."""
-    rates = machine.rates(dtype)
-    return Roof(
-        flops=cost.flops, bytes_moved=cost.bytes_moved, compute_us=cost.flops / rates.flops_per_s * 1e6,
-        memory_us=cost.bytes_moved / rates.bytes_per_s * 1e6,
-    )  # fmt: skip
+    return floor_of(cost.flops, cost.bytes_moved, machine, dtype)
 
 
 def exact_roof(way: Way, sizes: Sizes, phase: str, machine: Ceilings, dtype: str) -> Roof:
@@ -134,30 +130,3 @@ def exact_roof(way: Way, sizes: Sizes, phase: str, machine: Ceilings, dtype: str
         name="exact", tags=frozenset(), B=B, T=1 if phase == "decode" else N, S=N, H=H, Hk=Hk, dim=D, dtype=dtype, mask=way.mask
     )  # fmt: skip
     return roof(case.problem(needs_grad=phase == "bwd"), machine, "bwd" if phase == "bwd" else "fwd")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a case."""
-    return next(name for name, each in DTYPES.items() if each == dtype)
-
-
-def step(forward: Callable[..., Tensor], leaves: tuple[Tensor, ...], phase: str, do: Tensor | None = None) -> Callable[[], Any]:
-    """A work for a clock: a forward without gradients, or the backward alone on a graph that is kept.
-
-    Args:
-        forward: a function of the leaves.
-        leaves: the tensors that get gradients.
-        phase: "bwd", or any other for a forward.
-        do: the gradient of the output; random if None.
-    """
-    if phase != "bwd":
-
-        def alone() -> Tensor:
-            with torch.no_grad():
-                return forward(*leaves)
-
-        return alone
-    wanted = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-    o = forward(*wanted)
-    grad = torch.randn_like(o) if do is None else do.to(o.dtype)
-    return lambda: torch.autograd.grad(o, wanted, grad, retain_graph=True)

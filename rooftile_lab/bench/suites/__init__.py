@@ -4,9 +4,12 @@ A suite's module has
 
     GPU, CPU                         the cases that a GPU runs, and a CPU; () where it cannot
     QUICK                            the cases of a short run on a GPU
-    measure(session, names, say)     a Row for each contestant, case and phase, as soon as it is there
+    ASKED                            cases that run only when they are named; a module may go without
+    measure(session, names, say)     a Row for each contestant, case and phase, as soon as it is there; some take more arguments,
+                                     which are options of their command
 
-`attention` and `serving` have options of their own, and are commands in `rooftile_lab.cli`.
+A benchmark whose cases are its options is no suite: `attention`, `serving`, `engine` and the benchmarks of single kernels
+(`tiles`, `cusparselt`, `native-sparse`) are commands in `rooftile_lab.cli`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rooftile.errors import InvalidInput, Unsupported
 
@@ -33,16 +36,17 @@ class Module(Protocol):
     CPU: Sequence[str]
     QUICK: Sequence[str]
 
-    def measure(self, session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
+    def measure(self, session: Session, names: Sequence[str], say: Progress, **options: Any) -> Iterator[Row]:
         """The rows of the named cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A suite's name and a sentence on what it measures."""
+    """A suite's name and a sentence on what it measures; with `refresh` each run measures the ceilings anew."""
 
     name: str
     help: str
+    refresh: bool = False
 
     def load(self) -> Module:
         """The suite's module, imported only now: some need a kernel language or Transformers."""
@@ -61,7 +65,7 @@ class Suite:
             Unsupported: there is nothing to run on such a device.
         """
         module = self.load()
-        known = list(dict.fromkeys((*module.GPU, *module.CPU)))
+        known = list(dict.fromkeys((*module.GPU, *module.CPU, *getattr(module, "ASKED", ()))))
         for name in names:
             if not any(fnmatch(case, name) for case in known):
                 raise InvalidInput(f"bench {self.name} has no case {name!r}; has {', '.join(known)}")
@@ -103,6 +107,11 @@ SUITES = {
         Suite("prepared", "Training steps of a Llama prepared for a format beside 16 bits and torchao's."),
         Suite("quality", "Nats per byte that a small Llama loses by the format of its weights."),
         Suite("qat", "What rounding costs a small Llama in each format, and what training for the format wins back."),
+        Suite("plans", "Predictions of plans for models and decoders beside measurements."),
+        Suite("diagnosis", "Predictions of a diagnosis beside measurements: remedies in programs, bytes of operators."),
+        Suite("server", "A server beside its engine alone."),
+        Suite("ladder", "The forward, from standard attention to the Hopper kernel, one technique at a time.", refresh=True),
+        Suite("ladder-counters", "The chip's counters for each rung of the ladder, by Nsight Compute."),
         Suite("recall", "Small decoders trained with each approximate method: recall, loss on English, and a needle."),
     )
 }

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rooftile.cost import Roof
@@ -28,10 +27,11 @@ from rooftile.hardware.clock import Clock, Work, clock_for
 from rooftile_lab.bench.methods.check import Check, Run
 from rooftile_lab.bench.methods.peers import OTHERS, peers_of
 from rooftile_lab.bench.methods.table import WAYS, sizes_of
-from rooftile_lab.bench.methods.way import Sizes, Way, drawn_for, exact_roof, roof_of, step
+from rooftile_lab.bench.methods.way import Sizes, Way, drawn_for, exact_roof, roof_of
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import step, tidy, words_of_error
 
 ROUNDS = 4
 _LENGTHS = ("2k", "8k", "16k", "64k")
@@ -72,9 +72,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         say(name)
         for phase in way.phases:
             yield from _phase(session, clock, name, way, sizes, phase, checks[way.name])
-        if session.device.type == "cuda":
-            # the next case asks for tensors of other sizes
-            torch.cuda.empty_cache()
+        tidy(session.device)
 
 
 def parsed(name: str, kind: str) -> tuple[Way, Sizes]:
@@ -98,8 +96,7 @@ def _phase(session: Session, clock: Clock, name: str, way: Way, sizes: Sizes, ph
             replace(row, **it.facts[backend]), of_exact_ratio=us["exact"] / us[backend], counted_flops=roof.flops,
             compulsory_bytes=roof.bytes_moved,
         )  # fmt: skip
-    for backend, reason in it.reasons.items():
-        yield timed_row(session, [], backend=backend, reason=reason, **named)
+    yield from refused(session, it.reasons, **named)
 
 
 def contestants(session: Session, clock: Clock, way: Way, sizes: Sizes, phase: str, check: Check) -> _Contest:
@@ -132,7 +129,7 @@ def contestants(session: Session, clock: Clock, way: Way, sizes: Sizes, phase: s
             # a peer is another's program, and a table should not end at the first that fails; ours must not
             if name == "rooftile":
                 raise
-            complaint = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            complaint = f"failed: {words_of_error(error, 300)}"
         if complaint is not None:
             it.reasons[name] = complaint
     roof = exact_roof(way, sizes, phase, session.ceilings, session.dtype)

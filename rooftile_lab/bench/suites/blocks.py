@@ -27,6 +27,7 @@ from rooftile.hardware.clock import Work, clock_for
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import compiled_flex, step
 
 LENGTHS = {"32k": 32_768, "8k": 8192, "512": 512}
 GPU = (
@@ -130,27 +131,14 @@ def contestants(it: Problem, phase: str, device: torch.device) -> dict[str, Work
     }
     if device.type == "cuda" and min(it.blocks.block_size) >= FLEX_LEAST:
         forwards["flex"] = _flex(it)
-    leaves = [x.requires_grad_(phase == "bwd") for x in (it.q, it.k, it.v)]
-    works: dict[str, Work] = {}
-    for name, forward in forwards.items():
-        if phase == "fwd":
-            works[name] = partial(forward, *leaves)
-        else:
-            o = forward(*leaves)
-            do = torch.randn_like(o)
-            works[name] = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
-    return works
+    return {name: step(forward, (it.q, it.k, it.v), phase) for name, forward in forwards.items()}
 
 
 def _flex(it: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """FlexAttention, compiled, with the same lists."""
-    from torch._functorch import config
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask
 
-    # the backward is timed alone, again and again on one graph, which donated buffers forbid
-    config.donated_buffer = False
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    blocks = it.blocks
+    flex, blocks = compiled_flex(), it.blocks
     if it.block_mask is not None:
         lists = it.block_mask
     elif it.mask == CAUSAL:
@@ -163,7 +151,6 @@ def _flex(it: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         lists = BlockMask.from_kv_blocks(none, blocks.indices, blocks.counts, blocks.indices, BLOCK_SIZE=blocks.block_size)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=lists)
-        return o.transpose(1, 2)
+        return flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=lists).transpose(1, 2)
 
     return forward

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
+from torch import Tensor
 
 import rooftile as rt
 from rooftile.cost import roof
@@ -18,6 +18,7 @@ from rooftile.hardware.clock import Work, clock_for
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures
 from rooftile_lab.bench.run import Progress, words_of
+from rooftile_lab.bench.works import step
 
 GPU = tuple(f"d{dim}-{mask}-{length}" for dim in (64, 128) for mask in ("full", "causal") for length in ("512", "2k", "8k"))
 CPU = ("cpu-causal-512",)
@@ -43,8 +44,9 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
 
 def backward(session: Session, case: Case, deterministic: bool) -> Work:
     """The backward alone, on a kept graph."""
-    inputs = case.inputs(session.device, requires_grad=True)
-    q, k, v = inputs.tensors
-    o = rt.attention(q, k, v, inputs.mask, deterministic=deterministic, **inputs.options)
-    do = torch.randn_like(o)
-    return lambda: torch.autograd.grad(o, inputs.tensors, do, retain_graph=True)
+    inputs = case.inputs(session.device)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rt.attention(q, k, v, inputs.mask, deterministic=deterministic, **inputs.options)
+
+    return step(forward, inputs.tensors, "bwd")

@@ -31,12 +31,13 @@ from rooftile.errors import InvalidInput
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures
-from rooftile_lab.bench.models import MODELS, decoder_named, formats_of
+from rooftile_lab.bench.models import check_llama, decoder_named, formats_of
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
-from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of, tidy
+from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of
 from rooftile_lab.bench.workloads import Workload, named
+from rooftile_lab.bench.works import tidy, words_of_error
 
 PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "peers")
 RUNS = 2
@@ -59,9 +60,7 @@ class EngineOptions:
         for part in self.parts:
             if part not in PARTS:
                 raise InvalidInput(f"bench engine has no case {part!r}; has {', '.join(PARTS)}")
-        models = [name for name, config in MODELS.items() if config.family == "llama"]
-        if self.model not in models:
-            raise InvalidInput(f"model is {self.model!r}; bench engine has {', '.join(models)}")
+        check_llama("engine", self.model)
 
 
 def measure(asked: EngineOptions, session: Session, say: Progress | None = None) -> Iterator[Row]:
@@ -226,7 +225,7 @@ class _Run:
         except Exception as error:
             # another program: what it raises is the row's reason, and its traceback goes to stderr
             traceback.print_exc()
-            return self.row(name, [], backend=backend, phase="serve", reason=f"failed: {type(error).__name__}: {error}")
+            return self.row(name, [], backend=backend, phase="serve", reason=f"failed: {words_of_error(error, 600)}")
         if not found.output_tok_s:
             return self.row(name, [], backend=backend, phase="serve", reason=found.reason)
         measures = {

@@ -24,7 +24,7 @@ from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import Work, clock_for
 from rooftile_lab.bench.fused_peers import Call, compiled, many, named, refusal
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile_lab.bench.rows import beside_peers, contest, refused
 from rooftile_lab.bench.run import Progress
 
 # 128 MiB in bf16, in rows of 1k to 64k, and the rows of a decode step
@@ -163,17 +163,8 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
             works = {who: _work(call, leaves, rest, phase) for who, call in calls.items() if not why[who]}
             named_: dict[str, Any] = {"suite": "fused", "case": name, "phase": phase}
             found = contest(session, works, clock, roofs=memory_roof(moved, session.ceilings, session.dtype), **named_)
-            yield from _compared(found)
-            for who, reason in why.items():
-                if reason:
-                    yield timed_row(session, [], backend=who, reason=f"refused: {reason}", dtype=session.dtype, **named_)
-
-
-def _compared(found: dict[str, Row]) -> Iterator[Row]:
-    us = times_of(found)
-    others = [time for who, time in us.items() if who != "rooftile"]
-    for who, row in found.items():
-        yield with_measures(row, of_fastest_peer_ratio=min(others) / us[who]) if who == "rooftile" and others else row
+            yield from beside_peers(found).values()
+            yield from refused(session, why, before="refused: ", dtype=session.dtype, **named_)
 
 
 def _random(shape: tuple[int, ...], session: Session) -> Tensor:
@@ -213,7 +204,7 @@ def _quantised(session: Session, name: str, rows: int, size: int) -> Iterator[Ro
     named_: dict[str, Any] = {"suite": "fused", "case": name, "phase": "fwd"}
     if not float(error) <= 0.05:
         reason = f"failed: its error is {float(error):.1%} of what is due"
-        yield timed_row(session, [], backend="rooftile", reason=reason, dtype=session.dtype, **named_)
+        yield from refused(session, {"rooftile": reason}, dtype=session.dtype, **named_)
         return
     works: dict[str, Work] = {"rooftile": together, "torch": apart}
     # codes are written, of one byte each, and the rest of the bytes is in 16 or 32 bits
@@ -221,4 +212,4 @@ def _quantised(session: Session, name: str, rows: int, size: int) -> Iterator[Ro
     written = int(operation.written[0]) - 1
     moved = Traffic(read * width * rows * size, (written * width + 1) * rows * size + 4 * rows)
     roofs = memory_roof(moved, session.ceilings, session.dtype)
-    yield from _compared(contest(session, works, clock_for(session.device, 12.0), roofs=roofs, **named_))
+    yield from beside_peers(contest(session, works, clock_for(session.device, 12.0), roofs=roofs, **named_)).values()

@@ -12,9 +12,7 @@ that is not timed says why. `of_bf16_ratio` is a time over 16 bits'.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,14 +23,15 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
-from rooftile.hardware.clock import ReplayClock, Work, clock_for
+from rooftile.hardware.clock import Work
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights import dispatch as backends
 from rooftile.weights.hopper.early import weights_stay
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import floor_of, graph_clock, tidy, words_of_error
 
 # N x K of an 8B model's layer: q, k and v; the output; gate and up; down
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -62,7 +61,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
     for name in names:
         say(name)
         # a clock keeps its graphs, and with them the results of all contestants
-        clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
+        clock = graph_clock(session.device)
         # an engine's graphs let weights be copied early, too
         with torch.inference_mode(), weights_stay():
             case = case_of(name, session.device, session.dtype)
@@ -72,12 +71,9 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         us = times_of(found)
         for backend, row in found.items():
             yield with_measures(row, of_bf16_ratio=us[backend] / us[session.dtype])
-        for backend, reason in why.items():
-            yield replace(timed_row(session, [], backend=backend, **named), reason=reason)
-        if session.device.type == "cuda":
-            del case, works, clock
-            gc.collect()
-            torch.cuda.empty_cache()
+        yield from refused(session, why, **named)
+        del case, works, clock
+        tidy(session.device)
 
 
 def case_of(name: str, device: torch.device, dtype: str) -> Case:
@@ -130,7 +126,7 @@ def checked(case: Case, make: Callable[[Case], tuple[Work, list[Tensor]]]) -> tu
         found = work()
     # a peer is not ours: whatever stops it is its reason
     except Exception as error:
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return None, words_of_error(error)
     errors = [float((y.float() - z.float()).abs().mean() / z.float().abs().mean()) for y, z in zip(found, due, strict=True)]
     if not max(errors) <= MOST_ERROR:
         return None, f"its error is {max(errors):.1%} of what is due; may be {MOST_ERROR:.0%}"
@@ -251,6 +247,5 @@ def roof_of(session: Session, case: Case) -> Roof:
     flops = sum(2 * x.shape[0] * w.shape[0] * w.shape[1] for x, w in zip(case.inputs, case.weights, strict=True))
     results = sum(x.shape[0] * w.shape[0] * x.element_size() for x, w in zip(case.inputs, case.weights, strict=True))
     moved = sum(x.nbytes for x in case.inputs) + sum(w.nbytes for w in case.weights) + results
-    rates = session.ceilings.rates(session.dtype)
-    compute_us = flops / rates.flops_per_s * 1e6 / (2 if case.format in ("fp8", "fp8_tile", "int8") else 1)
-    return Roof(flops=flops, bytes_moved=moved, compute_us=compute_us, memory_us=moved / rates.bytes_per_s * 1e6)
+    faster = 2 if case.format in ("fp8", "fp8_tile", "int8") else 1
+    return floor_of(flops, moved, session.ceilings, session.dtype, faster=faster)

@@ -26,8 +26,9 @@ from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import Clock, clock_for
 from rooftile_lab.bench.fused_peers import Call, compiled, named, refusal
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile_lab.bench.rows import beside_peers, contest, refused, with_measures
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import floor_of, words_of_error
 
 # D and V
 MODELS = {"llama3-8b": (4096, 128_256), "qwen3-8b": (4096, 151_936), "gpt2": (768, 50_257), "tiny": (32, 515)}
@@ -85,15 +86,9 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         works = {who: partial(_step, call, x, w, target) for who, call in calls.items() if not why[who]}
         words: dict[str, Any] = {"suite": "loss", "case": name, "phase": "fwd+bwd"}
         roof = _roof(session, T, D, V)
-        found = contest(session, works, clock, roofs=roof, **words)
-        us = times_of(found)
-        others = [time for who, time in us.items() if who != "rooftile"]
-        for who, row in found.items():
-            row = _with_peak(row, clock, works[who], x.nbytes + w.nbytes)
-            yield with_measures(row, of_fastest_peer_ratio=min(others) / us[who]) if who == "rooftile" and others else row
-        for who, reason in why.items():
-            if reason:
-                yield timed_row(session, [], backend=who, reason=f"refused: {reason}", dtype=session.dtype, **words)
+        for who, row in beside_peers(contest(session, works, clock, roofs=roof, **words)).items():
+            yield _with_peak(row, clock, works[who], x.nbytes + w.nbytes)
+        yield from refused(session, why, before="refused: ", dtype=session.dtype, **words)
 
 
 def _step(call: Call, x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +101,7 @@ def _no_room(call: Call, x: Tensor, w: Tensor, target: Tensor) -> str:
         _step(call, x, w, target)
     # a peer is not ours: whatever stops it is its reason
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return words_of_error(error)
     return ""
 
 
@@ -117,9 +112,5 @@ def _with_peak(row: Row, clock: Clock, work: Any, gradients: int) -> Row:
 
 
 def _roof(session: Session, T: int, D: int, V: int) -> Roof:
-    rates = session.ceilings.rates(session.dtype)
-    flops = 6 * T * V * D
     moved = 3 * (T * D + V * D) * DTYPES[session.dtype].itemsize
-    return Roof(
-        flops=flops, bytes_moved=moved, compute_us=flops / rates.flops_per_s * 1e6, memory_us=moved / rates.bytes_per_s * 1e6
-    )
+    return floor_of(6 * T * V * D, moved, session.ceilings, session.dtype)

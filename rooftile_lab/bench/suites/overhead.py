@@ -31,7 +31,7 @@ from rooftile.cost.session import Session
 from rooftile.exact.cases import CASES as PROBLEMS
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import CallClock, Work, take_turns
-from rooftile.hardware.profiler import kernel_times
+from rooftile.hardware.profiler import device_intervals
 from rooftile.kvcache import PagedKV
 from rooftile_lab.bench import peers
 from rooftile_lab.bench.results import Row
@@ -140,3 +140,12 @@ def alone(session: Session, called: Sequence[float], work: Work) -> dict[str, Se
         kernels = [kernel_times(work) for _ in range(3)]
         taken |= {"kernels_us": [us for us, _ in kernels], "kernels_per_call": [count for _, count in kernels]}
     return taken
+
+
+def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:
+    """Returns the µs that the kernels of one call take on the GPU, and their number: from torch's profiler, mean of `calls`.
+
+    Copies and fills count as kernels. Gaps between kernels do not count, so this is the least that a call could take.
+    """
+    intervals = device_intervals(work, calls)
+    return sum(stop - start for start, stop in intervals) / calls / 1e3, len(intervals) / calls

@@ -17,7 +17,6 @@ room together.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.suites.training import PHASES, Student
 from rooftile_lab.bench.training_models import RECIPES, Recipe, batch_of
+from rooftile_lab.bench.works import tidy
 
 GPU = ("llama-1b-8x4k",)
 CPU = ("tiny-llama-2x64",)
@@ -94,9 +94,7 @@ def _case(session: Session, name: str, recipe: Recipe, say: Progress) -> Iterato
                 reason, trainee = f"refused: {type(error).__name__} ({str(error).splitlines()[0][:120]})", None
         yield from _rows(session, name, recipe, contestant, trainee, base, reason)
         trainee = None
-        gc.collect()
-        if session.device.type == "cuda":
-            torch.cuda.empty_cache()
+        tidy(session.device)
 
 
 def _take_turns(base: Trainee, trainee: Trainee, recipe: Recipe) -> None:

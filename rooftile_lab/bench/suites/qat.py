@@ -18,10 +18,10 @@ from rooftile.cost.session import Session
 from rooftile.weights.two_four import Recipe as Sparsity
 from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
-from rooftile_lab.bench.learning.training import one_thread
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.threads import one_thread
 
 # int4-row has a scale for a row, int4-row-lsq learns it, and mxfp4-mxfp4 has activations in mxfp4, too
 WORDS = {

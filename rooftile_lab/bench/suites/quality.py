@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftile.cost.session import Session
-from rooftile.errors import Unsupported
 from rooftile_lab.bench.learning.english import BYTES, English
+from rooftile_lab.bench.needed import needed
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
@@ -57,10 +57,7 @@ def rows_of(session: Session, name: str, found: Sequence[Sequence[Weighed]]) -> 
 
 def trained(text: English, seed: int, steps: int, batch: int, length: int, *, small: bool = False) -> Any:
     """A Llama of Transformers with the shape of the report's, trained on bytes."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise Unsupported("`rooftile bench quality` trains a model of Transformers; pip install transformers") from None
+    transformers = needed("quality", "transformers")
     hidden, width, heads = (64, 128, 2) if small else (192, 512, 6)
     torch.manual_seed(seed)
     words: dict[str, Any] = {
@@ -68,7 +65,7 @@ def trained(text: English, seed: int, steps: int, batch: int, length: int, *, sm
         "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4 * length,
         "initializer_range": hidden**-0.5, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa",
     }  # fmt: skip
-    model: Any = LlamaForCausalLM(LlamaConfig(**words))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**words))
     model = model.to(text.train.device).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=steps, pct_start=0.1)

@@ -13,7 +13,6 @@ per learning rate, so differences of a few hundredths mean nothing.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -26,10 +25,11 @@ from rooftile_lab.bench.learning.english import English
 from rooftile_lab.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL
 from rooftile_lab.bench.learning.recall import Recall
 from rooftile_lab.bench.learning.study import Plan, Read, Recalled, learn_english, learn_recall
-from rooftile_lab.bench.learning.training import one_thread
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.threads import one_thread
+from rooftile_lab.bench.works import tidy, words_of_error
 
 GPU = (
     *(f"recall-{method}" for method in METHODS),
@@ -64,14 +64,11 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
                 rows = list(_rows(session, task, method, plan, made, say))
         except Exception as error:
             # the one place that catches whatever a method raises: a study of an hour should not end at its first failure
-            reason = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            reason = f"failed: {words_of_error(error, 600)}"
             say(f"{name} {reason}")
             rows = [_row(session, plan, task, method or EXACT, [], reason=reason)]
         yield from rows
-        gc.collect()
-        if session.device.type == "cuda":
-            # the memory that a method had reserved would be missing for the next one
-            torch.cuda.empty_cache()
+        tidy(session.device)
 
 
 class _Made:

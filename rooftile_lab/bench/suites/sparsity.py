@@ -18,7 +18,6 @@ bytes over the rate of a copy of as many. On a GPU all are replays of CUDA graph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -30,15 +29,16 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
-from rooftile.hardware.clock import ReplayClock, Work, clock_for
+from rooftile.hardware.clock import Work
 from rooftile.numerics import quantise_rows
 from rooftile.weights.two_four import TwoFour, compress, two_four
 from rooftile.weights.two_four.product import cusparselt
 from rooftile.weights.two_four.product.dispatch import NAMES
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.suites.linear import LAYERS, MOST_ERROR, PRODUCTS
+from rooftile_lab.bench.works import floor_of, graph_clock, words_of_error
 
 FORMATS = ("bf16", "fp8")
 ROWS = (1, 8, 16, 32, 64, 256, 8192)
@@ -73,19 +73,17 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
 
 
 def _products(session: Session, name: str) -> Iterator[Row]:
-    clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     case = case_of(name, session.device, session.dtype)
     works, why = contestants(case, session.dtype)
     named: dict[str, Any] = {"suite": "sparsity", "case": name, "phase": "fwd"}
-    found = contest(session, works, clock, roofs=roof_of(session, case), **named)
+    found = contest(session, works, graph_clock(session.device), roofs=roof_of(session, case), **named)
     us = times_of(found)
     for backend, row in found.items():
         measures = {"of_bf16_ratio": us[backend] / us[session.dtype]}
         if "torch-scaled-mm-rows" in us:
             measures["of_fp8_ratio"] = us[backend] / us["torch-scaled-mm-rows"]
         yield with_measures(row, **measures)
-    for backend, reason in why.items():
-        yield replace(timed_row(session, [], backend=backend, **named), reason=reason)
+    yield from refused(session, why, **named)
 
 
 def case_of(name: str, device: torch.device, dtype: str) -> Case:
@@ -143,7 +141,7 @@ def checked(case: Case, make: Callable[[Case], Work]) -> tuple[Work | None, str]
         found = work()
     # a peer is not ours: whatever stops it is its reason
     except Exception as error:
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return None, words_of_error(error)
     # FP8 differs by its rounding
     allowed = MOST_ERROR * (4 if case.format == "fp8" else 1)
     for y, x, w in zip(found, case.inputs, case.dense, strict=True):
@@ -193,9 +191,7 @@ def roof_of(session: Session, case: Case) -> Roof:
     flops = sum(2 * x.shape[0] * w.shape[0] * w.shape[1] for x, w in pairs)
     results = sum(x.shape[0] * w.shape[0] * x.element_size() for x, w in pairs)
     moved = sum(x.nbytes + w.nbytes for x, w in pairs) + results
-    rates = session.ceilings.rates(session.dtype)
-    compute_us = flops / rates.flops_per_s * 1e6 / (4 if case.format == "fp8" else 2)
-    return Roof(flops=flops, bytes_moved=moved, compute_us=compute_us, memory_us=moved / rates.bytes_per_s * 1e6)
+    return floor_of(flops, moved, session.ceilings, session.dtype, faster=4 if case.format == "fp8" else 2)
 
 
 def _passes(session: Session, name: str) -> Iterator[Row]:
@@ -210,17 +206,17 @@ def _passes(session: Session, name: str) -> Iterator[Row]:
         PACK: partial(torch._cslt_compress, torch.where(mask, w, 0)),
     }  # fmt: skip
     whose = "library" if what == PACK else "rooftile"
+    named: dict[str, Any] = {"suite": "sparsity", "case": name, "phase": "fwd"}
     if what == PACK and (reason := cusparselt.lack_of_library(session.device)):
-        yield replace(timed_row(session, [], backend=whose, suite="sparsity", case=name, phase="fwd"), reason=reason)
+        yield from refused(session, {whose: reason}, **named)
         return
     kept = weight.values.nbytes + weight.places.nbytes
     moved = w.nbytes + {"compress": mask.nbytes + kept, "dense": kept, PACK: kept}.get(what, mask.nbytes)
     source = torch.empty(moved // 2, dtype=torch.uint8, device=session.device).random_()
     target = torch.empty_like(source)
-    roof = Roof(flops=0, bytes_moved=moved, compute_us=0.0, memory_us=moved / session.ceilings.rates("bf16").bytes_per_s * 1e6)
     works: dict[str, Work] = {whose: passes[what], "copy": partial(target.copy_, source)}
-    clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
-    found = contest(session, works, clock, roofs=roof, suite="sparsity", case=name, phase="fwd")
+    roof = floor_of(0, moved, session.ceilings, "bf16")
+    found = contest(session, works, graph_clock(session.device), roofs=roof, **named)
     us = times_of(found)
     yield with_measures(found[whose], of_copy_percent=100 * us["copy"] / us[whose])
     yield found["copy"]

@@ -17,7 +17,6 @@ Weights are random and in bf16 on a GPU, dropout is off. The SDPA of PyTorch is 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -36,6 +35,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.training_models import RECIPES, Recipe, batch_of, model_of
+from rooftile_lab.bench.works import tidy
 
 CONTESTANTS = ("eager", "sdpa", "rooftile", "fused", "liger")
 # those that change the model, and the families that each knows
@@ -69,9 +69,7 @@ def _case(session: Session, name: str, recipe: Recipe, say: Progress) -> Iterato
             students[contestant].train(recipe.steps)
     yield from _rows(session, name, recipe, batch, students, reasons)
     students.clear()
-    gc.collect()
-    if session.device.type == "cuda":
-        torch.cuda.empty_cache()
+    tidy(session.device)
 
 
 def _rows(

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from rooftile_lab.programs.diagnosis import programs  # noqa: E402
+from rooftile_lab.bench.diagnosis import programs  # noqa: E402
 
 
 def test_each_step_decodes_a_token_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,18 +201,10 @@ class _Selected(torch.autograd.Function):
         return *run(do, dlse, *saved, *ctx.rest), *[None] * 6
 
 
-def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if wants_grad(*arguments[:3]):
-        found: tuple[Tensor, Tensor] = _Selected.apply(*arguments)
-        return found
-    with below_autograd():
-        return selected_attention(*arguments)
-
-
 selected_attention = define(
     "selected_attention(Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor cu_q, Tensor cu_k, float scale, int block, "
     "str backend) -> (Tensor, Tensor)",
-    _run, _fake, _autograd,
+    _run, _fake, _Selected.apply, has_gradient=(0, 1, 2),
 )  # fmt: skip
 selected_attention_backward = define(
     "selected_attention_backward(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor chosen, "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rooftile.runtime.devices import runs_kernels
+from rooftile.fused.differentiable import Operation
+from rooftile.fused.where import kernels_run_on
 from rooftile.runtime.launch import device_of
-from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
 
 Branches = tuple[Tensor, Tensor, Tensor]
 
@@ -22,79 +20,45 @@ def gated_sum(branches: Branches, gates: Tensor) -> Tensor:
         >>> gated_sum((x, x, x), torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 1.0]]))[:, 0]
         tensor([1., 2.])
     """
-    if transformed():
-        return _plain(*branches, gates)
-    if torch.compiler.is_compiling() or watched(*branches, gates):
-        found: Tensor = _GATED_SUM(*branches, gates)
-    elif wants_grad(*branches, gates):
-        found = _Sum.apply(*branches, gates)
-    else:
-        found = _run(*branches, gates)
+    (found,) = _GATED_SUM(*branches, gates)
     return found
 
 
-def _plain(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:
+def _defined(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> tuple[Tensor]:
     wide = torch.promote_types(a.dtype, torch.float32)
     x, y, z = (o.to(wide) * gate.to(wide) for o, gate in zip((a, b, c), gates.split(1, dim=-1), strict=True))
-    return (x + y + z).to(a.dtype).contiguous()
+    return ((x + y + z).to(a.dtype).contiguous(),)
 
 
-def _runs_kernels(a: Tensor) -> bool:
-    return runs_kernels(a) and a.dtype != torch.float64
-
-
-def _run(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:
-    if not _runs_kernels(a):
-        return _plain(a, b, c, gates)
+def _run(*tensors: Tensor) -> tuple[Tensor]:
+    if not kernels_run_on(tensors[0]):
+        return _defined(*tensors)
     from rooftile.approximate.native_sparse.selected.kernels import gated_sum as kernels
 
-    with device_of(a):
-        return kernels.forward(a.contiguous(), b.contiguous(), c.contiguous(), gates.contiguous())
+    with device_of(tensors[0]):
+        return (kernels.forward(*(x.contiguous() for x in tensors)),)
 
 
-def _run_backward(do: Tensor, a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _runs_kernels(a):
-        from rooftile.approximate.native_sparse.selected.kernels import gated_sum as kernels
-
-        with device_of(a):
-            return kernels.backward(do.contiguous(), a.contiguous(), b.contiguous(), c.contiguous(), gates.contiguous())
+def _gradients(do: Tensor, o: None, a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> tuple[Tensor, ...]:
     wide = torch.promote_types(a.dtype, torch.float32)
     own = do.to(wide)
     x, y, z = ((own * gate.to(wide)).to(a.dtype).contiguous() for gate in gates.split(1, dim=-1))
-    of_gates = torch.stack([(own * o.to(wide)).sum(-1) for o in (a, b, c)], dim=-1)
+    of_gates = torch.stack([(own * branch.to(wide)).sum(-1) for branch in (a, b, c)], dim=-1)
     return x, y, z, of_gates.to(gates.dtype)
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        run = _GATED_SUM if watched(*tensors) else _run
-        with below_autograd():
-            found: Tensor = run(*tensors)
-        return found
+def _run_gradients(do: Tensor, o: None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if not kernels_run_on(do):
+        return _gradients(do, None, *tensors)
+    from rooftile.approximate.native_sparse.selected.kernels import gated_sum as kernels
 
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
-        saved = ctx.saved_tensors
-        run = _GATED_SUM_BACKWARD if torch.is_grad_enabled() or watched(do, *saved) else _run_backward
-        return run(do, *saved)
+    with device_of(do):
+        return kernels.backward(*(x.contiguous() for x in (do, *tensors)))
 
 
-def _autograd(*tensors: Tensor) -> Tensor:
-    if wants_grad(*tensors):
-        found: Tensor = _Sum.apply(*tensors)
-        return found
-    with below_autograd():
-        plain: Tensor = _GATED_SUM(*tensors)
-        return plain
-
-
-_GATED_SUM = define(
-    "gated_sum(Tensor a, Tensor b, Tensor c, Tensor gates) -> Tensor",
-    _run, lambda a, b, c, gates: a.new_empty(a.shape), _autograd,
-)  # fmt: skip
-_GATED_SUM_BACKWARD = define(
-    "gated_sum_backward(Tensor do, Tensor a, Tensor b, Tensor c, Tensor gates) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward, lambda do, a, b, c, gates: tuple(x.new_empty(x.shape) for x in (a, b, c, gates)),
+_GATED_SUM = Operation(
+    "gated_sum", "Tensor a, Tensor b, Tensor c, Tensor gates", results=1, run=_run, defined=_defined,
+    run_gradients=_run_gradients, gradients=_gradients, fake=lambda a, *_: (a.new_empty(a.shape),),
+    fake_gradients=lambda do, o, *tensors: tuple(x.new_empty(x.shape) for x in tensors),
+    given_to={0: 0, 1: 1, 2: 2, 3: 3}, unused=frozenset((0,)),
 )  # fmt: skip

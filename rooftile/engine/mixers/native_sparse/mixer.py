@@ -1,7 +1,7 @@
 """Native Sparse Attention in an engine.
 
-Each branch has keys and values of its own. A block holds those of the selected branch. What only a window reads, the near
-branch's and those that are not yet compressed, is in rows that are given back behind it (`rooftile.kvcache.WindowPool`). A
+Each branch has keys and values of its own. A block holds the keys and values of the selected branch. The near branch's, and keys
+that are not compressed yet, lie in rows that are given back behind their window (`rooftile.kvcache.WindowPool`). A
 compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
 nothing new. Single tokens are read together, by `approximate.native_sparse.decoding`; `step` reads prompts.
 """

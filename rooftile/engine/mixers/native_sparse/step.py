@@ -54,7 +54,7 @@ class SparseAttention:
         self.sizes: NativeSparseSizes = config.native_sparse
         self.scale, self.pages, self.places = config.scale, pages, caches.places
         self.in_place = reads_in_place(config, pages.storage.dtype, pages.storage.device)
-        # those of the exact kernels that read prompts
+        # the inputs of the exact kernels that read prompts
         self.options = {"backend": None, "deterministic": None, "scale": config.scale}
         sparse = [n for n, mixer in enumerate(config.mixers) if mixer == "native_sparse"]
         self.compressions = {n: cast(Compression, decoder.layers[n].compression) for n in sparse}

@@ -16,7 +16,7 @@ from rooftile.exact import reference
 from rooftile.exact.backends import paged_by_gather
 from rooftile.exact.backends.eager import quantised
 from rooftile.exact.blocks import Blocks
-from rooftile.exact.spec import Grads, Options, Spec, option_names
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, option_names
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
@@ -96,17 +96,8 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
     return paged_by_gather.attend(attend, q, cache, options, spec)
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-) -> Grads:
+def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
+    do, dlse, q, k, v, _, _, options = inputs
     wanted = [name for name in option_names(spec) if name == "sinks" or (name == "bias" and spec.bias_grad)]
     with torch.enable_grad(), _autograd_again():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

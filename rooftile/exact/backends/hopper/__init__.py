@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rooftile.exact.backends import paged_by_gather
 from rooftile.exact.paged_route import route_of
-from rooftile.exact.spec import Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.precision import Precision
 from rooftile.numerics.recipe import QuantisedQKV
@@ -201,47 +201,24 @@ def prepare(
 
 
 def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-    *,
-    repair: Callable[..., Callable[..., None]],
-    bias_gradient: Callable[..., Tensor],
+    inputs: BackwardInputs, spec: Spec, *, repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor]
 ) -> Grads:
     """`repair` sets right what a NaN behind the mask spoiled, and `bias_gradient` computes a bias's (see `dispatch.LENT`)."""
     from rooftile.exact.backends.hopper.flash_bwd import launch_backward
 
-    with device_of(q):
-        return launch_backward.backward(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
+    with device_of(inputs.q):
+        return launch_backward.backward(inputs, spec, repair, bias_gradient)
 
 
 def prepare_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-    *,
-    repair: Callable[..., Callable[..., None]],
-    bias_gradient: Callable[..., Tensor],
-) -> Callable[..., Grads] | None:
+    inputs: BackwardInputs, spec: Spec, *, repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor]
+) -> Callable[[BackwardInputs], Grads] | None:
     """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
 
-    It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
-    have to copy one of them.
+    It takes a dlse of None if and only if it is None here. Returns None if it would have to copy one of them.
     """
     from rooftile.exact.backends.hopper.flash_bwd import launch_backward
 
-    with device_of(q):
-        ready = launch_backward.prepare(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
-    return None if ready is None else on_device(ready, q.device)
+    with device_of(inputs.q):
+        ready = launch_backward.prepare(inputs, spec, repair, bias_gradient)
+    return None if ready is None else on_device(ready, inputs.q.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile.exact.masks import CAUSAL, FULL
-from rooftile.exact.spec import DTYPE_NAMES, Grads, Options, Spec
+from rooftile.exact.spec import DTYPE_NAMES, BackwardInputs, Grads, Options, Spec
 
 NAME = "sdpa"
 
@@ -67,20 +67,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     return cuda.forward(q, k, v, spec)
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-    *,
-    far_backward: Callable[..., Grads],
-) -> Grads:
+def backward(inputs: BackwardInputs, spec: Spec, *, far_backward: Callable[..., Grads]) -> Grads:
     """`far_backward` is another backend's, for rows whose lse is far from 0 on a CPU (see `dispatch.LENT`)."""
+    do, dlse, q, k, v, o, lse, options = inputs
     assert dlse is None, "a spec with a gradient through lse is refused"
     if do is None:
         return Grads(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))

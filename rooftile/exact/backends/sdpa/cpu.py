@@ -87,7 +87,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     parts = []
     for keys, causal in _parts(q.shape[1], k.shape[1], spec):
         found = [
-            run(_by_heads(q[:, :, heads]), *shared, 0.0, causal, scale=spec.scale)
+            run(stock.by_heads(q[:, :, heads]), *shared, 0.0, causal, scale=spec.scale)
             for heads, *shared in _groups(k[:, keys], v[:, keys], spec.group)
         ]
         os, lses = zip(*found, strict=True)
@@ -102,7 +102,7 @@ def _gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tens
     for keys, causal in _parts(q.shape[1], k.shape[1], spec):
         found = []
         for heads, *shared in _groups(k[:, keys], v[:, keys], spec.group):
-            given_do, given_q, given_o = (_by_heads(x[:, :, heads]) for x in (do, q, o))
+            given_do, given_q, given_o = (stock.by_heads(x[:, :, heads]) for x in (do, q, o))
             dq, dk, dv = run(given_do, given_q, *shared, given_o, lse[:, heads], 0.0, causal, scale=spec.scale)
             if spec.group > 1:
                 dk, dv = (x.sum(1, keepdim=True) for x in (dk, dv))
@@ -118,17 +118,11 @@ def _groups(k: Tensor, v: Tensor, group: int) -> Iterator[tuple[slice, Tensor, T
     Each group is one call on one key head, repeated with a stride of zero, so that no key is copied.
     """
     if group == 1:
-        yield slice(None), _by_heads(k), _by_heads(v)
+        yield slice(None), stock.by_heads(k), stock.by_heads(v)
         return
     for h in range(k.shape[2]):
-        shared = (_by_heads(x[:, :, h : h + 1]).expand(-1, group, -1, -1) for x in (k, v))
+        shared = (stock.by_heads(x[:, :, h : h + 1]).expand(-1, group, -1, -1) for x in (k, v))
         yield slice(h * group, (h + 1) * group), *shared
-
-
-def _by_heads(x: Tensor) -> Tensor:
-    """(B, T, H, D) in the layout of torch's kernels, (B, H, T, D). They misread a last axis that is not contiguous."""
-    x = x.transpose(1, 2)
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _joined(parts: list[Tensor] | tuple[Tensor, ...], axis: int) -> Tensor:

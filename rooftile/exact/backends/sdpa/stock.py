@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rooftile.runtime.operators import below_autograd
 
@@ -49,3 +50,9 @@ def _operator(name: str) -> Callable[..., Any]:
             return overload(*args, **kwargs)
 
     return call
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """(B, T, H, D) in the layout of torch's kernels, (B, H, T, D). They misread a last axis that is not contiguous."""
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()

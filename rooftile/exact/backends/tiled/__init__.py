@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.exact.backends import paged_by_gather
-from rooftile.exact.spec import Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
 from rooftile.kvcache import PagedKV
 
 NAME = "tiled"
@@ -50,17 +50,8 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
 
 
 @torch.autocast("cpu", enabled=False)
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-) -> Grads:
+def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
+    do, dlse, q, k, v, o, lse, options = inputs
     from rooftile.exact.backends.tiled import flash_bwd
     from rooftile.exact.backends.tiled.heads import blocks
 
@@ -95,4 +86,4 @@ def backward(
 def backward_of_inputs(do: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Grads:
     """Computes the gradients where another backend ran the forward: its o would not go with the weights computed here."""
     o, lse = forward(q, k, v, options, spec)
-    return backward(do, None, q, k, v, o, lse, options, spec)
+    return backward(BackwardInputs(do, None, q, k, v, o, lse, options), spec)

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rooftile.exact.spec import Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.precision import Precision
@@ -127,41 +127,20 @@ def prepare(
     return on_device(flash_fwd.plan(call_of(q, k, v, options, spec), forward_tile(spec)), q.device)
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-) -> Grads:
-    with device_of(q):
-        return _launchers()[1](do, dlse, q, k, v, o, lse, options, spec)
+def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
+    with device_of(inputs.q):
+        return _launchers()[1](inputs, spec)
 
 
-def prepare_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-) -> Callable[..., Grads] | None:
+def prepare_backward(inputs: BackwardInputs, spec: Spec) -> Callable[[BackwardInputs], Grads] | None:
     """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
 
-    It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
-    have to copy one of them.
+    It takes a dlse of None if and only if it is None here. Returns None if it would have to copy one of them.
     """
     from rooftile.exact.backends.triton import flash_bwd
 
-    ready = flash_bwd.prepare(do, dlse, q, k, v, o, lse, options, spec)
-    return None if ready is None else on_device(ready, q.device)
+    ready = flash_bwd.prepare(inputs, spec)
+    return None if ready is None else on_device(ready, inputs.q.device)
 
 
 def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:

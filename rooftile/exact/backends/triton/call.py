@@ -152,7 +152,7 @@ def lists_of_queries(options: Options, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def lists_of_keys(options: Options, q: Tensor) -> tuple[Tensor, ...]:
-    """Counts and entries of the lists of keys, and the bits of those of queries; q stands in for absent ones."""
+    """Counts and entries of the lists of keys, and the bits of the lists of queries; q stands in for absent ones."""
     return tuple([q if x is None else x for x in (options.key_counts, options.key_entries, options.block_bits)])
 
 

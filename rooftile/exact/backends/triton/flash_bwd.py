@@ -12,25 +12,16 @@ from rooftile.exact.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_b
 from rooftile.exact.backends.triton.call import TritonCall, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.exact.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.exact.reference.gradients import sinks_gradient
-from rooftile.exact.spec import Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
 from rooftile.runtime.launch import BoundedCache, empties, kind_of
 
 # the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
 _PLANS = BoundedCache()
-Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
+Backward = Callable[[BackwardInputs], Grads]
 
 
-def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-) -> Grads:
+def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
+    do, dlse, q, k, v, o, lse, options = inputs
     call = call_of(q, k, v, options, spec)
     if do is None:
         do = torch.zeros_like(o)
@@ -41,13 +32,12 @@ def backward(
     ready = _PLANS.get(key)
     if ready is None:
         ready = _PLANS[key] = _plan(call, do, dlse, o)
-    return ready(do, dlse, call.q, call.k, call.v, o, lse, call.options)
+    return ready(BackwardInputs(do, dlse, call.q, call.k, call.v, o, lse, call.options))
 
 
-def prepare(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec
-) -> Backward | None:
+def prepare(inputs: BackwardInputs, spec: Spec) -> Backward | None:
     """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
+    do, dlse, q, k, v, o, lse, options = inputs
     if do is None or not q.stride(-1) == k.stride(-1) == v.stride(-1) == o.stride(-1) == do.stride(-1) == 1:
         return None
     if not all(x is None or x.is_contiguous() for x in (lse, dlse, options.sinks)):
@@ -63,7 +53,8 @@ def _plan(call: TritonCall, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backw
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
     spec = call.spec
 
-    def run(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options) -> Grads:
+    def run(inputs: BackwardInputs) -> Grads:
+        do, dlse, q, k, v, o, lse, options = inputs
         delta, words, rests = stats_of(o, do, lse, dlse)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         fill(q, k, v, do, words, rests, dq, dk, dv, options)

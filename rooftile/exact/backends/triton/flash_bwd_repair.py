@@ -5,8 +5,8 @@ hide notes in a word of memory that it met a NaN, and launches this after its ow
 aside wherever they must. One launch, as it follows every backward and all but always finds nothing to do.
 
 A far row (see `device.row_stats`) is such a NaN too. The tiles of queries fill in its rest, which the tiles of keys read. So programs
-draw tiles in their order, those of queries first, and one that has drawn a tile of keys waits until all tiles of queries are done:
-whoever has one of these is running, and waits for nobody. Each kind of tile has a loop of its own: Triton 3.6 cannot compile some
+draw tiles in their order, tiles of queries first, and one that has drawn a tile of keys waits until all tiles of queries are done:
+whoever has one of these is running, and waits for none. Each kind of tile has a loop of its own: Triton 3.6 cannot compile some
 head dims in one loop with both.
 """
 
@@ -144,7 +144,7 @@ _kernel = Kernel(_repair)
 def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
     """The launch that computes dq, dk and dv once more.
 
-    q, k, v, do and the options are like those of all calls in shapes, strides, dtypes and device, and the last axis of each is
+    q, k, v, do and the options equal the arguments of all calls in shapes, strides, dtypes and device, and the last axis of each is
     contiguous. There are masks, groups, softcap, bias, sinks and packed sequences, and no other option. What is returned holds none of
     the tensors. It takes
 
@@ -156,8 +156,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
         dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
         cu_q, cu_k int32 offsets of packed sequences; else any tensors
         sinks      fp32 (H,), if there are any; else any tensor
-        bias       in the strides of the options'; else any tensor. Over lists of blocks counts and indices of those of queries,
-                   counts and entries of those of keys, and bits or None stand here, as a tuple
+        bias       in the strides of the options'; else any tensor. Over lists of blocks counts and indices of the lists of queries,
+                   counts and entries of the lists of keys, and bits or None stand here, as a tuple
     """
     call = call_of(q, k, v, options, spec)
     tile, walk = backward_q_tile(spec), backward_kv_walks(spec)[0]

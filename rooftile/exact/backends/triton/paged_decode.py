@@ -1,7 +1,7 @@
 """Attention of few queries to a paged cache: every program reads as many keys as every other.
 
 The key blocks of all sequences are cut into equal splits (`split_kv`). A split has a program for each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie side by side in DRAM.
-The lengths are read from memory, nobody waits for them. Where the borders fall depends on the neighbours in the batch, and with them
+The lengths are read from memory; the host does not wait for them. Where the borders fall depends on the neighbours in the batch, and with them
 the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
 
 One loop over the blocks of a part, whosever they are, would keep copies in flight between sequences. It was slower: what it asks of

@@ -61,7 +61,7 @@ class PagedSpec(NamedTuple):
 
 @triton.jit
 def _merge_softmax(m, l, acc, m_c, l_c, acc_c):
-    """The running softmax of some keys, and that of the keys after them, as one."""
+    """Joins the running softmax of some keys and of the keys after them."""
     m_new = tl.maximum(m, m_c)
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m - reference)
@@ -292,7 +292,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     tiles = -(-T // block_t)
     parts_of_group = -(-spec.group // known.HEADS)
     programs = (total // block_t + B if packed else tiles * B) * (H // spec.group) * parts_of_group
-    # the most that a table has room for: lengths are on the GPU, and nobody waits for them
+    # the most that a table has room for: lengths are on the GPU, and the host does not wait for them
     chunks = max(-(-cache.table.shape[1] * cache.size // CHUNK_KEYS.value), 1)
     size = total * H * chunks * (spec.dim_v + 2)
     split = programs < ENOUGH and chunks > 1 and size <= MOST_NUMBERS

@@ -2,7 +2,7 @@
 
 The Hopper rows for bf16 were the fastest of some eight a kernel on an H200 (2026-11-21); what they reach stands in
 benchmarks/results/h200.jsonl. The other rows are the largest tiles that the compiler keeps in registers
-(tests/kernels/test_triton_compiles.py holds all of them to it), and nobody has timed them.
+(tests/kernels/test_triton_compiles.py holds all of them to it), and none was timed.
 """
 
 from __future__ import annotations

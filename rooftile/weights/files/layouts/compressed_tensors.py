@@ -74,7 +74,7 @@ class CompressedTensors:
         if wider:
             logging.getLogger(__name__).warning(
                 "%s: its activations in %s are not rounded: no kernel here multiplies them, so they stay in 16 bits, and answers "
-                "may differ from those of the quantised model", self.folder, " and ".join(wider),
+                "may differ from the quantised model's", self.folder, " and ".join(wider),
             )  # fmt: skip
         for scheme in self.schemes:
             for target in scheme.targets:

@@ -96,7 +96,7 @@ class Gptq:
         if self.sym and (stored == 1 << (self.bits - 1)).all():
             if not self.mislabelled:
                 logging.getLogger(__name__).warning(
-                    "%s: quantization_config says GPTQ version 1, and %s.qzeros are those of version 2; all that are like it are "
+                    "%s: quantization_config says GPTQ version 1, and %s.qzeros belong to version 2; all that are like it are "
                     "read so",
                     self.folder,
                     module,

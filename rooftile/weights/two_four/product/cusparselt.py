@@ -39,7 +39,7 @@ class Algorithm(NamedTuple):
 
 # The library's default. It writes a transposed result slowly, so a kernel of ours transposes
 DEFAULT = Algorithm(0, False)
-# The fastest ones by the library's version, compute capability and dtype (rooftile_lab/programs/cusparselt.py). fp16 keeps the
+# The fastest ones by the library's version, compute capability and dtype (`rooftile bench cusparselt`). fp16 keeps the
 # default: one of its algorithms ends in an illegal instruction
 FASTEST: dict[tuple[int | None, tuple[int, int], torch.dtype], Algorithm] = {
     (800, (9, 0), torch.bfloat16): Algorithm(17, True),

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
+from rooftile.runtime.operators import below_autograd, define, watched
 from rooftile.weights.two_four.product import cusparselt
 from rooftile.weights.two_four.product.definition import multiply_dense
 
@@ -115,16 +115,10 @@ class _MaskedProduct(torch.autograd.Function):
         return _MaskedProduct.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
-def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, transposable: bool) -> Tensor:
-    if wants_grad(x, w, bias):
-        found: Tensor = _MaskedProduct.apply(x, w, bias, transposable)
-        return found
-    with below_autograd():
-        made: Tensor = linear_masked(x, w, bias, transposable)
-        return made
-
-
-linear_masked = define("linear_masked(Tensor x, Tensor w, Tensor? bias, bool transposable) -> Tensor", run, _fake, _autograd)
+linear_masked = define(
+    "linear_masked(Tensor x, Tensor w, Tensor? bias, bool transposable) -> Tensor",
+    run, _fake, _MaskedProduct.apply, has_gradient=(0, 1, 2),
+)  # fmt: skip
 linear_masked_backward = define(
     "linear_masked_backward(Tensor dy, Tensor x, Tensor w, bool transposable, bool needs_x, bool needs_w) -> (Tensor, Tensor)",
     run_backward, _fake_backward,

@@ -110,17 +110,8 @@ def _weight_of(ctx: Any, dtype: torch.dtype) -> Tensor:
     return (found if scales is None else found.float() * scales).to(dtype)
 
 
-def _autograd(*arguments: Any) -> Tensor:
-    if wants_grad(arguments[0], arguments[5]):
-        found: Tensor = _SparseLinear.apply(*arguments)
-        return found
-    with below_autograd():
-        made: Tensor = linear_two_four(*arguments)
-        return made
-
-
 linear_two_four = define(
     "linear_two_four(Tensor x, Tensor? x_scales, Tensor values, Tensor places, Tensor? scales, Tensor? bias, SymInt K, "
     "ScalarType out_dtype, bool deterministic, str backend) -> Tensor",
-    run, _fake, _autograd,
+    run, _fake, _SparseLinear.apply, has_gradient=(0, 5),
 )  # fmt: skip

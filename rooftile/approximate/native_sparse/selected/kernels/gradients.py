@@ -55,9 +55,9 @@ def _rest_of_lse(q, lse, position, r, k_ptr, k_stride, entries, count, S, scale,
 
 @triton.jit
 def _dq_walk(
-    dq, q, do, lse, rest, delta, position, r, k_ptr, v_ptr, k_stride, v_stride, entries, count, S, scale, SHAPE: tl.constexpr,
-    NAN_SAFE: tl.constexpr,
+    dq, q, do, lse, rest, delta, position, r, listed, scale, SHAPE: tl.constexpr, NAN_SAFE: tl.constexpr
 ):  # fmt: skip
+    k_ptr, v_ptr, k_stride, v_stride, entries, count, S = listed
     s = tl.arange(0, SHAPE.KEYS)
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
@@ -115,49 +115,12 @@ def _backward_q(
         rest = tl.where(far, _rest_of_lse(q, lse, position, r, k_ptr, k_strides[0], entries, count, S, scale, SHAPE), 0.0)
     tl.store(rests_ptr + place, rest, mask=there)
     marked = tl.where(far, float("nan"), lse)
+    listed = (k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S)
     dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    dq = _dq_walk(
-        dq,
-        q,
-        do,
-        marked,
-        rest,
-        delta,
-        position,
-        r,
-        k_ptr,
-        v_ptr,
-        k_strides[0],
-        v_strides[0],
-        entries,
-        count,
-        S,
-        scale,
-        SHAPE,
-        False,
-    )
+    dq = _dq_walk(dq, q, do, marked, rest, delta, position, r, listed, scale, SHAPE, False)
     if tl.max(tl.where(dq == dq, 0, 1)) > 0:
         dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        dq = _dq_walk(
-            dq,
-            q,
-            do,
-            lse,
-            rest,
-            delta,
-            position,
-            r,
-            k_ptr,
-            v_ptr,
-            k_strides[0],
-            v_strides[0],
-            entries,
-            count,
-            S,
-            scale,
-            SHAPE,
-            True,
-        )
+        dq = _dq_walk(dq, q, do, lse, rest, delta, position, r, listed, scale, SHAPE, True)
     dq_tile = dq_ptr + place[:, None] * SHAPE.D + d[None, :]
     tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < SHAPE.D)[None, :])
 

@@ -40,13 +40,6 @@ class PageScales:
     page: gl.tensor
     token: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, k, v, page, token):
-        self.k = k
-        self.v = v
-        self.page = page
-        self.token = token
-
 
 @gluon.constexpr_function
 def _layout_of_keys(KEYS, D):

@@ -29,24 +29,6 @@ class BlockLists:
     S: gl.constexpr
     BITS: gl.constexpr  # whether some blocks have bits
 
-    @gluon.constexpr_function
-    def __init__(
-        self, counts, indices, bits, batch_stride, head_stride, per, most, part, bits_batch_stride, bits_head_stride, T, S, BITS
-    ):  # fmt: skip
-        self.counts = counts
-        self.indices = indices
-        self.bits = bits
-        self.batch_stride = batch_stride
-        self.head_stride = head_stride
-        self.per = per
-        self.most = most
-        self.part = part
-        self.bits_batch_stride = bits_batch_stride
-        self.bits_head_stride = bits_head_stride
-        self.T = gl.constexpr(T)
-        self.S = gl.constexpr(S)
-        self.BITS = gl.constexpr(BITS)
-
     @gluon.jit
     def of_queries(self, work):
         """The entries of a tile of queries, blocks of keys, and how many there are."""

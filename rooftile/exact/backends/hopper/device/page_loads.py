@@ -19,13 +19,6 @@ class PageTable:
     page_stride: gl.tensor
     head_stride: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, pointer, stride, page_stride, head_stride):
-        self.pointer = pointer
-        self.stride = stride
-        self.page_stride = page_stride
-        self.head_stride = head_stride
-
     @gluon.jit
     def pages(self, work, block, config: KernelConfig):
         """The pages that a block of keys lies in; -1, of which zeros are copied, past the sequence's end."""

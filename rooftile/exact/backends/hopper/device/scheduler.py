@@ -39,20 +39,6 @@ class WorkTile:
     first_block: gl.tensor  # the blocks it walks: for queries blocks of keys, from last down to first, both included
     last_block: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, is_valid, b, h, t, T, S, q_start, k_start, padded_start, first_block, last_block):
-        self.is_valid = is_valid
-        self.b = b
-        self.h = h
-        self.t = t
-        self.T = T
-        self.S = S
-        self.q_start = q_start
-        self.k_start = k_start
-        self.padded_start = padded_start
-        self.first_block = first_block
-        self.last_block = last_block
-
     @gluon.jit
     def with_steps(self, steps):
         """The tile of a list of blocks, with the number of its steps as the blocks that it walks; there is at least one."""

@@ -21,13 +21,6 @@ class ScoreNumbers:
     softcap: gl.tensor
     scale_log2: gl.tensor  # what a score is still to be multiplied with
 
-    @gluon.constexpr_function
-    def __init__(self, mask, scale, softcap, scale_log2):
-        self.mask = mask
-        self.scale = scale
-        self.softcap = softcap
-        self.scale_log2 = scale_log2
-
     @gluon.jit
     def apply_softcap(self, s):
         """softcap tanh(scale s / softcap) in units of log2: tanh by one exponential that saturates at both ends."""

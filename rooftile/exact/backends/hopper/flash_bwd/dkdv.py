@@ -30,10 +30,9 @@ from rooftile.exact.backends.hopper.flash_bwd.parts import (
     recompute_capped_scores,
     store_rows,
     unpack_from_twin,
-    wait_for_store,
 )
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from rooftile.runtime.hopper.pipeline import Ring, ring
+from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_store
 
 
 @gluon.jit

@@ -30,10 +30,9 @@ from rooftile.exact.backends.hopper.flash_bwd.parts import (
     issue_mma_qk,
     load_rows,
     store_rows,
-    wait_for_store,
 )
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
-from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, ring
+from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, ring, wait_for_store
 
 # warpgroups that compute, of 64 queries each
 NUM_CONSUMERS = gl.constexpr(2)

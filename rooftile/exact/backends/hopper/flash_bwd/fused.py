@@ -37,10 +37,9 @@ from rooftile.exact.backends.hopper.flash_bwd.parts import (
     recompute_capped_scores,
     steps_of,
     store_rows,
-    wait_for_store,
 )
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring
+from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring, wait_for_store
 
 # the first of the warpgroups' named barriers, by which they take turns at D = 64
 PING_PONG_BARRIER = gl.constexpr(9)

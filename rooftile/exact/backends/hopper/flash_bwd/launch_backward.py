@@ -31,28 +31,19 @@ from rooftile.exact.backends.hopper.tiles import (
 from rooftile.exact.backends.hopper.tma import descriptor, is_readable, line, readable
 from rooftile.exact.blocks.lists import steps_of_lists
 from rooftile.exact.reference.gradients import sinks_gradient
-from rooftile.exact.spec import Grads, Options, Sizes, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Sizes, Spec
 from rooftile.runtime.launch import BoundedCache, Describe, Kernel, empties, kind_of
 
 # the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
 _PLANS = BoundedCache()
-Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
+Backward = Callable[[BackwardInputs], Grads]
 
 
 def backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    spec: Spec,
-    repair: Callable[..., Callable[..., None]],
-    bias_gradient: Callable[..., Tensor],
+    inputs: BackwardInputs, spec: Spec, repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor]
 ) -> Grads:
     """Gradients in the shapes of q, k and v, and of the bias and the sinks."""
+    do, dlse, q, k, v, o, lse, options = inputs
     sizes = sizes_of(q, k, options)
     if lse.numel() == 0:
         dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
@@ -71,14 +62,14 @@ def backward(
     ready = _PLANS.get(key)
     if ready is None:
         ready = _PLANS[key] = _plan(do, dlse, q, k, v, o, options, spec, repair, bias_gradient)
-    return ready(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, options)
+    return ready(BackwardInputs(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, options))
 
 
 def prepare(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec,
-    repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor],
-) -> Backward | None:  # fmt: skip
+    inputs: BackwardInputs, spec: Spec, repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor]
+) -> Backward | None:
     """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
+    do, dlse, q, k, v, o, lse, options = inputs
     if do is None or not lse.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v, o, do)):
         return None
     if not all(x is None or x.is_contiguous() for x in (lse, dlse)) or not are_prepared(options, sizes_of(q, k, options)):
@@ -107,7 +98,8 @@ def _plan(
     del readable_options
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
 
-    def run(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options) -> Grads:
+    def run(inputs: BackwardInputs) -> Grads:
+        do, dlse, q, k, v, o, lse, options = inputs
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         bias, _, sinks, _, cu_q, cu_k, *_ = options
         # no kernel reads what stands for an absent tensor

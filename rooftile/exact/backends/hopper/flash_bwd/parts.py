@@ -29,14 +29,12 @@ from rooftile.exact.backends.hopper.device.softmax import ScoreNumbers
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import (
     aggregate,
-    barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma_load,
     tma_store,
-    tma_store_wait,
 )
 from rooftile.runtime.hopper.pipeline import Ring
 
@@ -436,13 +434,6 @@ def store_rows(buffer, x, desc, ptr, work: WorkTile, heads, start, base, length,
         gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=in_bounds)
     else:
         tma_store(desc, [work.b, work.h, start, 0], buffer)
-
-
-@gluon.jit
-def wait_for_store():
-    """Until the staged rows are on their way: one thread asked for the copy, and all of them are to write there next."""
-    tma_store_wait(0)
-    barrier()
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ from rooftile.exact.backends.hopper.device.softmax import (
     unpack_16bit,
     update_softmax,
 )
-from rooftile.exact.backends.hopper.flash_fwd.store import store, wait_for_store
+from rooftile.exact.backends.hopper.flash_fwd.store import store
 from rooftile.runtime.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -62,7 +62,7 @@ from rooftile.runtime.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring
+from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring, wait_for_store
 
 # the first of the warpgroups' named barriers, by which they take turns
 PING_PONG_BARRIER = gl.constexpr(9)

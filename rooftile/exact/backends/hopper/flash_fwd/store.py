@@ -1,7 +1,8 @@
 """Stores the rows of a warpgroup: by the copy engine, or one by one where a packed sequence ends inside a tile."""
 
 from rooftile.exact.backends.hopper.device.config import WG_ROWS, KernelConfig, query_offset
-from rooftile.runtime.hopper.gluon import barrier, fence_async_shared, gl, gluon, tma_store, tma_store_wait
+from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, tma_store
+from rooftile.runtime.hopper.pipeline import wait_for_store
 
 
 @gluon.jit
@@ -14,13 +15,6 @@ def store(output, o, o_desc, o_ptr, work, row, H, config: KernelConfig):
         _store_columns(output, high, config.DV // 2, o_desc, o_ptr, work, row, H, config)
     else:
         _store_columns(output, o, 0, o_desc, o_ptr, work, row, H, config)
-
-
-@gluon.jit
-def wait_for_store():
-    """Until the staged rows are on their way: one thread asked for the copy, and all of them are to write there next."""
-    tma_store_wait(0)
-    barrier()
 
 
 @gluon.jit

@@ -142,13 +142,6 @@ class PendingBlock:
     part: gl.tensor  # the product of the block before with its values
     v_scale: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, s, factor, part, v_scale):
-        self.s = s
-        self.factor = factor
-        self.part = part
-        self.v_scale = v_scale
-
 
 @gluon.jit
 def _step(
@@ -330,7 +323,8 @@ def flash_fwd_8bit(
 ):
     dtype: gl.constexpr = q_desc.dtype
     config = QuantisedConfig(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, KEYS,
+        GROUP=GROUP, D=D, DV=DV, PACKED=PACKED, MASKED=LEFT or RIGHT or PREFIX or CHUNK, INTEGER=dtype == gl.int8,
+        SMOOTHED=SMOOTHED, KEYS=KEYS,
     )
     mask = MaskBounds(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(

@@ -37,15 +37,11 @@ class QuantisedConfig:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, KEYS):
-        self.GROUP = gl.constexpr(GROUP)
-        self.D = gl.constexpr(D)
-        self.DV = gl.constexpr(DV)
-        self.PACKED = gl.constexpr(PACKED)
-        self.MASKED = gl.constexpr(MASKED)
-        self.INTEGER = gl.constexpr(INTEGER)
-        self.SMOOTHED = gl.constexpr(SMOOTHED)
-        self.KEYS = gl.constexpr(KEYS)
+    def __init__(self, **fields):
+        """Takes the fields up to KEYS by name."""
+        for name, value in fields.items():
+            setattr(self, name, gl.constexpr(value))
+        DV, KEYS = fields["DV"], fields["KEYS"]
         part = DV if DV <= 128 else 64
         self.WIDE = gl.constexpr(part < DV)
         self.PART = gl.constexpr(part)
@@ -66,15 +62,6 @@ class BlockScales:
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q_ptr, k_ptr, v_ptr, q, k, v):
-        self.q_ptr = q_ptr
-        self.k_ptr = k_ptr
-        self.v_ptr = v_ptr
-        self.q = q
-        self.k = k
-        self.v = v
 
 
 @gluon.jit

@@ -1,7 +1,4 @@
-"""Times the parts of Native Sparse Attention and the variants of its kernels, each checked first: JSON lines, one per row.
-
-    PYTHONPATH=. python -m rooftile_lab.programs.native_sparse.run --json benchmarks/results/h200-native-sparse.jsonl
-    PYTHONPATH=. python -m rooftile_lab.programs.native_sparse.run --lengths 65536 --heads 64,4 --kinds alike
+"""The parts of Native Sparse Attention and the variants of its kernels, each checked first: a row for each.
 
 One text, 64 / 4 heads of 128, the paper's sizes: the choice, the three branches and the gates as a call runs them; the selected
 branch with 1, 2 and 4 queries to a tile; exact attention, FlashAttention-4 and fla's selection, where they can be imported.
@@ -10,12 +7,9 @@ branch with 1, 2 and 4 queries to a tile; exact attention, FlashAttention-4 and 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +21,13 @@ from rooftile.approximate.native_sparse.attention import compressed_attention
 from rooftile.approximate.native_sparse.selected.gated_sum import gated_sum
 from rooftile.cost import approximate as cost
 from rooftile.cost import roof
-from rooftile.cost.session import Session, open_session
+from rooftile.cost.session import Session
 from rooftile.exact.cases import Case, Inputs
 from rooftile.exact.masks import CAUSAL, Window
 from rooftile.hardware.clock import Clock, clock_for, take_turns
 from rooftile_lab.bench.methods.peers import fla_selection
-from rooftile_lab.bench.methods.way import roof_of, step
-from rooftile_lab.bench.peers import provider_named
-from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import timed_row, with_measures
-from rooftile_lab.programs.native_sparse.variants import (
-    KINDS,
+from rooftile_lab.bench.methods.way import roof_of
+from rooftile_lab.bench.native_sparse.variants import (
     Prepared,
     Sizes,
     Variant,
@@ -46,8 +36,13 @@ from rooftile_lab.programs.native_sparse.variants import (
     variants,
     works,
 )
+from rooftile_lab.bench.peers import provider_named
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.rows import timed_row, with_measures
+from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.works import step
 
-LENGTHS, ROUNDS, CHECKED_AT = (8192, 16384, 32768, 65536), 3, 1024
+CHECKED_AT = 1024
 LENGTH, STRIDE, WINDOW = 32, 16, 512
 Leaves = tuple[Tensor, ...]
 
@@ -61,20 +56,20 @@ def parts(x: Prepared, sizes: Sizes) -> dict[str, tuple[Callable[..., Any], Leav
     gates = torch.rand(*q.shape[:3], 3, device=q.device, dtype=q.dtype)
     near = CAUSAL & Window(WINDOW - 1)
     both = ("fwd", "bwd")
-    choose = {"tokens": sizes.N, "block_size": sizes.block, "count": sizes.count}
+    choose: dict[str, Any] = {"tokens": sizes.N, "block_size": sizes.block, "count": sizes.count}
     return {
         "choice": (lambda q, k: ap.choose_blocks(q, k, lse=lse, **choose), (q, kc), ("fwd",)),
         "choice, two walks": (lambda q, k: ap.choose_blocks(q, k, **choose), (q, kc), ("fwd",)),
-        "compressed": (lambda *y: compressed_attention(*y, sizes.N, LENGTH, STRIDE, options)[0], (q, kc, vc), both),
-        "selected": (lambda *y: ap.selected_attention(*y, chosen, block_size=sizes.block), (q, k, v), both),
-        "near": (lambda *y: rt.attention(*y, near), (q, k, v), both),
+        "compressed": (lambda q, k, v: compressed_attention(q, k, v, sizes.N, LENGTH, STRIDE, options)[0], (q, kc, vc), both),
+        "selected": (lambda q, k, v: ap.selected_attention(q, k, v, chosen, block_size=sizes.block), (q, k, v), both),
+        "near": (lambda q, k, v: rt.attention(q, k, v, near), (q, k, v), both),
         "gates": (lambda *y: gated_sum(y[:3], y[3]), (x.o[None], x.o[None].clone(), x.o[None].clone(), gates), both),
         "whole": (
             lambda q, kc, vc, k, v, gates: ap.native_sparse(
                 q, (kc, vc), (k, v), (k, v), gates, chosen=None, block_size=sizes.block, count=sizes.count
             ), (q, kc, vc, k, v, gates), both,
         ),
-        "exact": (lambda *y: rt.attention(*y, CAUSAL), (q, k, v), both),
+        "exact": (lambda q, k, v: rt.attention(q, k, v, CAUSAL), (q, k, v), both),
     }  # fmt: skip
 
 
@@ -94,17 +89,35 @@ def peers(x: Prepared, sizes: Sizes) -> Iterator[tuple[str, Callable[..., Any] |
 
 
 def measure(
-    session: Session, clock: Clock, lengths: tuple[int, ...], kinds: tuple[str, ...], sizes: Sizes, chosen: list[Variant],
-    rounds: int,
+    session: Session, sizes: Sizes, say: Progress, *, lengths: Sequence[int], kinds: Sequence[str], queries: Sequence[int],
+    stages: Sequence[int], rounds: int,
 ) -> Iterator[Row]:  # fmt: skip
-    """The rows of all lengths and kinds of choices."""
+    """Yields the rows of all lengths and kinds of choices.
+
+    Args:
+        session: the run.
+        sizes: heads, dims and blocks; its number of tokens does not count.
+        say: is told what is measured.
+        lengths: tokens of the text.
+        kinds: the choices, as `KINDS` has them.
+        queries: queries of a tile, for the variants.
+        stages: stages of a launch, for the variants.
+        rounds: how often all take turns.
+    """
+    clock = clock_for(session.device)
     dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     short = sizes._replace(N=min(CHECKED_AT, lengths[0]))
+    say("checking the variants")
+    chosen = variants(sizes.H // sizes.Hk, queries, stages)
     complaints = {one: complaint(one, short, session.device, dtype) for one in chosen}
     for N in lengths:
         for kind in kinds:
+            say(f"{kind}, {N:,} tokens")
             x, own = Prepared.of(kind, sizes._replace(N=N), session.device, dtype), sizes._replace(N=N)
-            named = {"suite": "native_sparse", "case": f"{kind}-{N}", "problem": str(own), "dtype": session.dtype}
+            named = {
+                "suite": "native-sparse", "case": f"{kind}-{N}", "problem": str(own), "dtype": session.dtype,
+                "settings": {"heads": f"{sizes.H},{sizes.Hk}"},
+            }  # fmt: skip
             yield from _of_call(session, clock, x, own, rounds, named)
             yield from _of_variants(session, clock, x, own, complaints, rounds, named)
 
@@ -127,7 +140,14 @@ def _of_call(session: Session, clock: Clock, x: Prepared, sizes: Sizes, rounds: 
 def _floor(session: Session, name: str, sizes: Sizes, phase: str) -> Any:
     """The least time of a part, where `rooftile.cost` counts it."""
     heads = {"H": sizes.H, "Hk": sizes.Hk, "D": sizes.D, "Dv": sizes.Dv, "block_size": sizes.block, "count": sizes.count}
-    words = {"B": 1, "T": sizes.N, "S": sizes.N, **heads, "phase": phase, "itemsize": 2 if session.dtype == "bf16" else 4}
+    words: dict[str, Any] = {
+        "B": 1,
+        "T": sizes.N,
+        "S": sizes.N,
+        **heads,
+        "phase": phase,
+        "itemsize": 2 if session.dtype == "bf16" else 4,
+    }
     branch = {"choice, two walks": "choice", "fla selection": "selected"}.get(name, name)
     if branch in ("choice", *cost.BRANCHES):
         return roof_of(cost.native_sparse_branch(**words, branch=branch), session.ceilings, session.dtype)
@@ -165,34 +185,3 @@ def _of_variants(
         for (name, phase), samples in take_turns(contest, clock, rounds).items():
             row = timed_row(session, samples, backend=name, phase=phase, **named)
             yield with_measures(row, union_blocks=blocks, through_l2_bytes=through)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--heads", default="64,4")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--queries", default="1,2,4")
-    parser.add_argument("--stages", default="2,3")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    device = torch.device(asked.device)
-    numbers = {name: tuple(map(int, getattr(asked, name).split(","))) for name in ("lengths", "heads", "queries", "stages")}
-    H, Hk = numbers["heads"]
-    sizes = Sizes(numbers["lengths"][0], H, Hk, asked.dim, asked.dim, 64, asked.count)
-    chosen = list(variants(H // Hk, numbers["queries"], numbers["stages"]))
-    session, clock = open_session(device, refresh=device.type == "cuda"), clock_for(device)
-    for row in measure(session, clock, numbers["lengths"], tuple(asked.kinds.split(",")), sizes, chosen, asked.rounds):
-        line = replace(row, settings={"heads": asked.heads}).json()
-        print(line, flush=True)
-        if asked.json is not None:
-            with asked.json.open("a") as file:
-                file.write(line + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""Measures all algorithms of cuSPARSELt, for the table in `rooftile.weights.two_four.product.cusparselt`.
+"""All algorithms of cuSPARSELt, for the table in `rooftile.weights.two_four.product.cusparselt`.
 
-    python -m rooftile_lab.programs.cusparselt [--dtypes bf16,fp8] [--rows 256,2048,8192] [--json algorithms.jsonl]
-
-The products are the four of an 8B model's layer, as CUDA graphs. A line has the times of all four by one algorithm, with its
+The products are the four of an 8B model's layer, as CUDA graphs. A row has the times of all four by one algorithm, with its
 result (N, M) as it comes or transposed, and their ratio to the times of PyTorch's dense products of the same numbers. An
 algorithm whose results differ from the dense product says so instead. fp16 is absent: one of its algorithms ends in an
 illegal instruction, after which the GPU takes no more work from the process.
@@ -10,22 +8,23 @@ illegal instruction, after which the GPU takes no more work from the process.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rooftile.cost.session import Session, open_session
-from rooftile.hardware.clock import ReplayClock, take_turns
+from rooftile.cost.session import Session
+from rooftile.hardware.clock import ReplayClock, Work, take_turns
 from rooftile.weights.two_four import two_four
 from rooftile.weights.two_four.product.cusparselt import Algorithm, sums
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row, with_measures
+from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.suites.linear import MOST_ERROR, PRODUCTS
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -81,7 +80,16 @@ def algorithms_of(name: str) -> list[Algorithm]:
     return found
 
 
-def measure(session: Session, name: str, M: int) -> Iterator[Row]:
+def measure(session: Session, dtypes: Sequence[str], rows: Sequence[int], say: Progress) -> Iterator[Row]:
+    """Yields the rows of all products, the fastest algorithm first."""
+    for name, M in product(dtypes, rows):
+        say(f"{name}, {M} rows")
+        with torch.inference_mode():
+            found = sorted(algorithms(session, name, M), key=lambda row: row.median_us or math.inf)
+        yield from found
+
+
+def algorithms(session: Session, name: str, M: int) -> Iterator[Row]:
     """Yields a row for each algorithm."""
     cases = [case_of(name, M, N, K) for N, K in PRODUCTS]
     for algorithm in algorithms_of(name):
@@ -93,7 +101,10 @@ def measure(session: Session, name: str, M: int) -> Iterator[Row]:
         if not all(is_right(case, name, algorithm) for case in cases):
             yield timed_row(session, [], reason="its results are wrong", **named)
             continue
-        works = {"dense": lambda: [case.dense() for case in cases], "sparse": partial(_all, cases, name, algorithm)}
+        works: dict[str, Work] = {
+            "dense": lambda: [case.dense() for case in cases],
+            "sparse": partial(_all, cases, name, algorithm),
+        }
         # a clock keeps its graphs, and with them their results, so each algorithm has its own
         taken = take_turns(works, ReplayClock(times=3), rounds=3)
         ratio = median(taken["sparse"]) / median(taken["dense"])
@@ -103,26 +114,3 @@ def measure(session: Session, name: str, M: int) -> Iterator[Row]:
 def _all(cases: list[Case], name: str, algorithm: Algorithm) -> None:
     for case in cases:
         multiply(case, name, algorithm)
-
-
-@torch.inference_mode()
-def main() -> None:
-    """Runs the sweep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--rows", default="256,1024,8192")
-    parser.add_argument("--json", help="rows are appended to this file")
-    asked = parser.parse_args()
-    session = open_session(torch.device("cuda"))
-    for name in asked.dtypes.split(","):
-        for rows in map(int, asked.rows.split(",")):
-            found = sorted(measure(session, name, rows), key=lambda row: row.median_us or math.inf)
-            lines = [row.json() + "\n" for row in found]
-            print("".join(lines[:8]), end="", flush=True)
-            if asked.json:
-                with open(asked.json, "a") as file:
-                    file.writelines(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,26 @@
-"""Measures tiles and numbers of programs of Hopper's quantised products, for the table in `rooftile.weights.hopper.launch`.
+"""Tiles and numbers of programs of Hopper's quantised products, for the table in `rooftile.weights.hopper.launch`.
 
-    python -m rooftile_lab.programs.products [--formats fp8,int4] [--rows 1,16,64,256] [--out variants.jsonl]
-
-The products are the four of an 8B model's layer, each over more layers than the L2 cache holds, as a CUDA graph. A variant is
-timed only if its results agree with the definition by the mean of their differences. Lines are sorted by time, the
-fastest first; `of_bf16_ratio` is a time over the time of cuBLAS in bf16. Some are printed, and all are written to the file.
+The products are the four of an 8B model's layer, each over more layers than the L2 cache holds, as a CUDA graph; a time is one
+layer's. A variant is timed only if its results agree with the definition by the mean of their differences. Rows are sorted by
+time, the fastest first; `of_bf16_ratio` is a time over the time of cuBLAS in bf16, and `chosen` is the variant that a call takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import rooftile as rt
-from rooftile.hardware.clock import ReplayClock, medians
+from rooftile.cost.session import Session
+from rooftile.hardware.clock import ReplayClock, Work, take_turns
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights.definition import Product
@@ -30,11 +28,15 @@ from rooftile.weights.hopper import launch
 from rooftile.weights.hopper.early import weights_stay
 from rooftile.weights.hopper.ordered import in_order
 from rooftile.weights.hopper.schedule import WARPGROUPS, ProductTile
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.rows import timed_row, with_measures
+from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.suites import linear
+from rooftile_lab.bench.works import words_of_error
 
-PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
+PRODUCTS = dict(zip(("qkv", "o", "up", "down"), linear.PRODUCTS, strict=True))
 # bytes of weights that a variant walks through: several times the L2 cache
 WALKED = 400 << 20
-MOST_ERROR = 0.02
 DEVICE = "cuda"
 # rows of x that a warpgroup can put in order by itself
 MOST_ORDERED = 64
@@ -77,6 +79,19 @@ def programs_for(tile: ProductTile, M: int, N: int, K: int, processors: int) -> 
     return sorted(found - {0})
 
 
+class Variant(NamedTuple):
+    """A tile, the number of programs, and whether x is put in order by a kernel before."""
+
+    tile: ProductTile
+    programs: int
+    ordered: bool
+
+    def __str__(self) -> str:
+        blocks_n, columns, blocks_m, stages = self.tile
+        order = ", ordered before" if self.ordered else ""
+        return f"{blocks_n}x{columns}x{blocks_m}, {stages} stages, {self.programs} programs{order}"
+
+
 class Layers:
     """Weights and inputs of one product over several layers."""
 
@@ -90,7 +105,9 @@ class Layers:
         self.o = torch.empty(M, N, dtype=torch.bfloat16, device=DEVICE)
         self.due = rt.linear(self.x, self.weights[0], backend="definition")
 
-    def start(self, tile: ProductTile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
+    def start(self, variant: Variant, weight: QuantisedWeight) -> Tensor:
+        """Multiplies by one layer's weight."""
+        tile, programs, ordered = variant
         if self.rows is not None:
             launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
             return self.o
@@ -99,62 +116,81 @@ class Layers:
         launch.start_widened(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
         return self.o
 
-    def error(self, tile: ProductTile, programs: int, ordered: bool) -> float:
+    def error(self, variant: Variant) -> float:
+        """Returns the mean difference from the definition over the mean of what is due."""
         self.o.fill_(torch.nan)
-        found = self.start(tile, programs, ordered, self.weights[0]).float()
+        found = self.start(variant, self.weights[0]).float()
         return float((found - self.due.float()).abs().mean() / self.due.float().abs().mean())
 
-    def all_layers(self, tile: ProductTile, programs: int, ordered: bool) -> None:
+    def all_layers(self, variant: Variant) -> None:
+        """Multiplies by the weights of all layers."""
         for weight in self.weights:
-            self.start(tile, programs, ordered, weight)
+            self.start(variant, weight)
 
     def in_16_bits(self) -> None:
+        """Multiplies by the weights of all layers before they are quantised."""
         for w in self.plain:
             functional.linear(self.x, w)
 
 
-def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
-    """Yields a line for each variant of a product, and one for each that is wrong or does not run."""
+def measure(
+    session: Session, formats: Sequence[str], rows: Sequence[int], products: Sequence[str], say: Progress
+) -> Iterator[Row]:
+    """Yields the rows of all products."""
+    say("compiling")
+    compile_all(formats, rows, say)
+    for format, M, name in product(formats, rows, products):
+        say(f"{format}, {M} rows, {name}")
+        with torch.inference_mode():
+            found = list(variants_of(session, format, name, M))
+        yield from found
+
+
+def variants_of(session: Session, format: str, name: str, M: int) -> Iterator[Row]:
+    """Yields a row for each variant of a product, and one with a reason for each that is wrong or does not run."""
     N, K = PRODUCTS[name]
     layers = Layers(format, N, K, M, max(WALKED // (N * K * weight_format(format).bits // 8), 2))
     processors = launch.processors_of(layers.x.device)
-    about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
-    works: dict[Any, Any] = {None: layers.in_16_bits}
+    own = launch.tile_of(M, N, K, format, False, processors)
+    chosen = Variant(own, launch._programs(own, layers.x, layers.product), not launch.orders_itself(M, N, K, processors))
+    named: dict[str, Any] = {"suite": "tiles", "case": f"8b-{format}-{name}-r{M}", "phase": "fwd"}
+    works: dict[Variant | None, Work] = {None: layers.in_16_bits}
     for tile, ordered in variants(M, format):
         for programs in programs_for(tile, M, N, K, processors):
-            line = about | {"tile": tile._asdict(), "programs": programs, "ordered": ordered}
-            try:
-                error = layers.error(tile, programs, ordered)
-            # a variant may ask for more than the chip has, and says so
-            except Exception as stopped:
-                yield line | {"reason": f"{type(stopped).__name__}: {str(stopped)[:200]}"}
-                continue
-            if not error <= MOST_ERROR:
-                yield line | {"reason": f"its error is {error:.1%} of what is due"}
-                continue
-            works[tile, programs, ordered] = partial(layers.all_layers, tile, programs, ordered)
+            one = Variant(tile, programs, ordered)
+            if reason := complaint(layers, one):
+                yield timed_row(session, [], backend=str(one), reason=reason, **named)
+            else:
+                works[one] = partial(layers.all_layers, one)
     # an engine's graphs let weights be copied early, too
     with weights_stay():
-        us = medians(works, ReplayClock())
-    own = launch.tile_of(M, N, K, format, False, processors)
-    table = (own, launch._programs(own, layers.x, layers.product), not launch.orders_itself(M, N, K, processors))
-    for key in sorted(us, key=lambda key: us[key]):
-        if key is not None:
-            tile, programs, ordered = key
-            yield about | {
-                "tile": tile._asdict(), "programs": programs, "ordered": ordered, "us": round(us[key] / len(layers.plain), 3),
-                "of_bf16_ratio": round(us[key] / us[None], 4), "chosen": key == table,
-            }  # fmt: skip
+        taken = take_turns(works, ReplayClock())
+    us = {one: median(samples) for one, samples in taken.items()}
+    for timed in sorted((one for one in works if one is not None), key=lambda one: us[one]):
+        a_layer = [sample / len(layers.plain) for sample in taken[timed]]
+        settings = timed.tile._asdict() | {"programs": timed.programs, "ordered": timed.ordered, "chosen": timed == chosen}
+        row = timed_row(session, a_layer, backend=str(timed), settings=settings, **named)
+        yield with_measures(row, of_bf16_ratio=us[timed] / us[None])
 
 
-def compile_all(formats: list[str], rows: list[int]) -> None:
+def complaint(layers: Layers, variant: Variant) -> str:
+    """Returns why a variant must not be timed; "" if it may."""
+    try:
+        error = layers.error(variant)
+    # a variant may ask for more than the chip has, and says so
+    except Exception as stopped:
+        return f"failed: {words_of_error(stopped)}"
+    return "" if error <= linear.MOST_ERROR else f"wrong: its error is {error:.1%} of what is due"
+
+
+def compile_all(formats: Sequence[str], rows: Sequence[int], say: Progress) -> None:
     """Compiles each kernel once, several at a time: the compiler spends most of its time outside Python."""
 
     @torch.inference_mode()
     def compiled(layers: Layers, tile: ProductTile, ordered: bool) -> None:
-        layers.error(tile, 4, ordered)
+        layers.error(Variant(tile, 4, ordered))
 
-    jobs = []
+    jobs: list[tuple[Layers, ProductTile, bool]] = []
     for format in formats:
         for M in rows:
             layers = Layers(format, 512, 512, M, 1)
@@ -164,34 +200,4 @@ def compile_all(formats: list[str], rows: list[int]) -> None:
     with ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(compiled, *job) for job in jobs]:
             if done.exception() is not None:
-                print(f"# {done.exception()}")
-
-
-@torch.inference_mode()
-def main() -> None:
-    """Runs the sweep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--formats", default="fp8,int4")
-    parser.add_argument("--rows", default="1,16,64,256")
-    parser.add_argument("--products", default=",".join(PRODUCTS))
-    parser.add_argument("--out")
-    asked = parser.parse_args()
-    formats, rows = asked.formats.split(","), [int(M) for M in asked.rows.split(",")]
-    compile_all(formats, rows)
-    found = []
-    for format in formats:
-        for M in rows:
-            for name in asked.products.split(","):
-                lines = list(measure(format, name, M))
-                found += lines
-                timed = [each for each in lines if "us" in each]
-                shown = [each for each in lines if "us" not in each] + timed[:3] + [each for each in timed[3:] if each["chosen"]]
-                for line in shown:
-                    print(json.dumps(line), flush=True)
-    if asked.out:
-        with open(asked.out, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in found)
-
-
-if __name__ == "__main__":
-    main()
+                say(str(done.exception()))

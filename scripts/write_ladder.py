@@ -1,7 +1,4 @@
-"""Writes docs/concepts/ladder.md and its figure from the committed results.
-
-python -m rooftile_lab.programs.ladder.page
-"""
+"""Writes docs/concepts/ladder.md and its figure from the committed results of `rooftile bench ladder` and `ladder-counters`."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from html import escape
 from pathlib import Path
 
 from rooftile_lab.bench import results
+from rooftile_lab.bench.ladder import RUNGS
 from rooftile_lab.bench.results import Row
-from rooftile_lab.programs.ladder.run import RUNGS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "benchmarks/results/h200-ladder.jsonl"
 COUNTERS = ROOT / "benchmarks/results/h200-ladder-counters.jsonl"
 PAGE = ROOT / "docs/concepts/ladder.md"
@@ -58,7 +55,7 @@ RUNG = {
 HEAD = """# A ladder, from standard attention to the Hopper kernel
 
 Each rung computes the same forward with one technique more than the rung above it: bf16, head dim 128, 16 heads, 4 sequences of
-4,096. The rungs from *plain* to *ping-pong* are small, readable kernels in `rooftile_lab/programs/ladder/kernels.py`.
+4,096. The rungs from *plain* to *ping-pong* are small, readable kernels in `rooftile_lab/bench/ladder/kernels.py`.
 
 ![TFLOP/s of each rung](ladder.svg)
 
@@ -75,8 +72,8 @@ The technique of each rung, and its limit according to the counters:
 """
 
 LAST = """
-Written by `python -m rooftile_lab.programs.ladder.page` from lines that `rooftile_lab/programs/ladder/run.py` and
-`counters.py` measured. A rung that is not among them is not in the table.
+Written by `scripts/write_ladder.py` from lines that `rooftile bench ladder` and `rooftile bench ladder-counters` measured. A rung
+that is not among them is not in the table.
 """
 
 

@@ -6,7 +6,7 @@ alike     the choices of 16 neighbours differ only in what is always chosen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from rooftile.approximate.native_sparse.selected import attend
 from rooftile.approximate.native_sparse.selected.tiles import Tiles, queries_for
 from rooftile.approximate.native_sparse.selection import choose_from
+from rooftile_lab.bench.works import words_of_error
 
 if TYPE_CHECKING:
     from rooftile.approximate.native_sparse.selected.kernels import KeyLists
@@ -36,7 +37,7 @@ class Sizes(NamedTuple):
     D: int
     Dv: int
     block: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method
 
     @property
     def scale(self) -> float:
@@ -56,7 +57,7 @@ class Variant:
         return f"{self.queries} queries, {self.warps} warps, {self.stages} stages"
 
 
-def variants(group: int, queries: tuple[int, ...] = (1, 2, 4), stages: tuple[int, ...] = (2, 3)) -> Iterator[Variant]:
+def variants(group: int, queries: Sequence[int] = (1, 2, 4), stages: Sequence[int] = (2, 3)) -> Iterator[Variant]:
     """All variants that are worth a compilation."""
     for count in queries:
         rows = max(1 << (count * group - 1).bit_length(), 16)
@@ -147,16 +148,16 @@ def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[
 def complaint(variant: Variant, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a variant must not be timed: it differs from plain operations on a short text. None if it does not."""
     x = Prepared.of("random", sizes, device, dtype)
-    leaves = [each[None].float().requires_grad_() for each in (x.q, x.k, x.v)]
-    due, _ = attend(*leaves, x.chosen[None], block_size=x.block, scale=x.scale, backend="plain")
+    leaves = q, k, v = [each[None].float().requires_grad_() for each in (x.q, x.k, x.v)]
+    due, _ = attend(q, k, v, x.chosen[None], block_size=x.block, scale=x.scale, backend="plain")
     gradients = torch.autograd.grad((due * x.do[None].float()).sum(), leaves)
     # so that the long lists of a short text have parts, too
     run = works(x, replace(variant, each=16), x.tiles(variant), x.lists())
     try:
         found = run["fwd"]()[0], run["dq"](), *run["dkdv"]()
-    except Exception as error:
+    except Exception as stopped:
         # a launch may ask for more shared memory than there is, and the others should still be timed
-        return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"failed: {words_of_error(stopped)}"
     for name, one, other in zip(("o", "dq", "dk", "dv"), found, (due, *gradients), strict=True):
         error = ((one.float() - other[0]).norm() / other.norm()).item()
         # rounding to 16 bits is a few thousandths

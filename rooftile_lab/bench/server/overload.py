@@ -1,16 +1,13 @@
-"""Offers a server twice what it can do, for ten minutes: W9 with clients that vanish and requests that are invalid. One row.
+"""Sends twice as many requests as the server can answer, for ten minutes.
 
-    PYTHONPATH=. python -m rooftile_lab.programs.server_overload --device cpu --json benchmarks/results/cpu-server.jsonl
-
-Requests come at random, at twice the rate that 64 clients in turn have reached. A fifth of the clients vanish at a random moment,
-and one request in a hundred is invalid. The row has what became of them, the waits of those that were answered, and what was left
-afterwards: threads, files, connections, memory and blocks. The program fails if an answer differs from the offline engine's, if a
-request had no end, or if the server died.
+They come at random, at twice the rate that 64 clients in turn have reached. A fifth of the clients vanish at a random moment, and
+one request in a hundred is invalid. The row has what became of them, the waits of those that were answered, and what was left
+afterwards: threads, files, connections, memory and blocks. RuntimeError is raised if an answer differs from the offline engine's,
+if a request had no end, or if the server died.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -18,23 +15,22 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 
-from rooftile.cost.session import Session
-from rooftile.engine import LLM, SamplingParams
+from rooftile.engine import SamplingParams
+from rooftile_lab.bench.needed import needed
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import figures
-from rooftile_lab.programs.served import Reading, Server, arguments, get, opened, read_all, show
+from rooftile_lab.bench.server.client import Reading, get, read_all
+from rooftile_lab.bench.server.process import Server
+from rooftile_lab.bench.server.run import Run
 
 WAITING = 32
 # no request may take longer than this
 PATIENCE_S = 120.0
-INVALID = ({"n": 17}, {"prompt": [-1]}, {"tempratur": 1}, {"max_tokens": 0}, {"prompt": []})
+INVALID: tuple[dict[str, Any], ...] = ({"n": 17}, {"prompt": [-1]}, {"tempratur": 1}, {"max_tokens": 0}, {"prompt": []})
 
 
 class Crowd:
@@ -124,6 +120,7 @@ async def capacity(port: int, prompts: Sequence[str], longest: int, seconds: flo
 
 def held(server: Server) -> dict[str, float]:
     """Returns what the two processes hold."""
+    psutil = needed("server", "psutil")
     found: dict[str, float] = {}
     for name, pid in zip(("api", "engine"), server.pids, strict=True):
         process = psutil.Process(pid)
@@ -144,52 +141,37 @@ async def idle(port: int) -> None:
     raise RuntimeError("blocks are still used a minute after the last client")
 
 
-def main() -> None:
-    parser = arguments(__doc__, num_blocks=4000)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--tokens", type=int, default=24, help="tokens of an answer")
-    given = parser.parse_args()
-    with opened(given) as (session, folder):
-        show(measure(given, session, folder), given.json)
-
-
-def measure(given: argparse.Namespace, session: Session, folder: Path) -> Row:
+def overload(run: Run) -> Row:
+    """Measures one overload."""
+    options = run.options
     prompts = [f"The roof has {n} tiles, " for n in range(64)]
-    llm = LLM(folder, device=given.device, num_blocks=given.num_blocks, max_model_len=1024)
-    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True)
-    due = {prompt: output.outputs[0].text for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True)}
-    del llm
-    options = [
-        "--device", given.device, "--num-blocks", str(given.num_blocks), "--max-model-len", "1024", "--max-waiting", str(WAITING),
-        "--max-num-seqs", "64",
-    ]  # fmt: skip
-    with Server(folder, *options) as server:
-        asyncio.run(read_all(server.port, [asked(prompt, given.tokens) for prompt in prompts[:WAITING]]))
-        rate = asyncio.run(capacity(server.port, prompts, given.tokens, min(10.0, given.seconds)))
+    sizes = {"num_blocks": options.num_blocks or 4000, "max_model_len": 1024}
+    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+    outputs = run.engine(**sizes).generate(prompts, params)
+    due = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
+    with run.server("--max-waiting", str(WAITING), "--max-num-seqs", "64", **sizes) as server:
+        asyncio.run(read_all(server.port, [asked(prompt, options.tokens) for prompt in prompts[:WAITING]]))
+        rate = asyncio.run(capacity(server.port, prompts, options.tokens, min(10.0, options.overload_s)))
         asyncio.run(idle(server.port))
-        before, crowd = held(server), Crowd(server.port, due, given.tokens)
-        asyncio.run(crowd.come(2 * rate, given.seconds))
+        before, crowd = held(server), Crowd(server.port, due, options.tokens)
+        asyncio.run(crowd.come(2 * rate, options.overload_s))
         asyncio.run(idle(server.port))
         after = held(server)
         # an idle engine checks its books after a second, and would have died of a leak
         time.sleep(1.5)
-        asyncio.run(read_all(server.port, [asked(prompts[0], given.tokens)]))
-    bad = {end: count for end, count in crowd.ends.items() if end not in ("answered", "gone", "429", "400")}
+        asyncio.run(read_all(server.port, [asked(prompts[0], options.tokens)]))
+    grown = {f"grown_{name}": after[name] - before[name] for name in before}
+    settings = {"model": options.model, "seconds": options.overload_s, "max_waiting": WAITING, "running": 64}
+    return run.once("overload", measures_of(crowd, rate, options.overload_s) | grown, settings)
+
+
+def measures_of(crowd: Crowd, rate: float, seconds: float) -> dict[str, float]:
+    """Returns what became of the requests; raises RuntimeError if some had another end than they may have."""
+    names = {"answered": "answered", "gone": "gone", "429": "refused", "400": "invalid"}
+    bad = {end: count for end, count in crowd.ends.items() if end not in names}
     if bad:
         raise RuntimeError(f"some requests had another end: {bad}")
-    names = {"answered": "answered", "gone": "gone", "429": "refused", "400": "invalid"}
-    taken: dict[str, float] = {f"{names[end]}_requests": count for end, count in crowd.ends.items()}
-    taken |= {
-        "capacity_requests_s": rate, "answered_requests_s": crowd.ends["answered"] / given.seconds,
+    return {f"{names[end]}_requests": float(count) for end, count in crowd.ends.items()} | {
+        "capacity_requests_s": rate, "answered_requests_s": crowd.ends["answered"] / seconds,
         "ttft_ms_p50": median(crowd.waits), "ttft_ms_p99": float(np.percentile(crowd.waits, 99)),
-        **{f"grown_{name}": after[name] - before[name] for name in before},
     }  # fmt: skip
-    return Row(
-        **session.about(session.dtype), suite="server", case=f"overload-{given.shape}", backend="http", phase="serve", samples=1,
-        settings={"model": given.shape, "seconds": given.seconds, "max_waiting": WAITING, "running": 64},
-        measures={name: figures(value) for name, value in taken.items()},
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

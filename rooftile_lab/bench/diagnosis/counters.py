@@ -1,16 +1,13 @@
-"""Sets the bytes that a diagnosis predicts beside those that Nsight Compute counts, over three sizes of each operator.
+"""The bytes that a diagnosis predicts beside those that Nsight Compute counts, over three sizes of each operator.
 
-    PYTHONPATH=. python -m rooftile_lab.programs.diagnosis.counters --json benchmarks/results/h200-counters.jsonl
-
-A row for each operator: what was predicted and counted at the largest size, and the ratio of the two slopes over the sizes, in
-which a kernel's fixed traffic cancels. Needs a GPU, ncu on the PATH and the right to read counters.
+A row has what was predicted and counted at the largest size, and the ratio of the two slopes over the sizes, in which a kernel's
+fixed traffic cancels. Needs a GPU, ncu on the PATH and the right to read counters.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +15,15 @@ import torch
 
 import rooftile as rt
 from rooftile.cost.io import tiles
-from rooftile.cost.session import Session, open_session
+from rooftile.cost.session import Session
 from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.fused.gated import gated as gate
 from rooftile.fused.norm import Weights, normalise
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import figures
+from rooftile_lab.bench.rows import timed_row, with_measures
 
 SIZES = (1, 2, 4)
+Operator = Callable[[int], Callable[[], Any]]
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -68,14 +66,33 @@ def gated(n: int) -> Callable[[], Any]:
     return lambda: gate(x, "silu")
 
 
-OPERATORS = {f.__name__: f for f in (addition, copy, product, attention, norm, gated)}
+OPERATORS: dict[str, Operator] = {
+    "addition": addition, "copy": copy, "product": product, "attention": attention, "norm": norm, "gated": gated,
+}  # fmt: skip
 
 
-def row(session: Session, name: str, counted: Sequence[dict[str, Any]]) -> Row:
+def counted_row(session: Session, case: str, operator: Operator) -> Row:
+    """The row of an operator; without counters it has a reason."""
+    named: dict[str, Any] = {"suite": "diagnosis", "case": case, "backend": "rooftile", "phase": "fwd"}
+    if session.device.type != "cuda":
+        return timed_row(session, [], dtype=session.dtype, reason="refused: Nsight Compute counts on a GPU", **named)
+    counted: list[dict[str, Any]] = []
+    for n in SIZES:
+        found = rt.diagnose(operator(n), budget=0.5, ncu=True)
+        if not found.counters:
+            return timed_row(session, [], dtype=session.dtype, reason=f"refused: {'; '.join(found.notes)}", **named)
+        counted.append(max(found.counters, key=lambda c: c["dram_bytes"]))
+    made = timed_row(session, [], dtype=session.dtype, settings={"op": counted[-1]["op"]}, **named)
+    return replace(with_measures(made, **measures_of(operator, counted)), samples=len(counted))
+
+
+def measures_of(operator: Operator, counted: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the bytes at the largest size, predicted and counted, and the ratios of slopes."""
     last = counted[-1]
     predicted, dram, l2 = (np.array([c[key] for c in counted], float) for key in ("bytes", "dram_bytes", "l2_bytes"))
     # a tile of queries reads its keys and values anew
-    through_l2 = np.array([tiles(_problem(n), block_s=128).total for n in SIZES], float) if name == "attention" else predicted
+    is_attention = operator is attention
+    through_l2 = np.array([tiles(_problem(n), block_s=128).total for n in SIZES], float) if is_attention else predicted
     measures = {
         "predicted_bytes": float(predicted[-1]),
         "dram_bytes": float(dram[-1]),
@@ -85,37 +102,8 @@ def row(session: Session, name: str, counted: Sequence[dict[str, Any]]) -> Row:
     }
     if last["tensor_flops"]:
         measures["tensor_flops_ratio"] = last["tensor_flops"] / last["flops"]
-    return Row(
-        **session.about(session.dtype), suite="diagnosis", case=f"counters-{name}", backend="rooftile", phase="fwd",
-        samples=len(counted), measures={word: figures(value) for word, value in measures.items()}, settings={"op": last["op"]},
-    )  # fmt: skip
+    return measures
 
 
 def _slope(counts: Any) -> float:
     return float(np.polyfit(SIZES, counts, 1)[0])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=OPERATORS, help="several; all without it")
-    parser.add_argument("--json", type=Path, help="append rows to this file")
-    asked = parser.parse_args()
-    session = open_session(torch.device("cuda"))
-    for name in asked.case or OPERATORS:
-        counted = []
-        for n in SIZES:
-            found = rt.diagnose(OPERATORS[name](n), budget=0.5, ncu=True)
-            if not found.counters:
-                print(f"{name}: {'; '.join(found.notes)}")
-                break
-            counted.append(max(found.counters, key=lambda c: c["dram_bytes"]))
-        if len(counted) == len(SIZES):
-            line = row(session, name, counted).json()
-            print(line, flush=True)
-            if asked.json:
-                with asked.json.open("a") as file:
-                    file.write(line + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -30,8 +30,6 @@ from rooftile.runtime.hopper.gluon import (
 )
 from rooftile.runtime.hopper.pipeline import Ring, named_barrier, ring
 
-RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
-
 ROWS = gl.constexpr(128)  # queries of a program
 KEYS = gl.constexpr(128)  # in a block
 SLOTS = gl.constexpr(2)

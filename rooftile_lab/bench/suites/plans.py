@@ -1,6 +1,4 @@
-"""Sets what plans predict beside what is measured, for five models that the plan was not written with, and for a decoder.
-
-    PYTHONPATH=. python -m rooftile_lab.programs.plans --device cuda --json benchmarks/results/h200-plans.jsonl
+"""Compares predictions of plans with measurements, for five models that the plan was not written with, and for decoders.
 
 Each model has a row for inference ("fwd") and one for a training step ("step"). Measures of a row:
 
@@ -8,39 +6,41 @@ Each model has a row for inference ("fwd") and one for a training step ("step").
     near_percent                     share of the time of layers over 20 µs that is predicted within 25 %
     decided_percent, agrees_percent  share of the layers' time for which twice the rows say memory or compute, and of that the
                                      share that the model agrees with
-    step_us, kept_step_us            the whole with the plan applied, timed by this program, and as it is
+    step_us, kept_step_us            the whole with the plan applied, timed by this suite, and as it is
     promised_us                      kept_step_us less what the plan says that the layers save
     loss_nats, max_loss_nats         of the applied plan, and what was allowed
     planning_s                       the time that the plan took
 
-A decoder has a row for each batch: `decode_us`, the plan's layers; `single_us`, in the best single format; and the share
-of the layers' weights in each format. A CPU runs with one thread unless told otherwise, so that a busy neighbour does not stall
-the others.
+A decoder has a row for each batch: `decode_us`, the plan's layers; `single_us`, in the best single format; and the share of the
+layers' weights in each format. On a CPU set OMP_NUM_THREADS=1, so that a busy neighbour does not stall the other threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import rooftile as rt
-from rooftile.cost.session import Session, open_session
+from rooftile.cost.session import Session
 from rooftile.hardware.clock import clock_for, medians
 from rooftile.planning import Plan
 from rooftile.planning.costs import verdict_of
 from rooftile_lab.bench.models import MODELS, decoder_named
+from rooftile_lab.bench.needed import needed
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.rows import figures
+from rooftile_lab.bench.rows import timed_row, with_measures
+from rooftile_lab.bench.run import Progress
 
+GPU = CPU = ("llama", "bert", "vit", "gpt2", "convnet")
+QUICK = ("bert", "convnet")
+ASKED = tuple(f"decoder-{name}" for name in MODELS)
+BATCHES = (1, 256)
 # shorter layers are predicted to take the time of a launch
 LONG_US, NEAR = 20.0, 0.25
 MAX_LOSS = 0.01
@@ -55,6 +55,21 @@ class Case(NamedTuple):
     loss: Callable[[nn.Module], Tensor]
 
 
+def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
+    """Two rows for each model, and for each decoder."""
+    for name in names:
+        if name in CASES:
+            for training in (False, True):
+                say(f"{name}: {'a training step' if training else 'inference'}")
+                torch.manual_seed(0)
+                yield row(session, name, CASES[name](session.device), training)
+        else:
+            for batch in BATCHES:
+                say(f"{name}: batch {batch}")
+                torch.manual_seed(0)
+                yield decoder_row(session, name.removeprefix("decoder-"), batch)
+
+
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -66,7 +81,7 @@ def _of_tokens(model: nn.Module, vocabulary: int, shape: tuple[int, int], device
 
 def llama(device: torch.device) -> Case:
     """Llama of 1B, 4 x 2,048 tokens; on a CPU the report's, 1 x 1,024."""
-    gpu = device.type == "cuda"
+    transformers, gpu = needed("plans", "transformers"), device.type == "cuda"
     config = transformers.LlamaConfig(
         hidden_size=2048 if gpu else 192, num_hidden_layers=16 if gpu else 2, num_attention_heads=32 if gpu else 6,
         num_key_value_heads=8 if gpu else 6, intermediate_size=8192 if gpu else 512, vocab_size=32000 if gpu else 256,
@@ -76,7 +91,7 @@ def llama(device: torch.device) -> Case:
 
 def bert(device: torch.device) -> Case:
     """Base, 32 x 512 tokens; two layers of 256, 4 x 128 on a CPU."""
-    gpu = device.type == "cuda"
+    transformers, gpu = needed("plans", "transformers"), device.type == "cuda"
     size = {} if gpu else {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
     config = transformers.BertConfig(**size, vocab_size=30522 if gpu else 1000)
     return _of_tokens(transformers.BertForMaskedLM(config), config.vocab_size, (32, 512) if gpu else (4, 128), device)
@@ -84,7 +99,7 @@ def bert(device: torch.device) -> Case:
 
 def gpt2(device: torch.device) -> Case:
     """Small, 16 x 1,024 tokens; two layers of 256, 4 x 128 on a CPU."""
-    gpu = device.type == "cuda"
+    transformers, gpu = needed("plans", "transformers"), device.type == "cuda"
     size = {} if gpu else {"n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 1000}
     config = transformers.GPT2Config(**size, bos_token_id=None, eos_token_id=None)
     return _of_tokens(transformers.GPT2LMHeadModel(config), config.vocab_size, (16, 1024) if gpu else (4, 128), device)
@@ -92,7 +107,7 @@ def gpt2(device: torch.device) -> Case:
 
 def vit(device: torch.device) -> Case:
     """Base, 64 images; two layers of 192, 4 images on a CPU."""
-    gpu = device.type == "cuda"
+    transformers, gpu = needed("plans", "transformers"), device.type == "cuda"
     size = {} if gpu else {"num_hidden_layers": 2, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**size, num_labels=100)).to(device, _dtype(device))
     images = torch.randn(64 if gpu else 4, 3, 224, 224, device=device).to(_dtype(device))
@@ -114,7 +129,7 @@ def convnet(device: torch.device) -> Case:
     return Case(model, images, lambda it: nn.functional.cross_entropy(it(images).float(), labels))
 
 
-CASES = {case.__name__: case for case in (llama, bert, vit, gpt2, convnet)}
+CASES = dict(zip(GPU, (llama, bert, vit, gpt2, convnet), strict=True))
 
 
 def row(session: Session, name: str, case: Case, training: bool) -> Row:
@@ -123,12 +138,12 @@ def row(session: Session, name: str, case: Case, training: bool) -> Row:
     plan = rt.plan(model, case.input, data=case.loss, max_loss=MAX_LOSS, backward=training)
     seconds = time.perf_counter() - began
     measures = _of_layers(plan) | _of_the_whole(plan, case, session.device, training) | {"planning_s": seconds}
-    return Row(
-        **session.about(session.dtype), suite="plans", case=name, backend="rooftile", phase="step" if training else "fwd",
+    made = timed_row(
+        session, [], dtype=session.dtype, suite="plans", case=name, backend="rooftile", phase="step" if training else "fwd",
         problem=f"{tuple(case.input.shape)}, {sum(x.numel() for x in model.parameters()) / 1e6:.1f}M parameters",
-        measures={word: figures(value) for word, value in measures.items()},
         settings={"chosen": dict(Counter(layer.chosen for layer in plan.layers)), "threads": torch.get_num_threads()},
     )  # fmt: skip
+    return with_measures(made, **measures)
 
 
 def _of_layers(plan: Plan) -> dict[str, float]:
@@ -202,36 +217,8 @@ def decoder_row(session: Session, name: str, batch: int) -> Row:
         "single_us": min([*plan.total.single_us.values(), plan.total.kept_layers_us]), "planning_s": seconds,
     }  # fmt: skip
     measures |= {f"{word}_percent".replace(":", "-"): 100 * count / weights.total() for word, count in weights.items()}
-    return Row(
-        **session.about(session.dtype), suite="plans", case=f"decoder-{name}-batch-{batch}", backend="rooftile", phase="decode",
-        problem=f"{batch} answers of {context} tokens", measures={word: figures(value) for word, value in measures.items()},
+    made = timed_row(
+        session, [], dtype=session.dtype, suite="plans", case=f"decoder-{name}-batch-{batch}", backend="rooftile", phase="decode",
+        problem=f"{batch} answers of {context} tokens",
     )  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--case", action="append", choices=CASES, help="several; all without it")
-    parser.add_argument("--decoder", choices=MODELS, help="also plan this decoder at batch 1 and 256")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--json", type=Path, help="append rows to this file")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    session = open_session(torch.device(asked.device))
-    makes = [
-        lambda name=name, training=training: row(session, name, CASES[name](session.device), training)
-        for name in asked.case or CASES for training in (False, True)
-    ]  # fmt: skip
-    if asked.decoder:
-        makes += [lambda batch=batch: decoder_row(session, asked.decoder, batch) for batch in (1, 256)]
-    for make in makes:
-        torch.manual_seed(0)
-        line = make().json()
-        print(line, flush=True)
-        if asked.json:
-            with asked.json.open("a") as file:
-                file.write(line + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return with_measures(made, **measures)

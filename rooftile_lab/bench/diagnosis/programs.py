@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from rooftile.diagnosis.programs.decode_step import DecodeSizes, decoding
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.build import build_engine
 from rooftile_lab.bench.models import decoder_named
+from rooftile_lab.bench.needed import needed
 
 Step = Callable[[], Any]
 Program = Callable[[torch.device], AbstractContextManager[Step]]
@@ -24,8 +24,8 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _llama(device: torch.device) -> transformers.LlamaForCausalLM:
-    gpu = _is_gpu(device)
+def _llama(device: torch.device) -> Any:
+    transformers, gpu = needed("diagnosis", "transformers"), _is_gpu(device)
     config = transformers.LlamaConfig(
         hidden_size=2048 if gpu else 256, num_hidden_layers=16 if gpu else 4, num_attention_heads=32 if gpu else 4,
         num_key_value_heads=8 if gpu else 2, intermediate_size=8192 if gpu else 688, vocab_size=32000 if gpu else 2000,
@@ -56,6 +56,7 @@ def llama_training(device: torch.device) -> Iterator[Step]:
 @contextmanager
 def gpt2_training(device: torch.device) -> Iterator[Step]:
     """GPT-2 with one example: small, 1024 tokens on a GPU; four layers, 128 tokens on a CPU."""
+    transformers = needed("diagnosis", "transformers")
     size: dict[str, int] = {} if _is_gpu(device) else {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 5000}
     config = transformers.GPT2Config(**size, bos_token_id=None, eos_token_id=None)
     model = transformers.GPT2LMHeadModel(config).to(device)
@@ -97,6 +98,7 @@ def llama_decoding_64(device: torch.device) -> Iterator[Step]:
 @contextmanager
 def vit_inference(device: torch.device) -> Iterator[Step]:
     """ViT on 64 images, 4 on a CPU."""
+    transformers = needed("diagnosis", "transformers")
     size: dict[str, int] = {} if _is_gpu(device) else {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3}
     if size:
         size["intermediate_size"] = 768
@@ -113,6 +115,7 @@ def vit_inference(device: torch.device) -> Iterator[Step]:
 @contextmanager
 def bert_ragged(device: torch.device) -> Iterator[Step]:
     """BERT on 64 texts of 8 to 512 tokens, 16 of up to 128 on a CPU, padded."""
+    transformers = needed("diagnosis", "transformers")
     texts, longest = (64, 512) if _is_gpu(device) else (16, 128)
     size: dict[str, int] = {} if _is_gpu(device) else {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = transformers.BertModel(transformers.BertConfig(**size)).to(device).eval()

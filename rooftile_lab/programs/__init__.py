@@ -1,1 +1,0 @@
-"""Programs that are run by hand: `python -m rooftile_lab.programs.plans`."""

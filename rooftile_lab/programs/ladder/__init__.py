@@ -1,1 +1,0 @@
-"""From standard attention to the Hopper kernel, one technique at a time."""
