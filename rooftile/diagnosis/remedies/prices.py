@@ -206,11 +206,11 @@ def load_beside(place: HostPlace, idle_us: float, *, step_us: float, threads: in
     threads: of the step's operators, 1 if a GPU runs them.
     """
     rest_us = step_us - idle_us
-    shared_us = (idle_us + rest_us * min(threads, cores)) / cores
     workers = max(1, min(cores - 1, ceil(idle_us / max(rest_us, 1.0))))
+    least_us = max(rest_us, idle_us / workers, (idle_us + rest_us * min(threads, cores)) / cores)
     return _remedy(
         name="load beside the step",
-        predicted_us=step_us - max(rest_us, shared_us) if cores > 1 else 0.0,
+        predicted_us=step_us - least_us if cores > 1 else 0.0,
         how=f"{place.words}: DataLoader(num_workers={workers}), as there are {cores} cores",
         changes="nothing",
     )

@@ -30,7 +30,6 @@ from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
 from rooftile.diagnosis.watching.compiled import NAMESPACE
-from rooftile.diagnosis.watching.host_place import HostPlace
 from rooftile.hardware import load
 
 PRODUCTS = ("aten::mm", "aten::addmm")
@@ -55,16 +54,23 @@ def propose(seen: ObservedStep) -> list[Remedy]:
         without_checkpoint(seen.calls, seen.findings),
         recomputed(seen.calls, seen.findings),
         *(prices.remove_synchronisation(where, us) for where, us in seen.sync_us.items()),
-        *(_without_wait(seen, place, us, is_collective=is_collective) for place, us in seen.waits.items()),
+        *(
+            prices.remove_wait(place, us, is_collective=is_collective)
+            for place, us in seen.waits.items()
+            if place.loads != "here"
+        ),
+        _load_beside(seen),
     ]
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
 
-def _without_wait(seen: ObservedStep, place: HostPlace, us: float, *, is_collective: bool) -> Remedy | None:
-    if place.loads != "here":
-        return prices.remove_wait(place, us, is_collective=is_collective)
+def _load_beside(seen: ObservedStep) -> Remedy | None:
+    loading = {place: us for place, us in seen.waits.items() if place.loads == "here"}
+    if not loading:
+        return None
     threads = seen.threads if seen.device.type == "cpu" else 1
-    return prices.load_beside(place, us, step_us=seen.step.time_us, threads=threads, cores=load.cores())
+    longest = max(loading, key=lambda place: loading[place])
+    return prices.load_beside(longest, sum(loading.values()), step_us=seen.step.time_us, threads=threads, cores=load.cores())
 
 
 def _fixed_us(seen: ObservedStep) -> float | None:

@@ -65,12 +65,16 @@ class HostSampler:
         self._thread = threading.Thread(target=self._sample, name="rooftile-lines", daemon=True)
 
     def __enter__(self) -> HostSampler:
+        # Python gives up its lock every 5 ms, or where C code lets go of it: samples would name only such code
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SAMPLE_SECONDS / 5)
         self._thread.start()
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._stop.set()
         self._thread.join()
+        sys.setswitchinterval(self._interval)
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):

@@ -15,6 +15,7 @@ from rooftile.diagnosis.remedies.prices import (
     another_attention,
     cuda_graph,
     larger_batch,
+    load_beside,
     overlap_copy,
     pad,
     recompute,
@@ -24,6 +25,7 @@ from rooftile.diagnosis.remedies.prices import (
 )  # fmt: skip
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked, together
 from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watching.host_place import HostPlace
 from rooftile.errors import InvalidInput
 from tests.diagnosis.machine import Machine, Work, finding, narrower_dtype
 
@@ -226,17 +228,45 @@ def test_store_and_recompute() -> None:
     assert recompute([], stored_bytes=8) is None
 
 
+@pytest.mark.parametrize(
+    ("step_us", "data_us", "threads", "cores", "saved_us", "workers"),
+    [
+        # a GPU's step, and cores enough: what is left is the device's time
+        (1000.0, 600.0, 1, 8, 600.0, 2),
+        (1000.0, 900.0, 1, 8, 1000 - 900 / 7, 7),
+        # two cores that the operators use as well: 600 + 2 * 400 of work on two cores
+        (1000.0, 600.0, 2, 2, 300.0, 1),
+        # nothing is won on one
+        (1000.0, 600.0, 1, 1, None, 1),
+    ],
+)
+def test_workers_share_the_cores_that_there_are(
+    step_us: float, data_us: float, threads: int, cores: int, saved_us: float | None, workers: int
+) -> None:
+    found = load_beside(HostPlace("data.py:3", loads="here"), data_us, step_us=step_us, threads=threads, cores=cores)
+    assert (found is None) == (saved_us is None)
+    if found is not None:
+        assert found.predicted_us == pytest.approx(saved_us)
+        assert f"DataLoader(num_workers={workers}), as there are {cores} cores" in found.how
+
+
 def test_waits() -> None:
     sync = remove_synchronisation("train.py:12", 300.0)
     assert sync is not None
     assert (sync.predicted_us, sync.changes) == (300.0, "nothing")
     assert "train.py:12" in sync.how
     assert remove_synchronisation("train.py:12", 0.0) is None
+    place = HostPlace("train.py:3", "json.loads")
     for is_collective in (False, True):
-        wait = remove_wait("train.py:3", 300.0, is_collective=is_collective)
+        wait = remove_wait(place, 300.0, is_collective=is_collective)
         assert wait is not None
+        assert wait.how.startswith("json.loads, called at train.py:3: ")
         assert ("if it waits for other processes, send less often" in wait.how) == is_collective
-        assert "DataLoader(num_workers=4)" in wait.how
+        # nothing is loaded
+        assert "DataLoader" not in wait.how
+    late = remove_wait(place._replace(loads="workers"), 300.0)
+    assert late is not None
+    assert "the loader's workers are slower than the step" in late.how
     # the kernels cover only as much of the copy as they last
     copy = overlap_copy("train.py:3", copy_us=500.0, busy_us=200.0)
     assert copy is not None
