@@ -183,6 +183,7 @@ def diagnosis(
                 "double_batch_us": step.double_batch_us,
                 "why_not": dict(step.why_not),
             },
+            host_us=dict(step.host_us),
         ),
         ops=tuple(ops),
         remedies=listed,

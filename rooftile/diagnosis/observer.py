@@ -336,7 +336,7 @@ class Observer:
         return StepEvidence(
             time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
             waiting_us=min(max(sum(single), sum(self._host_work.values())), idle.get("host", 0.0)),
-            why_not=why_not,
+            why_not=why_not, host_us={place.words: us for place, us in self._waits.items()},
         )  # fmt: skip
 
     def _graph_us(self, why_not: dict[str, str]) -> float | None:

@@ -73,6 +73,7 @@ SCHEMA = fixed(
                 "graph_us": optional("number"), "half_batch_us": optional("number"),
                 "double_batch_us": optional("number"), "why_not": REASONS,
             }),
+            "host_us": NUMBERS,
         }),
         "ops": listed(OP),
         "remedies": listed(fixed({

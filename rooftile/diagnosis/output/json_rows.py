@@ -5,7 +5,7 @@ Times and counts of an operator are of all its calls in the step, those under `e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rooftile.diagnosis.experiments.evidence import Evidence
@@ -50,6 +50,7 @@ class StepSummary:
     shares: dict[str, float]
     confidence: str
     experiments: dict[str, Any]  # graph_us, half_batch_us, double_batch_us, why_not
+    host_us: dict[str, float] = field(default_factory=dict)  # the host's time on something else than operators, by place
 
     def __repr__(self) -> str:
         return f"Step({duration(self.time_us or 0.0)}, {self.bound or 'without a verdict'}, {self.confidence})"

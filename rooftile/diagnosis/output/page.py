@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rooftile.diagnosis.output.causes import causes, contents
 from rooftile.diagnosis.output.json_rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.pictures.bars import NAMES, time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
@@ -61,7 +62,8 @@ def render(values: Mapping[str, Any], program: Program, step: StepSummary, ops: 
         "page.html",
         title=f"{duration(step.time_us)} per step, {_bound(step)}",
         headline=f"{duration(step.time_us)} per step, {_bound(step)}",
-        sentence=sentence(step, ops, remedies),
+        sentence=f"{sentence(step, ops, remedies)} {contents(ops)}",
+        causes=[(cause.head(), cause.advice(step.time_us)) for cause in causes(step, ops, remedies)],
         program=program,
         machine_name=machine.get("name") or "this machine",
         numbers_on_top=_numbers(step, remedies, "launches" if on_gpu else "operators"),

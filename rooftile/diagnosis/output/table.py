@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rooftile.diagnosis.output.causes import causes, contents
 from rooftile.diagnosis.output.json_rows import Op, Program, StepSummary
 from rooftile.diagnosis.output.units import count, digits, duration, percent
 from rooftile.diagnosis.remedies.remedy import GRAPH, Remedy, together
@@ -38,7 +39,10 @@ def text(
 
     rows: operators to show, most expensive first.
     """
-    lines = [*wrap(sentence(step, ops, remedies)), ""]
+    lines = [*wrap(f"{sentence(step, ops, remedies)} {contents(ops)}"), ""]
+    for number, cause in enumerate(causes(step, ops, remedies), 1):
+        lines += wrap(f"{cause.head()}.", indent="   ", first=f"{number}. ")
+        lines += [*wrap(f"{cause.advice(step.time_us)}{_changed(cause.remedy)}", indent="     ", first="   > "), ""]
     if ops:
         lines += [_line([name for name, _ in COLUMNS]), "-" * WIDTH]
     shown = ops[:rows]
@@ -203,6 +207,10 @@ def counted(row: Mapping[str, Any]) -> str:
     if row.get("tensor_flops") is not None:
         words.append(f"{count(row['flops'], 'FLOPs')} predicted, {count(row['tensor_flops'], 'FLOPs')} counted in tensor cores")
     return f"{row['module']} {row['op'].split('::')[-1]}: {'; '.join(words)}".lstrip()
+
+
+def _changed(remedy: Remedy | None) -> str:
+    return "" if remedy is None else CHANGES[remedy.changes]
 
 
 def _saving(us: float) -> str:

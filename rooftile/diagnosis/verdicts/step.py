@@ -31,6 +31,7 @@ class StepEvidence:
     # the part of "host" that lies in single lines that wait for something else: data, a sleep
     waiting_us: float = 0.0
     why_not: Mapping[str, str] = field(default_factory=dict)
+    host_us: Mapping[str, float] = field(default_factory=dict)  # the host's time on something else than operators, by place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
