@@ -20,8 +20,8 @@ from tests.qat.models import inputs, mlp
 
 SENTENCE = (
     "layers are prepared for {}, and cpu has no FP8 units: their forward is computed by the definition, as a product of codes in "
-    "fp32, so it takes at least as long as a layer in fp32 and the rounding of its weight and inputs; the result is that of a "
-    "device with FP8"
+    "fp32, so it takes at least as long as a layer in fp32 and the rounding of its weight and inputs; the result equals a "
+    "device's with FP8"
 )
 REFUSED = "FP8 products on compute capability 8.0; needs 8.9: w8 and int4 multiply in 16 bits everywhere"
 
