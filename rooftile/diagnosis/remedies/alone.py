@@ -211,7 +211,7 @@ def _in_both(
     """The operator in fp32 and in a narrower dtype."""
     name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"
     kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
-    if any(not isinstance(kind[1], tuple) for kind in kinds):
+    if any(len(kind) > 1 and not isinstance(kind[1], tuple) for kind in kinds):
         # a sparse or nested tensor, whose values decide its time
         return None
     if name in PRODUCTS and overload == "default" and all(kind[2] == "torch.float32" for kind in kinds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Dispatched(TorchDispatchMode):
             # a subclass that wraps other tensors, such as a jagged or a sharded tensor: its operators on these come next
             return NotImplemented
         # first of all: some of these only look like views, such as `to` and `reshape`, which may copy
-        if func.namespace == "aten" and func._can_decompose() and all(map(is_plain, tensors((args, *kwargs.values())))):
+        if _is_made_of_others(func) and all(map(is_plain, tensors((args, *kwargs.values())))):
             # in inference mode, and from a subclass, an operator made of others comes whole; the others have rules. Nested and
             # sparse tensors have kernels of their own for such operators
             TorchDispatchMode.__enter__(self)
@@ -126,6 +127,18 @@ class Dispatched(TorchDispatchMode):
         """The innermost module that runs, or whose backward runs; "" outside of all."""
         # a checkpoint calls modules within the backward
         return self._modules.called if self._modules.called or not in_backward() else self._modules.of_backward
+
+
+@cache
+def _has_kernel(func: OpOverload) -> bool:
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
+
+
+def _is_made_of_others(func: OpOverload) -> bool:
+    """Whether an operator that came whole is to be taken apart: any in inference mode, else one without a kernel of its own."""
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    return torch.is_inference_mode_enabled() or not _has_kernel(func)
 
 
 def in_backward() -> bool:

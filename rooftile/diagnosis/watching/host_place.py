@@ -16,6 +16,8 @@ from rooftile.diagnosis.watching.where import is_of_torch, is_own, user_line
 SAMPLE_SECONDS = 0.0005
 # a place at which operators run as well is the way to these operators, and no work of its own
 BESIDE_OPERATORS = 0.05
+# the time between two operators of a program in Python: of a large library's forward
+BETWEEN_NS = 250_000
 # functions of the loader's own process, which wait for its workers
 WORKERS = "_MultiProcessingDataLoaderIter"
 
@@ -88,13 +90,15 @@ def work_of_the_host(
 ) -> dict[HostPlace, float]:  # fmt: skip
     """Returns the time in µs that the host spends on something else than operators, by place, longest first.
 
-    Many short gaps count as well as a long one: their samples share the time of all gaps.
+    Many gaps count as well as a long one: their samples share the time of all. Gaps that are as short as the time between two
+    operators may be are left out.
 
     Args:
         seen: the samples, in the order of time.
         gaps: in which the device has nothing to do because of the host; they do not overlap, and are sorted.
         operators: in which operators run on the host; likewise.
     """
+    gaps = [gap for gap in gaps if gap[1] - gap[0] > BETWEEN_NS]
     idle, busy = Counter[HostPlace](), Counter[HostPlace]()
     for at, place in seen:
         if _covers(gaps, at):

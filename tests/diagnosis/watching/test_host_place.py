@@ -20,13 +20,19 @@ PIL, LOOP, MODEL = (
 
 
 def test_many_short_gaps_count_and_the_way_to_operators_does_not() -> None:
-    # ns: ten rounds of 60 in the library, 20 on the way to an operator of 20
-    gaps = [(100 * n, 100 * n + 80) for n in range(10)]
-    operators = [(100 * n + 80, 100 * n + 100) for n in range(10)]
-    seen = [(100 * n + at, place) for n in range(10) for at, place in ((20, PIL), (40, PIL), (60, PIL), (70, MODEL), (90, MODEL))]
+    # ten rounds of 60 in the library, 20 on the way to an operator of 20, in 10 us
+    gaps = [(10**6 * n, 10**6 * n + 800_000) for n in range(10)]
+    operators = [(10**6 * n + 800_000, 10**6 * n + 1_000_000) for n in range(10)]
+    seen = [
+        (10**6 * n + 10_000 * at, place)
+        for n in range(10)
+        for at, place in ((20, PIL), (40, PIL), (60, PIL), (70, MODEL), (90, MODEL))
+    ]
     found = work_of_the_host(seen, gaps, operators)
-    assert found == {PIL: pytest.approx(0.8 * 30 / 40)}
+    assert found == {PIL: pytest.approx(8000 * 30 / 40)}
     assert work_of_the_host([], gaps, operators) == {}
+    # as short as the time between two operators
+    assert work_of_the_host([(20, PIL)], [(0, 200_000)], []) == {}
     # a place without a line is nobody's
     assert work_of_the_host([(1, HostPlace())], gaps, operators) == {}
 
