@@ -25,7 +25,7 @@ Interval = tuple[int, int]  # ns, start and end
 
 
 class HostPlace(NamedTuple):
-    """Where the host's time goes."""
+    """A place in the code at which the host spends time."""
 
     where: str = ""  # the user's line; "" unknown
     function: str = ""  # a library's, called there: "PIL.Image.Image.resize"; "" where the line itself runs
