@@ -35,6 +35,7 @@ from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
+from rooftile.diagnosis.remedies.wider import shares_in_fp32, slow_dtypes
 from rooftile.diagnosis.verdicts.above import is_above, why_above
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -217,6 +218,9 @@ class Observer:
             worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
             until = time.perf_counter() + IN_BF16 * self._budget
             narrower, too_late = shares_in_bf16(operations, worth, samples, self.device, until)
+        call_us = {kind: self._us(operations[rows[0]]) / operations[rows[0]].calls for kind, rows in kinds.items()}
+        until = time.perf_counter() + IN_BF16 * self._budget
+        in_fp32 = shares_in_fp32(operations, kinds, samples, call_us, slow_dtypes(measured), self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -253,6 +257,7 @@ class Observer:
         )  # fmt: skip
         seen = ObservedStep(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
+            wider=in_fp32,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
             queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,

@@ -36,6 +36,7 @@ class ObservedStep:
     kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
     attentions: Sequence[tuple[StepAttention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
     narrower: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in bf16, measured
+    wider: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in fp32, measured
     too_late: frozenset[int] = frozenset()  # rows for whose run in bf16 the budget had no time
     aligned_us: Mapping[int, float] = field(default_factory=dict)  # by row: what padding to whole 16 bytes saves, measured
     queue: Queue | None = None  # a GPU's launches, at the pace of the step without a profiler

@@ -26,6 +26,7 @@ from rooftile.diagnosis.remedies.fusion.recompute import recompute
 from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep, by_queue
 from rooftile.diagnosis.remedies.queue import LaunchChange, Queue
 from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.diagnosis.remedies.wider import wider
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
@@ -46,6 +47,7 @@ def propose(seen: ObservedStep) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
     is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
     found = [
+        wider(seen),
         prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
         *_attentions(seen),

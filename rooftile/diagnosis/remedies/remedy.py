@@ -9,7 +9,7 @@ from rooftile.errors import InvalidInput
 
 CHANGES = ("nothing", "rounding", "memory")
 GRAPH, BATCH, FUSE, COMPILE = "CUDA graph", "larger batch", "fuse", "compile"
-ATTENTION, DTYPE, PAD = "another attention", "narrower dtype", "pad to tiles"
+ATTENTION, DTYPE, PAD, WIDER = "another attention", "narrower dtype", "pad to tiles", "wider dtype: fp32"
 # remedies that remove the same fixed parts; a fused chain has fewer launches for a graph to save too, but less time for each
 SAME_TIME = ({GRAPH, BATCH}, {BATCH, FUSE}, {BATCH, COMPILE})
 
