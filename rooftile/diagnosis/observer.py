@@ -7,10 +7,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -50,7 +51,9 @@ from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 
-TIMED_STEPS = 7
+PROFILED_STEPS = 3
+# quartiles of a step's times that are further apart than this share of it: the times of a quiet stretch are taken then
+NOISY = 0.1
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -93,7 +96,7 @@ class Observer:
         self._launched: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
-        self._profiled: Profiled
+        self._profiles: list[tuple[int, Profiled]] = []  # each with the number of timed steps before it
         self._record: Record | None = None
         self._peak_bytes: int | None = None
 
@@ -102,8 +105,10 @@ class Observer:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         timed: Role = lambda: StepTimer(self.device, self._taken, self._launched)  # noqa: E731
         # the first step may compile, which nothing may watch
-        warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
-        return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
+        warm_ups: list[Role] = [self._beginning, self._finding_devices, self._peak]
+        # a profiled step between two timed ones meets the same machine: others may keep it busy for a while, or steps grow
+        turns: list[Role] = [timed, timed, self._profiling] * PROFILED_STEPS + [timed]
+        return [*warm_ups, self._watching, *turns, self._recording]
 
     @property
     def device(self) -> torch.device:
@@ -111,6 +116,11 @@ class Observer:
         return self._devices.main
 
     # a program may end within a step, and is run again then: each begins with nothing seen
+
+    def _beginning(self) -> AbstractContextManager[None]:
+        # a better way to tell steps apart may have been found, after some of another kind
+        self._taken, self._launched, self._profiles = [], [], []
+        return nullcontext()
 
     def _finding_devices(self) -> Devices:
         self._devices = Devices()
@@ -121,8 +131,9 @@ class Observer:
         return self._watch
 
     def _profiling(self) -> Profiled:
-        self._profiled = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
-        return self._profiled
+        made = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+        self._profiles.append((len(self._taken), made))
+        return made
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
@@ -144,6 +155,34 @@ class Observer:
     def _timeline(self) -> Timeline:
         return self._profiled.timeline
 
+    @cached_property
+    def _is_noisy(self) -> bool:
+        first, _, third = quantiles(self._taken, n=4)
+        return third - first > NOISY * median(self._taken)
+
+    @cached_property
+    def _chosen(self) -> tuple[float, Profiled]:
+        """The time of a step, and the profile of one that took as long.
+
+        On a quiet machine it is the median of all, and the profile in the middle. Else it is the quickest stretch: a profile and
+        the two timed steps around it.
+        """
+        whole = [(at, one) for at, one in self._profiles if hasattr(one, "timeline")]
+        if not self._is_noisy:
+            return median(self._taken), sorted((one for _, one in whole), key=lambda one: one.timeline.wall_us)[len(whole) // 2]
+        around = {at: sum(near) / len(near) for at, _ in whole if (near := self._taken[max(0, at - 1) : at + 1])}
+        at, quickest = min(whole, key=lambda item: around.get(item[0], 0.0) + item[1].timeline.wall_us)
+        # with a profiler it takes no less than without
+        return min(around.get(at, quickest.timeline.wall_us), quickest.timeline.wall_us), quickest
+
+    @property
+    def _step_us(self) -> float:
+        return self._chosen[0]
+
+    @property
+    def _profiled(self) -> Profiled:
+        return self._chosen[1]
+
     def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
         us = self._timeline.op_us.get((operation.op, operation.shapes))
@@ -160,8 +199,8 @@ class Observer:
         A CPU's operators take a little longer when they are recorded. A GPU's kernels do not: there the time between them grows.
         """
         if self.device.type == "cpu":
-            return min(1.0, median(self._taken) / self._timeline.wall_us)
-        return min(1.0, median(self._taken) / self._timeline.busy_us) if self._timeline.busy_us else 1.0
+            return min(1.0, self._step_us / self._timeline.wall_us)
+        return min(1.0, self._step_us / self._timeline.busy_us) if self._timeline.busy_us else 1.0
 
     @property
     def _shrink_of_gaps(self) -> float:
@@ -169,7 +208,7 @@ class Observer:
         idle_us = sum(self._timeline.idle_us.values())
         if self.device.type == "cpu" or not idle_us:
             return self._shrink
-        return max(0.0, median(self._taken) - self._timeline.busy_us) / idle_us
+        return max(0.0, self._step_us - self._timeline.busy_us) / idle_us
 
     def _kinds(self) -> dict[Kind, list[int]]:
         """The rows of each kind of operation. The kinds that take the most time are first."""
@@ -215,7 +254,7 @@ class Observer:
         kinds = self._kinds()
         narrower, too_late = dict[int, float](), frozenset[int]()
         if bf16_may_gain(measured):
-            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
+            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * self._step_us}
             until = time.perf_counter() + IN_BF16 * self._budget
             narrower, too_late = shares_in_bf16(operations, worth, samples, self.device, until)
         call_us = {kind: self._us(operations[rows[0]]) / operations[rows[0]].calls for kind, rows in kinds.items()}
@@ -319,14 +358,14 @@ class Observer:
             if (others := timed[kind]) is not None:
                 found.append((one, *others))
         worth = sum(times_us[row] for one, *_ in found for row in one.rows)
-        return found if worth >= ATTENTION_SHARE * median(self._taken) else []
+        return found if worth >= ATTENTION_SHARE * self._step_us else []
 
     @property
     def _long_us(self) -> float:
         return max(1e3, 0.05 * self._timeline.wall_us)
 
     def _evidence(self) -> StepEvidence:
-        timeline, us = self._timeline, median(self._taken)
+        timeline, us = self._timeline, self._step_us
         shrink = self._shrink_of_gaps
         idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
         # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
@@ -354,7 +393,7 @@ class Observer:
         for operation in self._watch.operations:
             operators[operation.op] += operation.calls
         try:
-            return median(self._taken) * replayed_share(step, self.device, operators)
+            return self._step_us * replayed_share(step, self.device, operators)
         except Unsupported as reason:
             why_not["graph"] = str(reason)
             return None
@@ -368,7 +407,7 @@ class Observer:
         shares, reason = batch_shares(step, others, self.device)
         if len(others) < 2 or reason:
             why_not["batch"] = reason or "the inputs have no first axis in common"
-        half, double = (median(self._taken) * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
+        half, double = (self._step_us * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
         return half, double
 
     @property
@@ -376,7 +415,7 @@ class Observer:
         """The time that the host spends on something else than operators, by place, where it is a part of the step."""
         shrink = self._shrink_of_gaps
         work = {place: us * shrink for place, us in self._timeline.host_work.items()}
-        return {place: us for place, us in work.items() if us >= HOST_SHARE * median(self._taken)}
+        return {place: us for place, us in work.items() if us >= HOST_SHARE * self._step_us}
 
     @property
     def _waits(self) -> dict[HostPlace, float]:
@@ -407,12 +446,18 @@ class Observer:
         return found
 
     def _notes(self) -> list[str]:
-        step_us, work = median(self._taken), self._host_work
+        step_us, work = self._step_us, self._host_work
+        noise = (
+            f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because other programs kept the machine "
+            f"busy or the steps differ; all times are of a stretch in which a step took {duration(step_us)}"
+        )
         named = {place.where for place in work}
         lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items() if where not in named}
-        return [f"{100 * us / step_us:.0f} % of the step in {place.words}, without an operator" for place, us in work.items()] + [
-            f"{where}: {duration(us)} of the step, in which nothing ran" for where, us in lines.items() if us > 0.05 * step_us
-        ]
+        return (
+            [noise] * self._is_noisy
+            + [f"{100 * us / step_us:.0f} % of the step in {place.words}, without an operator" for place, us in work.items()]
+            + [f"{where}: {duration(us)} of the step, in which nothing ran" for where, us in lines.items() if us > 0.05 * step_us]
+        )
 
 
 def _command() -> str:

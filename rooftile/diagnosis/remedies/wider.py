@@ -72,7 +72,7 @@ def wider(seen: ObservedStep) -> Remedy | None:
     rows_us = sum(seen.findings[row].time_us for row in shares)
     return Remedy(
         name=WIDER, ops=tuple(sorted(shares)), predicted_us=saved_us,
-        how=f"products in {dtypes} take {rows_us / (rows_us - saved_us):.1f} times as long here as in fp32, for this processor has "
+        how=f"products in {dtypes} take {rows_us / (rows_us - saved_us):.1f} times as long here as in fp32, as the processor has "
         "no units for them: leave autocast out, or use model.float()",
         changes="rounding",
     )  # fmt: skip
