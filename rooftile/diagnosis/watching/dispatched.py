@@ -87,6 +87,7 @@ class Dispatched(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             # a subclass that wraps other tensors, such as a jagged or a sharded tensor: its operators on these come next
             return NotImplemented
+        self._note_arguments(args)
         # first of all: some of these only look like views, such as `to` and `reshape`, which may copy
         if _is_made_of_others(func) and all(map(is_plain, tensors((args, *kwargs.values())))):
             # in inference mode, and from a subclass, an operator made of others comes whole; the others have rules. Nested and
@@ -111,6 +112,9 @@ class Dispatched(TorchDispatchMode):
             result = kernel(*args, **kwargs)
             self._seen(kernel, args, kwargs, result, before)
         return result
+
+    def _note_arguments(self, args: tuple[Any, ...]) -> None:
+        """Looks at the arguments of every operator, also of one that runs nothing."""
 
     def _before(self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Looks at the arguments before the operator changes them."""

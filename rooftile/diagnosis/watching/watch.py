@@ -43,6 +43,7 @@ class Watch(Dispatched):
         self.calls: list[StepCall] = []  # their rows are positions in `operations`
         # a weak reference keeps the address of a storage that is gone from being used again, so that each has its own
         self._storages: dict[int, StorageWeakRef] = {}
+        self._parameters: set[int] = set()
         self.kept: frozenset[int] = frozenset()  # the tensors, as in `calls`, that outlive the step
 
     def __exit__(self, *error: Any) -> None:
@@ -51,8 +52,17 @@ class Watch(Dispatched):
 
     @property
     def operations(self) -> list[OperatorRow]:
-        """A row for each operator in each module and phase with the same shapes, in the order of their first calls."""
-        return [row.operation() for row in self._rows.values()]
+        """A row for each operator in each module and phase with the same shapes, in the order of their first calls.
+
+        An operator that writes to parameters is an update, whether an optimiser calls it or the program itself.
+        """
+        rows = self._rows.values()
+        return [row.operation(updates=all(self.calls[n].writes.keys() & self._parameters for n in row.indices)) for row in rows]
+
+    def _note_arguments(self, args: tuple[Any, ...]) -> None:
+        for x in tensors(args):
+            if x.requires_grad and x.is_leaf:
+                self._parameters |= {part.untyped_storage()._cdata for part in parts(x)}
 
     def _note(
         self, func: OpOverload | GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any
@@ -148,8 +158,9 @@ class _Row:
     device: str
     indices: list[int]
 
-    def operation(self) -> OperatorRow:
+    def operation(self, *, updates: bool) -> OperatorRow:
         module, phase, name, *_ = self.key
+        phase = "optimiser" if updates and phase == "forward" else phase
         return OperatorRow(
             module=module, op=name, phase=phase, calls=len(self.indices), flops=self.counted.flops,
             special=self.counted.special, bytes=self.counted.bytes, where=self.where, dtype=self.dtype, device=self.device,
