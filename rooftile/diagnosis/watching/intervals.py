@@ -22,7 +22,8 @@ def union(spans: Iterable[Interval]) -> list[Interval]:
 def complement(spans: Sequence[Interval], window: Interval) -> list[Interval]:
     """The times of the window that no interval of a union covers."""
     edges = [window[0], *(edge for span in spans for edge in span), window[1]]
-    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+    within = [(max(a, window[0]), min(b, window[1])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [(a, b) for a, b in within if b > a]
 
 
 def length(spans: Iterable[Interval]) -> int:

@@ -79,6 +79,24 @@ class Timeline:
     host_work: Mapping[HostPlace, float] = field(default_factory=dict)  # in µs, of gaps whose cause is the host
     copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
 
+    def us_of(self, op: str, shapes: tuple[tuple[int, ...], ...]) -> float:
+        """Returns the time of one call of an operator; the mean of all its calls where these shapes are unknown."""
+        us = self.op_us.get((op, shapes))
+        if us is None:
+            same = [(key, us) for key, us in self.op_us.items() if key[0] == op]
+            calls = sum(self.op_calls[key] for key, _ in same)
+            us = sum(us * self.op_calls[key] for key, us in same) / calls if calls else 0.0
+        return us
+
+    def kernels_of(self, op: str, shapes: tuple[tuple[int, ...], ...]) -> Sequence[str]:
+        """Returns the names of an operator's kernels: by its shapes, as one operator has other kernels for other shapes."""
+        names = self.kernels.get((op, shapes))
+        if names is None:
+            # a profiler names the shapes of some arguments in another way
+            alike = [names for (other, _), names in self.kernels.items() if other == op]
+            names = tuple(dict.fromkeys(name for its in alike for name in its))
+        return names
+
     @property
     def idle_us(self) -> dict[str, float]:
         """The time without work by cause."""
