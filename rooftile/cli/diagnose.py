@@ -89,7 +89,7 @@ def diagnose(
     the machine's ceilings, the measured times and one sentence.
 
     With --from it is a recorded step: one ProfilerStep of a trace, or the whole of it. A trace allows no experiment, so bounds
-    are by model: with this machine's ceilings if it is the trace's, else with the datasheet of its GPU, or of the GPU in --device.
+    are by model: with this machine's ceilings if it is the trace's, else with a datasheet: of its GPU, or of --device.
 
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """

@@ -165,6 +165,8 @@ def _value(word: str, name: str, due: str, default: Any) -> Any:
     if word == "" or name in ("layout", "device", "memory_format"):
         # these change no count
         return default
+    if due in ("str", "Optional[str]"):
+        return word
     if name.endswith("dtype"):
         return NUMBERED[int(word)]
     if "List[" in due or word in ("True", "False"):

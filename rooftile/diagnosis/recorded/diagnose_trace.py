@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +60,23 @@ def from_trace(path: str | Path, *, step: int | None = None, device_name: str | 
     """
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise InvalidInput(f"step is {step!r}; must be the number of a ProfilerStep, such as 3")
-    trace = read_trace(path)
+    with _no_collection():
+        return _diagnosed(read_trace(path), step, device_name)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Looks for no cycles of objects meanwhile: a trace has none, and the look takes as long as all the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _diagnosed(trace: RecordedTrace, step: int | None, device_name: str | None) -> Diagnosis:
     seen = step_of(trace, step)
     machine = machine_of(trace, seen, device_name)
     timeline, operations = _operations(seen)
@@ -84,10 +102,9 @@ def from_trace(path: str | Path, *, step: int | None = None, device_name: str | 
 
 def _operations(step: RecordedStep) -> tuple[Timeline, list[OperatorRow]]:
     events, places = step.events, Places(step.host)
-    names = frozenset(filter(is_operator, {event.name() for event in events if not event.on_device}))
     lines = places.samples(step.thread, step.window)
-    timeline = timeline_of(events, step.window, step.asking, lines, step.on_gpu, names)
-    operators = outermost([event for event in events if event.name() in names and event.end_ns() <= step.window[1]])
+    timeline = timeline_of(events, step.window, step.asking, lines, step.on_gpu, is_operator)
+    operators = outermost(event for event in events if is_operator(event) and event.end_ns() <= step.window[1])
     with_kernels = timeline.op_us.keys() if step.on_gpu else None
     calls = Calls(one_floating_dtype(operators))
     return timeline, rows_of(operators, places.of(operators), calls, with_kernels)

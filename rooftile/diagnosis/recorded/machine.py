@@ -48,7 +48,7 @@ def machine_of(trace: RecordedTrace, step: RecordedStep, device_name: str | None
     """
     kind = "cuda" if step.on_gpu else "cpu"
     if device_name is not None:
-        chip = chip_named(device_name)
+        chip = next((one for one in CHIPS if one.name == device_name), None) or chip_named(device_name)
         if chip is None:
             raise InvalidInput(f"no datasheet of {device_name!r} is known; has {', '.join(one.name for one in CHIPS)}")
         if not step.on_gpu:

@@ -14,8 +14,8 @@ import torch
 from torch._ops import OpOverload
 
 from rooftile.diagnosis.counts import is_free
-from rooftile.diagnosis.recorded.calls import Calls, RecordedCall, packet_of
-from rooftile.diagnosis.recorded.event import TraceEvent
+from rooftile.diagnosis.recorded.calls import Calls, RecordedCall, overload_of, packet_of
+from rooftile.diagnosis.recorded.event import TraceEvent, listed
 from rooftile.diagnosis.recorded.places import TracePlace
 from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.watching.timeline import OpKey
@@ -24,9 +24,15 @@ from rooftile.diagnosis.watching.timeline import OpKey
 FOREIGN = ("autograd", "torch", "profiler", "prim")
 
 
+def is_operator(event: TraceEvent) -> bool:
+    """Whether an event is an operator that runs something itself, as one that is unknown here may do."""
+    return event.category in ("cpu_op", "user_annotation") and _runs(
+        event.name(), tuple(map(str, listed(event.args, "Input type")))
+    )
+
+
 @cache
-def is_operator(name: str) -> bool:
-    """Whether an event of this name is an operator that runs something itself, as one that is unknown here may do."""
+def _runs(name: str, types: tuple[str, ...]) -> bool:
     namespace, colons, word = name.partition("::")
     if not colons or namespace in FOREIGN or not word.isidentifier():
         return False
@@ -36,6 +42,8 @@ def is_operator(name: str) -> bool:
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     if any(map(is_free, overloads)):
         return False
+    if types and (called := overload_of(name, types)) is not None:
+        return not _is_made_of_others(called)
     # variants that fill a given tensor, or name dimensions, are made of the others
     own = [one for one in overloads if "out" not in one._overloadname and "name" not in one._overloadname.lower()]
     return not own or not all(map(_is_made_of_others, own))

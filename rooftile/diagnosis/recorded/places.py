@@ -6,6 +6,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from rooftile.diagnosis.recorded.event import TraceEvent
@@ -114,6 +115,7 @@ def _inside(event: TraceEvent, outer: TracePlace) -> TracePlace:
     return outer._replace(where=where) if where else outer
 
 
+@cache
 def _users(name: str) -> str:
     """Returns the place of a function that is the user's, or another library's than PyTorch; else ""."""
     found = FUNCTION.fullmatch(name)

@@ -54,7 +54,11 @@ def step_of(trace: RecordedTrace, number: int | None = None) -> RecordedStep:
     """
     marks = _marks(trace)
     if number is not None and number not in marks:
-        has = f"it has {_numbers(sorted(marks))}" if marks else "it has none, as its program called no prof.step(): leave it out"
+        has = (
+            f"it has {_numbers(sorted(marks))}"
+            if marks
+            else "it has none, as its program called no prof.step(): leave the step out"
+        )
         raise InvalidInput(f"{trace.name} has no ProfilerStep#{number}; {has}")
     host = [event for event in trace.events if not event.on_device]
     device = [event for event in trace.events if event.on_device]

@@ -159,7 +159,9 @@ class Profiled:
             events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
             names = frozenset(self._names())
             host = self._start, host_end
-            self.timeline = timeline_of(events, (self._start, end), host, self._lines.seen, self._on_gpu, names)
+            self.timeline = timeline_of(
+                events, (self._start, end), host, self._lines.seen, self._on_gpu, lambda e: e.name() in names
+            )
             self.trace = pack(self._profiler)
 
 
@@ -171,7 +173,7 @@ def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def timeline_of(
     events: Sequence[Any], window: Interval, asking: Interval, lines: Lines, on_gpu: bool,
-    names: frozenset[str],
+    is_wanted: Callable[[Any], bool],
 ) -> Timeline:  # fmt: skip
     """Returns the timeline of a step from the events of a profiler, or from events of a trace, which answer the same questions.
 
@@ -181,12 +183,12 @@ def timeline_of(
         asking: the part of it in which the host asks for kernels; on a GPU it may begin before the device does.
         lines: samples of the host's place.
         on_gpu: where the step runs.
-        names: the operators whose times are wanted.
+        is_wanted: whether an event is an operator whose time is wanted; of operators in each other the outermost is taken.
     """
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
     around = min(window[0], asking[0]), max(window[1], asking[1])
     here = [e for e in host if "::" in e.name() and _inside(e, around)]
-    operators = outermost([e for e in here if e.name() in names])
+    operators = outermost(filter(is_wanted, here))
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
