@@ -65,7 +65,7 @@ class Calls:
         return self._known[words]
 
     def _counted(self, event: TraceEvent) -> RecordedCall:
-        types, dims = listed(event.args, "Input type"), listed(event.args, "Input Dims")
+        types, dims = [str(word) for word in listed(event.args, "Input type")], listed(event.args, "Input Dims")
         strides = listed(event.args, "Input Strides")
         kinds = tuple(_kinds(types, dims, strides))
         given = next((word for word in types if word in FLOATING), None)
@@ -181,8 +181,8 @@ def _kinds(types: Sequence[Any], dims: Sequence[Any], strides: Sequence[Any]) ->
     for n, size in enumerate(dims):
         word = types[n] if n < len(types) else ""
         stride = strides[n] if n < len(strides) else []
-        if word in DTYPES:
-            found.append((tuple(size), tuple(stride), str(DTYPES[word])))
+        if word in DTYPES and size in ([], *map(list, shapes_in(size))):
+            found.append((tuple(size), tuple(stride) if isinstance(stride, list) else (), str(DTYPES[word])))
         elif shapes := list(shapes_in(size)):
             found += [(shape, (), "unknown") for shape in shapes]
         else:
@@ -192,6 +192,6 @@ def _kinds(types: Sequence[Any], dims: Sequence[Any], strides: Sequence[Any]) ->
 
 def one_floating_dtype(events: Sequence[TraceEvent]) -> torch.dtype | None:
     """Returns the dtype of all floating-point tensors of a step; None if there are several, or none."""
-    found = {word for event in events for word, size in zip(listed(event.args, "Input type"), listed(event.args, "Input Dims"),
-             strict=False) if word in FLOATING and size}  # fmt: skip
+    inputs = ((listed(event.args, "Input type"), listed(event.args, "Input Dims")) for event in events)
+    found = {word for words, sizes in inputs for word, size in zip(words, sizes, strict=False) if size and word in FLOATING}
     return DTYPES[found.pop()] if len(found) == 1 else None

@@ -31,7 +31,7 @@ class TraceEvent:
         is_generated = category == "cpu_op" and name.startswith(PREFIXES)
         self._name = f"{NAMESPACE}::{name}" if is_generated else name
         self._start, self._duration = _ns(found, "ts"), _ns(found, "dur")
-        self.category, self.thread = category, (found.get("pid"), found.get("tid"))
+        self.category, self.thread = category, f"{found.get('pid')}/{found.get('tid')}"
         args = found.get("args")
         self.args: dict[str, Any] = args if isinstance(args, dict) else NONE
 
@@ -81,11 +81,9 @@ def listed(args: Mapping[str, Any], name: str) -> list[Any]:
 
 def shapes_in(dims: Any) -> Iterator[tuple[int, ...]]:
     """Yields the shape of a tensor, or the shapes of a list of tensors; a single number has no shape."""
-    if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
-        yield tuple(dims)
-    elif isinstance(dims, list):
-        for one in dims:
-            yield from shapes_in(one)
+    for one in [dims, *dims] if isinstance(dims, list) else ():
+        if isinstance(one, list) and one and all(isinstance(n, int) for n in one):
+            yield tuple(one)
 
 
 def _number(found: Any) -> int:
@@ -93,7 +91,7 @@ def _number(found: Any) -> int:
 
 
 def _ns(found: Mapping[str, Any], name: str) -> int:
-    us = found.get(name, 0)
+    us = found.get(name, 0 if name == "dur" else None)
     if isinstance(us, bool) or not isinstance(us, int | float) or not math.isfinite(us) or (name == "dur" and us < 0):
         raise InvalidInput(
             f"the trace is damaged: the event {found.get('name')!r} has {name} {us!r}, not a time in µs; record it again"

@@ -109,9 +109,13 @@ def _described(device: dict[str, Any]) -> dict[str, Any]:
     major, minor = device.get("computeMajor"), device.get("computeMinor")
     own = {
         "arch": f"sm{major}{minor}" if isinstance(major, int) and isinstance(minor, int) else None,
-        "memory_bytes": device.get("totalGlobalMem"), "cores": device.get("numSms"),
+        "memory_bytes": _whole(device.get("totalGlobalMem")), "cores": _whole(device.get("numSms")),
     }  # fmt: skip
     return {"name": str(device.get("name") or "an unknown GPU"), "type": "cuda"} | {k: v for k, v in own.items() if v is not None}
+
+
+def _whole(found: Any) -> int | None:
+    return found if isinstance(found, int) else None
 
 
 def _same_gpu(values: dict[str, Any]) -> torch.device | None:

@@ -13,7 +13,7 @@ from rooftile.diagnosis.watching.compiled import NAMESPACE
 from rooftile.diagnosis.watching.intervals import Interval
 from rooftile.errors import InvalidInput
 
-PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)")
+PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +52,11 @@ def step_of(trace: RecordedTrace, number: int | None = None) -> RecordedStep:
 
     Raises InvalidInput if there is no such step, or if it uses several GPUs or has no operator.
     """
-    marks = _marks(trace)
-    if number is not None and number not in marks:
-        has = (
-            f"it has {_numbers(sorted(marks))}"
-            if marks
-            else "it has none, as its program called no prof.step(): leave the step out"
-        )
-        raise InvalidInput(f"{trace.name} has no ProfilerStep#{number}; {has}")
+    name, asking, spread_us = _chosen(trace, number)
+    if asking[0] == asking[1]:
+        raise InvalidInput(f"{trace.name} has no time in {name}: its events are 0 µs long; record it again")
     host = [event for event in trace.events if not event.on_device]
-    device = [event for event in trace.events if event.on_device]
-    if not marks:
-        called = [event for event in host if event.category != "python_function"]
-        asking = min(event.start_ns() for event in called), max(event.end_ns() for event in called)
-        name, spread_us = "the whole trace", None
-    else:
-        if number is None:
-            number = sorted(marks, key=lambda n: marks[n].duration_ns())[(len(marks) - 1) // 2]
-        asking = marks[number].start_ns(), marks[number].end_ns()
-        lengths = [mark.duration_ns() / 1e3 for mark in marks.values()]
-        name = f"ProfilerStep#{number}"
-        spread_us = 1.25 * (max(lengths) - min(lengths)) / len(lengths) if len(lengths) > 1 else None
-    own, before = _asked_for(host, device, asking)
+    own, before = _asked_for(host, [event for event in trace.events if event.on_device], asking)
     of_host = [event for event in host if asking[0] < event.end_ns() and event.start_ns() < asking[1]]
     if not any(event.category == "cpu_op" for event in of_host):
         raise InvalidInput(f"{trace.name} has no operator in {name}; record it with ProfilerActivity.CPU")
@@ -83,6 +66,22 @@ def step_of(trace: RecordedTrace, number: int | None = None) -> RecordedStep:
     return RecordedStep(
         name=name, window=_window(asking, own, before), asking=asking, host=of_host, device=own, spread_us=spread_us
     )  # fmt: skip
+
+
+def _chosen(trace: RecordedTrace, number: int | None) -> tuple[str, Interval, float | None]:
+    """Returns the name of a step, its time on the host, and by how much the trace's steps differ."""
+    marks = _marks(trace)
+    if number is not None and number not in marks:
+        none = "it has none, as its program called no prof.step(): leave the step out"
+        raise InvalidInput(f"{trace.name} has no ProfilerStep#{number}; {f'it has {_numbers(sorted(marks))}' if marks else none}")
+    if not marks:
+        called = [event for event in trace.events if not event.on_device and event.category != "python_function"]
+        return "the whole trace", (min(e.start_ns() for e in called), max(e.end_ns() for e in called)), None
+    if number is None:
+        number = sorted(marks, key=lambda n: marks[n].duration_ns())[(len(marks) - 1) // 2]
+    lengths = [mark.duration_ns() / 1e3 for mark in marks.values()]
+    spread_us = 1.25 * (max(lengths) - min(lengths)) / len(lengths) if len(lengths) > 1 else None
+    return f"ProfilerStep#{number}", (marks[number].start_ns(), marks[number].end_ns()), spread_us
 
 
 def _marks(trace: RecordedTrace) -> dict[int, TraceEvent]:
