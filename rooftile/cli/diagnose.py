@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
 
@@ -60,7 +59,10 @@ def diagnose(
     ] = "",
     batch: Annotated[int, typer.Option("--batch", help="Answers that decode at once, with --checkpoint.", min=1)] = 1,
     context: Annotated[int, typer.Option("--context", help="Tokens of each answer and of the prompt.", min=1)] = 1024,
-    device: DeviceOption = "auto",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU. With --from a GPU such as H200."),
+    ] = "auto",
     apply: Annotated[
         list[str] | None,
         typer.Option("--apply", help="A remedy to try, several times: graph, compile, attention, dtype, batch, pad."),

@@ -17,7 +17,7 @@ from rooftile.diagnosis.recorded.file import RecordedTrace, read_trace
 from rooftile.diagnosis.recorded.machine import TraceMachine, in_tf32, machine_of
 from rooftile.diagnosis.recorded.operators import is_operator, rows_of
 from rooftile.diagnosis.recorded.places import Places
-from rooftile.diagnosis.recorded.step import RecordedStep, step_of
+from rooftile.diagnosis.recorded.step import BETWEEN, RecordedStep, step_of
 from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.remedies.observed_step import ObservedStep
 from rooftile.diagnosis.remedies.propose import propose_by_times
@@ -33,7 +33,6 @@ from rooftile.errors import InvalidInput
 from rooftile.runtime.words import answers_foreign_words
 
 NO_EXPERIMENT = "a trace allows no experiment"
-COMPILED = "Torch-Compiled Region"
 
 
 @answers_foreign_words
@@ -117,7 +116,7 @@ def _finding(operation: OperatorRow, timeline: Timeline, machine: TraceMachine) 
     us = timeline.us_of(operation.op, operation.shapes) * operation.calls
     found = find(operation, roofs, None, us or None)
     reason = NO_EXPERIMENT
-    if len(operation.key) == 4:
+    if len(operation.key) == 4 and operation.op != BETWEEN:
         reason += ", and this one has no shapes: record it with record_shapes=True"
     elif operation.flops is None or operation.bytes is None:
         reason += ", and neither a rule nor the trace gives its counts"
@@ -136,14 +135,10 @@ def _program(
     if timeline.replayed_us > timeline.busy_us / 2:
         mode = "graph"
     else:
-        is_compiled = any(operation.op.startswith(NAMESPACE) for operation in operations) or _regions(step)
+        is_compiled = any(operation.op.startswith(NAMESPACE) for operation in operations)
         mode = "compiled" if is_compiled else "eager"
     name = f"{step.name} of {trace.rank}" if trace.rank else step.name
     return Program(command=trace.name, step=f"{name}, recorded ({NO_EXPERIMENT}),", torch="unknown", mode=mode)
-
-
-def _regions(step: RecordedStep) -> bool:
-    return any(event.name().startswith(COMPILED) for event in step.host)
 
 
 def _remedies(
@@ -169,12 +164,14 @@ def _notes(
         "compile, fused operators, narrower dtypes and checkpoints have no price: a trace does not say which operators share a "
         "tensor, and runs nothing",
     ]
-    without = [operation for operation in operations if len(operation.key) == 4]
+    without = [operation for operation in operations if len(operation.key) == 4 and operation.op != BETWEEN]
     if without:
         count = sum(operation.calls for operation in without)
         found.append(f"{count:,} calls have no shapes, and no counts: record with record_shapes=True")
-    if _regions(step) and not step.on_gpu:
-        found.append("a CPU's compiled kernels leave no event in a trace: their time is in the gaps; diagnose the program itself")
+    if any(operation.op == BETWEEN for operation in operations):
+        found.append(
+            "a CPU's compiled kernels leave no events: compiled_graph is all that a graph computes between its operators"
+        )
     return found
 
 

@@ -35,6 +35,12 @@ class TraceEvent:
         args = found.get("args")
         self.args: dict[str, Any] = args if isinstance(args, dict) else NONE
 
+    def part(self, name: str, start_ns: int, end_ns: int) -> TraceEvent:
+        """Returns a part of this event's time as an operator's event of its own."""
+        found = TraceEvent({"name": name, "ts": 0}, "cpu_op")
+        found._start, found._duration, found.thread = start_ns, end_ns - start_ns, self.thread
+        return found
+
     @property
     def on_device(self) -> bool:
         return self.category in DEVICE

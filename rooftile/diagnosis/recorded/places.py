@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from rooftile.diagnosis.recorded.event import TraceEvent
+from rooftile.diagnosis.recorded.step import COMPILED_GRAPH
 from rooftile.diagnosis.watching.host_place import SAMPLE_SECONDS, WORKERS, HostPlace
 from rooftile.diagnosis.watching.intervals import Interval
 
@@ -106,7 +107,7 @@ def _inside(event: TraceEvent, outer: TracePlace) -> TracePlace:
     if event.category == "user_annotation":
         if name.startswith("Optimizer.step#"):
             return outer._replace(phase="optimiser")
-        return outer if name.startswith(("ProfilerStep#", "Optimizer.")) else outer._replace(annotation=name)
+        return outer if name.startswith(("ProfilerStep#", "Optimizer.", COMPILED_GRAPH)) else outer._replace(annotation=name)
     if name.startswith(MODULE):
         # layers of one kind are one row: "Linear_0" and "Linear_1" are of the class Linear
         word = name.removeprefix(MODULE).rpartition("_")[0]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rooftile.diagnosis.recorded.event import TraceEvent
 from rooftile.diagnosis.recorded.file import RecordedTrace
 from rooftile.diagnosis.watching.compiled import NAMESPACE
-from rooftile.diagnosis.watching.intervals import Interval
+from rooftile.diagnosis.watching.intervals import Interval, complement, union
 from rooftile.errors import InvalidInput
 
+# the range of a compiled graph's run, and the name of what it computes itself
+COMPILED_GRAPH, BETWEEN = "## Call CompiledFxGraph", f"{NAMESPACE}::compiled_graph"
 PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
@@ -42,7 +44,16 @@ class RecordedStep:
         own = ("cpu_op", "cuda_runtime", "cuda_driver")
         begun = (e for e in self.host if e.start_ns() >= self.asking[0])
         called = [e for e in begun if e.category in own or e.name().startswith(f"{NAMESPACE}::")]
-        return [*called, *self.device]
+        return [*called, *self.device] if self.on_gpu else [*called, *self._compiled(called)]
+
+    def _compiled(self, called: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
+        """Yields what a graph that was compiled for a CPU computes between its operators: its kernels leave no events."""
+        for graph in self.host:
+            if graph.name().startswith(COMPILED_GRAPH):
+                its = [e for e in called if e.thread == graph.thread and graph.start_ns() <= e.start_ns() < graph.end_ns()]
+                spans = union((e.start_ns(), e.end_ns()) for e in its if "::" in e.name())
+                for start, end in complement(spans, (graph.start_ns(), graph.end_ns())):
+                    yield graph.part(BETWEEN, start, end)
 
 
 def step_of(trace: RecordedTrace, number: int | None = None) -> RecordedStep:

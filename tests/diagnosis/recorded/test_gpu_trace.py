@@ -188,3 +188,50 @@ def test_a_machine_that_has_the_gpu_gives_its_own_ceilings(file: Path, monkeypat
     assert machine._same_gpu(machine._described(H100)) == torch.device("cuda", 0)
     assert machine._same_gpu(machine._described(H100 | {"totalGlobalMem": 1})) is None
     assert machine._same_gpu(machine._described(H100 | {"name": "NVIDIA H100 NVL"})) is None
+
+
+def test_compiled_code_has_rows_of_its_own(tmp_path: Path) -> None:
+    """On a CPU a graph's time between its operators; on a GPU each kernel that the host names."""
+    square = [[64, 64], [64, 64]]
+    on_cpu = [
+        event("user_annotation", "## Call CompiledFxGraph f3ab ##", 10, 100),
+        operator("aten::mm", 40, 20, 1, square, ["float", "float"], ["", ""]), operator("aten::relu", 130, 5, 2),
+    ]  # fmt: skip
+    found = rt.diagnosis.from_trace(written(tmp_path / "t.json", traceEvents=on_cpu))
+    times = {name: (op.calls, op.time_us) for name, op in rows(found).items()}
+    assert times == {"mm": (1, 20), "inductor::compiled_graph": (2, 80), "relu": (1, 5)}
+    assert found.step.idle_us["host"] == pytest.approx(20)
+    assert found.program.mode == "compiled"
+    assert any("compiled_graph is all that a graph computes" in note for note in found.notes)
+
+    on_gpu = [
+        operator("triton_poi_fused_add_0", 10, 20, 1, square, ["float", "float"], ["", ""]),
+        event("cuda_driver", "cuLaunchKernel", 15, 3, correlation=101, **{"External id": 1}),
+        kernel("triton_poi_fused_add_0", 20, 30, 1, 101),
+    ]  # fmt: skip
+    found = rt.diagnosis.from_trace(written(tmp_path / "u.json", traceEvents=on_gpu))
+    (row,) = found.ops
+    assert (row.op, row.time_us, row.flops) == ("inductor::triton_poi_fused_add_0", 30, None)
+    assert found.program.mode == "compiled"
+
+
+def test_kernels_of_a_graph_are_said_to_have_no_operator(tmp_path: Path) -> None:
+    made = [
+        operator("aten::relu", 5, 5, 1), event("cuda_runtime", "cudaGraphLaunch", 10, 5, correlation=101),
+        kernel("gemm", 20, 50, 0, 101), kernel("elementwise", 70, 30, 0, 101),
+    ]  # fmt: skip
+    found = rt.diagnosis.from_trace(written(tmp_path / "t.json", traceEvents=made))
+    assert found.program.mode == "graph"
+    assert any("replayed from a CUDA graph" in note for note in found.notes)
+
+
+def test_older_words_of_a_trace_are_read(tmp_path: Path) -> None:
+    older = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel", "gpu_memcpy": "Memcpy"}
+    renamed = [one | {"cat": older.get(one["cat"], one["cat"])} for one in events()]
+    for one in renamed:
+        if "External id" in one["args"]:
+            one["args"]["external id"] = one["args"].pop("External id")
+    now = rt.diagnosis.from_trace(written(tmp_path / "now.json"), step=4)
+    then = rt.diagnosis.from_trace(written(tmp_path / "then.json", traceEvents=renamed), step=4)
+    assert then.ops == now.ops
+    assert then.step == now.step
