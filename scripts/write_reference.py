@@ -153,7 +153,7 @@ PAGES = (
         "Diagnosis and plans",
         (
             Section("What bounds a program", "rooftile", ("diagnose", "doctor")),
-            Section("Steps and counts", "rooftile.diagnosis", ("step", "counts")),
+            Section("Steps, counts and traces", "rooftile.diagnosis", ("step", "counts", "from_trace")),
             Section("The result of `diagnose`", "rooftile.diagnosis.diagnosis", ("Diagnosis",)),
             Section("A format for each layer", "rooftile", ("plan",)),
             Section("The result of `plan`", "rooftile.planning", ("Plan",)),

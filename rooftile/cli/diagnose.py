@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
 
@@ -48,19 +47,30 @@ class Files(NamedTuple):
 def diagnose(
     script: Annotated[str, typer.Argument(help="A Python script that trains or runs a model.")] = "",
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
-    step: Annotated[str, typer.Option("--step", help="The function that is one step, such as train_step or Trainer.step.")] = "",
+    step: Annotated[
+        str,
+        typer.Option("--step", help="The function that is one step, such as Trainer.step; with --from a ProfilerStep's number."),
+    ] = "",
+    recorded: Annotated[
+        Path | None, typer.Option("--from", help="In place of a script: a trace that torch.profiler wrote, .json or .json.gz.")
+    ] = None,
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="In place of a script: a model's folder, for a decode step and a prompt of LLM.")
     ] = "",
     batch: Annotated[int, typer.Option("--batch", help="Answers that decode at once, with --checkpoint.", min=1)] = 1,
     context: Annotated[int, typer.Option("--context", help="Tokens of each answer and of the prompt.", min=1)] = 1024,
-    device: DeviceOption = "auto",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU. With --from a GPU such as H200."),
+    ] = "auto",
     apply: Annotated[
         list[str] | None,
         typer.Option("--apply", help="A remedy to try, several times: graph, compile, attention, dtype, batch, pad."),
     ] = None,
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Seconds that the experiments may take; 60 if left out.")
+    ] = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     tour: Annotated[bool, typer.Option("--tour", help="In place of a script: what bounds programs, in seven examples.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
@@ -80,12 +90,20 @@ def diagnose(
     With --tour it shows what bounds programs on this machine, in under two minutes: seven examples, each with a prediction from
     the machine's ceilings, the measured times and one sentence.
 
+    With --from it is a recorded step: one ProfilerStep of a trace, or the whole of it. A trace allows no experiment, so bounds
+    are by model: with this machine's ceilings if it is the trace's, else with a datasheet: of its GPU, or of --device.
+
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
-    if bool(script) + bool(checkpoint) + tour != 1:
-        raise InvalidInput("diagnose takes a script, --checkpoint FOLDER or --tour; give one of them")
+    if bool(script) + bool(checkpoint) + tour + (recorded is not None) != 1:
+        raise InvalidInput("diagnose takes a script, --checkpoint FOLDER, --from TRACE or --tour; give one of them")
     files = Files(json, html, trace)
     files.check()
+    if recorded is not None:
+        options = {"--apply": bool(apply), "--budget": budget is not None, "--ncu": ncu, "--trace": trace is not None}
+        _from(recorded, step, device, [name for name, given in options.items() if given], ops, files)
+        return
+    budget = 60.0 if budget is None else budget
     if script and not Path(script).is_file():
         raise InvalidInput(f"{script} is not a file; give the path of a Python script")
     if checkpoint:
@@ -119,6 +137,29 @@ def diagnose(
         ncu=ncu,
     )  # fmt: skip
     _show(found, ops, files)
+
+
+# why an option has no use without a program
+WITHOUT_PROGRAM = {
+    "--apply": "a trace has no program that a remedy could be tried on",
+    "--budget": "a trace allows no experiment",
+    "--ncu": "a trace has no program to count in",
+    "--trace": "the trace is there already",
+}
+
+
+def _from(recorded: Path, step: str, device: str, others: list[str], ops: int, files: Files) -> None:
+    """Diagnoses a trace. others: options that were given and need a program."""
+    for name in others:
+        raise InvalidInput(f"{name} has no use with --from: {WITHOUT_PROGRAM[name]}; leave it out")
+    if step and not step.isdecimal():
+        raise InvalidInput(
+            f"--step {step} names a function, and a trace has none to call; give the number of a ProfilerStep, as in --step 3"
+        )
+    from rooftile.diagnosis.recorded.diagnose_trace import from_trace
+
+    number = int(step) if step else None
+    _show(from_trace(recorded, step=number, device_name=None if device == "auto" else device), ops, files)
 
 
 def _show(found: Diagnosis, ops: int, files: Files) -> None:

@@ -6,6 +6,7 @@ programs     the step of a function, a script, a checkpoint's engine: `rooftile.
 observer     leads a program's steps through all that follows
 watching     where steps begin and end, the operators of one, and its times
 counts       the FLOPs and bytes of an operator, and the hardware's counters beside them
+recorded     a step that torch.profiler has recorded, diagnosed without a run
 experiments  on one operator
 machine      this machine's ceilings as roofs; `examination` is `rooftile.doctor`
 verdicts     from counts, ceilings and experiments to the bound; `missing` notes what they leave of the step's time
@@ -15,7 +16,15 @@ records      what these parts hand to each other
 tour         seven examples: `rooftile diagnose --tour`
 """
 
+from typing import TYPE_CHECKING
+
 from rooftile.diagnosis.counts import counts
 from rooftile.diagnosis.watching.steps import step
+from rooftile.runtime.late_names import late_names
 
-__all__ = ["counts", "step"]
+if TYPE_CHECKING:
+    from rooftile.diagnosis.recorded.diagnose_trace import from_trace
+
+__all__ = ["counts", "from_trace", "step"]
+
+__getattr__ = late_names("rooftile.diagnosis", {"from_trace": "rooftile.diagnosis.recorded.diagnose_trace"})

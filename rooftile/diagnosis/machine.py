@@ -13,14 +13,19 @@ from rooftile.hardware.ceilings import Ceilings
 from rooftile.runtime.devices import capability
 
 
-def roofs_of(operation: OperatorRow, device: torch.device, measured: Ceilings) -> Roofs:
-    """The roofs that an operator meets: by the dtype of its numbers, and whether they are products."""
+def roofs_of(
+    operation: OperatorRow, device: torch.device, measured: Ceilings, *, in_tf32: bool | None = None
+) -> Roofs:  # fmt: skip
+    """The roofs that an operator meets: by the dtype of its numbers, and whether they are products.
+
+    in_tf32: whether fp32 products ran in TF32; None asks the settings of this process.
+    """
     name, products = operation.op.split("::")[1], _has_products(operation.op)
     on_gpu = device.type == "cuda"
     dtype = operation.dtype if operation.dtype in measured.matmul_tflops else "fp32"
     # numbers narrower than fp32 are computed in fp32, outside of products
     wide = dtype if dtype == "fp64" else "fp32"
-    if products and dtype == "fp32" and on_gpu and runs_in_tf32(name, device):
+    if products and dtype == "fp32" and on_gpu and (runs_in_tf32(name, device) if in_tf32 is None else in_tf32):
         # the tensor cores of all GPUs that have TF32 are half as fast in it as in bf16
         dtype, measured = "tf32", replace(measured, matmul_tflops={"tf32": measured.matmul_tflops["bf16"] / 2})
     rate = measured.fma_tflops if wide == "fp32" and not products else measured.matmul_tflops[dtype if products else wide]

@@ -25,7 +25,6 @@ from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
-from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import StepAttention, find_attentions, time_ours
@@ -42,7 +41,7 @@ from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.compiled import NAMESPACE
-from rooftile.diagnosis.watching.host_place import HostPlace
+from rooftile.diagnosis.watching.idle import IdleTime
 from rooftile.diagnosis.watching.steps import Role, StepTimer
 from rooftile.diagnosis.watching.timeline import Profiled, Timeline
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
@@ -61,8 +60,6 @@ EXPLAINED = 0.95
 MOST_KINDS = 20
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
-# the host's work at one place is named from this share of the step
-HOST_SHARE = 0.03
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
@@ -185,11 +182,7 @@ class Observer:
 
     def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
-        us = self._timeline.op_us.get((operation.op, operation.shapes))
-        if us is None:
-            same = [(key, us) for key, us in self._timeline.op_us.items() if key[0] == operation.op]
-            calls = sum(self._timeline.op_calls[key] for key, _ in same)
-            us = sum(us * self._timeline.op_calls[key] for key, us in same) / calls if calls else 0.0
+        us = self._timeline.us_of(operation.op, operation.shapes)
         return us * operation.calls * self._shrink
 
     @property
@@ -300,7 +293,7 @@ class Observer:
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
             queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
-            sync_us=self._lines("sync"), waits=self._waits, threads=torch.get_num_threads(),
+            sync_us=self._idle.lines("sync"), waits=self._idle.waits, threads=torch.get_num_threads(),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
@@ -314,7 +307,7 @@ class Observer:
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
             busy_us=seen.busy_us, kernels=kernels, counters=counted,
-            notes=[*self._notes(), *left, *notes, *refused],
+            notes=[*self._noise(), *self._idle.notes(), *left, *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
 
@@ -360,16 +353,8 @@ class Observer:
         worth = sum(times_us[row] for one, *_ in found for row in one.rows)
         return found if worth >= ATTENTION_SHARE * self._step_us else []
 
-    @property
-    def _long_us(self) -> float:
-        return max(1e3, 0.05 * self._timeline.wall_us)
-
     def _evidence(self) -> StepEvidence:
-        timeline, us = self._timeline, self._step_us
-        shrink = self._shrink_of_gaps
-        idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
-        # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
-        single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
+        us, idle = self._step_us, self._idle
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
         on_gpu = self.device.type == "cuda"
@@ -378,9 +363,9 @@ class Observer:
             why_not["graph"] = "needs a GPU"
         half, double = self._batches_us(why_not)
         return StepEvidence(
-            time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
-            waiting_us=min(max(sum(single), sum(self._host_work.values())), idle.get("host", 0.0)),
-            why_not=why_not, host_us={place.words: us for place, us in self._waits.items()},
+            time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double,
+            idle_us=idle.by_cause, waiting_us=idle.waiting_us, why_not=why_not,
+            host_us={place.words: us for place, us in idle.waits.items()},
         )  # fmt: skip
 
     def _graph_us(self, why_not: dict[str, str]) -> float | None:
@@ -411,53 +396,21 @@ class Observer:
         return half, double
 
     @property
-    def _host_work(self) -> dict[HostPlace, float]:
-        """The time that the host spends on something else than operators, by place, where it is a part of the step."""
-        shrink = self._shrink_of_gaps
-        work = {place: us * shrink for place, us in self._timeline.host_work.items()}
-        return {place: us for place, us in work.items() if us >= HOST_SHARE * self._step_us}
-
-    @property
-    def _waits(self) -> dict[HostPlace, float]:
-        """The host's work, and the lines of long gaps that no sample has named."""
-        work = self._host_work
-        named = {place.where for place in work}
-        return work | {HostPlace(where): us for where, us in self._lines("host").items() if where not in named}
-
-    def _lines(self, cause: str) -> dict[str, float]:
-        """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""
-        found: dict[str, float] = {}
-        for gap in self._timeline.gaps:
-            if gap.cause == cause and gap.where and (cause != "host" or gap.us > self._long_us):
-                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self._shrink_of_gaps
-        return found
+    def _idle(self) -> IdleTime:
+        return IdleTime(self._timeline, self._step_us, self._shrink_of_gaps)
 
     def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
-        """The names of the kernels of each row: by operator and shapes, as one operator has other kernels for other shapes."""
-        found: dict[int, Sequence[str]] = {}
-        for row, f in enumerate(findings):
-            names = self._timeline.kernels.get((f.operation.op, f.operation.shapes))
-            if names is None:
-                # a profiler names the shapes of some arguments in another way
-                alike = [names for (op, _), names in self._timeline.kernels.items() if op == f.operation.op]
-                names = tuple(dict.fromkeys(name for its in alike for name in its))
-            if names:
-                found[row] = names
-        return found
+        """The names of the kernels of each row."""
+        names = [self._timeline.kernels_of(f.operation.op, f.operation.shapes) for f in findings]
+        return {row: its for row, its in enumerate(names) if its}
 
-    def _notes(self) -> list[str]:
-        step_us, work = self._step_us, self._host_work
-        noise = (
+    def _noise(self) -> list[str]:
+        if not self._is_noisy:
+            return []
+        return [
             f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because other programs kept the machine "
-            f"busy or the steps differ; all times are of a stretch in which a step took {duration(step_us)}"
-        )
-        named = {place.where for place in work}
-        lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items() if where not in named}
-        return (
-            [noise] * self._is_noisy
-            + [f"{100 * us / step_us:.0f} % of the step in {place.words}, without an operator" for place, us in work.items()]
-            + [f"{where}: {duration(us)} of the step, in which nothing ran" for where, us in lines.items() if us > 0.05 * step_us]
-        )
+            f"busy or the steps differ; all times are of a stretch in which a step took {duration(self._step_us)}"
+        ]
 
 
 def _command() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def names(text: str) -> list[str]:
@@ -154,8 +155,9 @@ def _mutated(func: OpOverload, arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def _rows(weight: Tensor, indices: Tensor, dim: int = 0) -> int:
-    """Bytes of the distinct slices of `weight` along `dim` that indices touch."""
-    touched = int(indices.unique().numel())
+    """Bytes of the distinct slices of `weight` along `dim` that indices touch: at most, where their values are unknown."""
+    has_values = not isinstance(indices, FakeTensor)
+    touched = int(indices.unique().numel()) if has_values else min(indices.numel(), weight.shape[dim])
     return touched * (elements(weight) // max(weight.shape[dim], 1)) * weight.element_size()
 
 

@@ -39,6 +39,14 @@ FACTS = {
     "operator us": ("one small operator and its result", "µs"),
     "node us": ("a kernel of nothing in a CUDA graph", "µs"), "date": ("measured", ""),
 }  # fmt: skip
+# whose ceilings they are: the words after a roof, a heading, and a sentence
+SOURCES = {
+    "measured": (
+        " of this machine, measured", "This machine, and its measured ceilings", "Ceilings are measured on this machine",
+    ),
+    "datasheet": (" of a datasheet", "The machine, and the ceilings of its datasheet", "Ceilings are a datasheet's"),
+    "none": (", which is unknown here", "The machine", "The machine's ceilings are unknown"),
+}  # fmt: skip
 CHANGES = {"nothing": "nothing", "rounding": "results, by rounding", "memory": "the memory it takes"}
 UNTOLD = ("device", "kind", "uuid")
 
@@ -57,6 +65,7 @@ def render(values: Mapping[str, Any], program: Program, step: StepSummary, ops: 
     rows = [row_of(n, op, remedies) for n, op in enumerate(ops)]
     machine, ceilings = values["machine"], values["ceilings"]
     on_gpu = machine.get("type") == "cuda" or any(op.kernels for op in ops)
+    source = SOURCES.get(ceilings.get("kind", ""), SOURCES["measured"])
     return page.render(
         "rooftile.diagnosis.output",
         "page.html",
@@ -85,6 +94,7 @@ def render(values: Mapping[str, Any], program: Program, step: StepSummary, ops: 
         notes=values["notes"],
         step_facts=list(_facts(step)),
         facts=list(_machine_facts(machine, ceilings)),
+        source=source,
         numbers=json_element(values),
     )
 

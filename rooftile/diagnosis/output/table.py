@@ -75,6 +75,8 @@ def sentence(step: StepSummary, ops: Sequence[Op], remedies: Sequence[Remedy] = 
     elif graph := next((r for r in remedies if r.name == GRAPH), None):
         words += f": as a CUDA graph it would take {duration(step.time_us - graph.predicted_us)}"
     words += "."
+    if "experiments" in step.experiments.get("why_not", {}):
+        words += f" By model only: {step.experiments['why_not']['experiments']}."
     device = _asked_for(ops)
     total = sum(op.time_us for op in ops)
     shares: dict[str, list[Op]] = {}

@@ -45,16 +45,28 @@ CUSTOM = 0.25
 
 def propose(seen: ObservedStep) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
-    is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
+    on_gpu = seen.device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(seen.device).multi_processor_count if on_gpu else 0
     found = [
         wider(seen),
-        prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
         *_attentions(seen),
         narrower(seen),
-        *(_device_only(seen) if seen.device.type == "cuda" else ()),
         without_checkpoint(seen.calls, seen.findings),
         recomputed(seen.calls, seen.findings),
+    ]
+    return _worth(seen, found) + propose_by_times(seen, multiprocessors)
+
+
+def propose_by_times(seen: ObservedStep, multiprocessors: int) -> list[Remedy]:
+    """Returns the remedies whose prices need neither a run nor which operators share a tensor.
+
+    multiprocessors: of the GPU; 0 where it is unknown, or none.
+    """
+    is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
+    found = [
+        prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
+        *(_device_only(seen, multiprocessors) if seen.device.type == "cuda" else ()),
         *(prices.remove_synchronisation(where, us) for where, us in seen.sync_us.items()),
         *(
             prices.remove_wait(place, us, is_collective=is_collective)
@@ -63,6 +75,10 @@ def propose(seen: ObservedStep) -> list[Remedy]:
         ),
         _load_beside(seen),
     ]
+    return _worth(seen, found)
+
+
+def _worth(seen: ObservedStep, found: Sequence[Remedy | None]) -> list[Remedy]:
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
 
@@ -213,11 +229,10 @@ def _attentions(seen: ObservedStep) -> list[Remedy | None]:
     return found
 
 
-def _device_only(seen: ObservedStep) -> list[Remedy | None]:
+def _device_only(seen: ObservedStep, multiprocessors: int) -> list[Remedy | None]:
     found = [prices.cuda_graph(seen.step, busy_us=seen.busy_us, launches=seen.launches, node_us=seen.node_us)]
-    multiprocessors = torch.cuda.get_device_properties(seen.device).multi_processor_count
     for row, f in enumerate(seen.findings):
-        if f.operation.op in PRODUCTS:
+        if f.operation.op in PRODUCTS and multiprocessors and f.operation.shapes:
             found.append(prices.pad((row, f), sizes_of(f), multiprocessors=multiprocessors))
         if any("Memcpy HtoD (Pageable" in name for name in seen.kernels.get(row, ())):
             idle_us = min(f.time_us, seen.step.idle_us.get("copy", 0.0))

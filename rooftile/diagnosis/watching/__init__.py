@@ -7,5 +7,8 @@ modules     the module that runs
 modes       PyTorch's modes around a call: gradients, inference, autocast
 compiled    the kernels that torch.compile has generated
 timeline    one profiled step: times in context, and gaps
+intervals   of time
+host_place  what the host does in the gaps
+idle        the gaps as parts of a step
 where       the line of the user's code
 """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
+from rooftile.diagnosis.watching.intervals import Interval
 from rooftile.diagnosis.watching.where import is_of_torch, is_own, user_line
 
 SAMPLE_SECONDS = 0.0005
@@ -20,8 +21,6 @@ BESIDE_OPERATORS = 0.05
 BETWEEN_NS = 250_000
 # functions of the loader's own process, which wait for its workers
 WORKERS = "_MultiProcessingDataLoaderIter"
-
-Interval = tuple[int, int]  # ns, start and end
 
 
 class HostPlace(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, watched_kernels
-from rooftile.diagnosis.watching.host_place import HostPlace, HostSampler, Interval, work_of_the_host
+from rooftile.diagnosis.watching.host_place import HostPlace, HostSampler, work_of_the_host
+from rooftile.diagnosis.watching.intervals import Interval, Near, complement, length, union
 
 CAUSES = ("host", "sync", "copy", "dependency")
 # names of CUDA's functions that wait for the device
@@ -77,6 +78,24 @@ class Timeline:
     replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
     host_work: Mapping[HostPlace, float] = field(default_factory=dict)  # in µs, of gaps whose cause is the host
     copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
+
+    def us_of(self, op: str, shapes: tuple[tuple[int, ...], ...]) -> float:
+        """Returns the time of one call of an operator; the mean of all its calls where these shapes are unknown."""
+        us = self.op_us.get((op, shapes))
+        if us is None:
+            same = [(key, us) for key, us in self.op_us.items() if key[0] == op]
+            calls = sum(self.op_calls[key] for key, _ in same)
+            us = sum(us * self.op_calls[key] for key, us in same) / calls if calls else 0.0
+        return us
+
+    def kernels_of(self, op: str, shapes: tuple[tuple[int, ...], ...]) -> Sequence[str]:
+        """Returns the names of an operator's kernels: by its shapes, as one operator has other kernels for other shapes."""
+        names = self.kernels.get((op, shapes))
+        if names is None:
+            # a profiler names the shapes of some arguments in another way
+            alike = [names for (other, _), names in self.kernels.items() if other == op]
+            names = tuple(dict.fromkeys(name for its in alike for name in its))
+        return names
 
     @property
     def idle_us(self) -> dict[str, float]:
@@ -139,7 +158,10 @@ class Profiled:
         if error[0] is None:
             events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
             names = frozenset(self._names())
-            self.timeline = _read(events, (self._start, end), host_end, self._lines.seen, self._on_gpu, names)
+            host = self._start, host_end
+            self.timeline = timeline_of(
+                events, (self._start, end), host, self._lines.seen, self._on_gpu, lambda e: e.name() in names
+            )
             self.trace = pack(self._profiler)
 
 
@@ -149,13 +171,24 @@ def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any
         return kernel(*args, **kwargs)
 
 
-def _read(
-    events: Sequence[Any], window: Interval, host_end: int, lines: Lines, on_gpu: bool,
-    names: frozenset[str],
+def timeline_of(
+    events: Sequence[Any], window: Interval, asking: Interval, lines: Lines, on_gpu: bool,
+    is_wanted: Callable[[Any], bool],
 ) -> Timeline:  # fmt: skip
+    """Returns the timeline of a step from the events of a profiler, or from events of a trace, which answer the same questions.
+
+    Args:
+        events: of the host and the device, in any order.
+        window: the step; on a GPU in the time of the device.
+        asking: the part of it in which the host asks for kernels; on a GPU it may begin before the device does.
+        lines: samples of the host's place.
+        on_gpu: where the step runs.
+        is_wanted: whether an event is an operator whose time is wanted; of operators in each other the outermost is taken.
+    """
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
-    here = [e for e in host if "::" in e.name() and _inside(e, window)]
-    operators = _outermost([e for e in here if e.name() in names])
+    around = min(window[0], asking[0]), max(window[1], asking[1])
+    here = [e for e in host if "::" in e.name() and _inside(e, around)]
+    operators = outermost(filter(is_wanted, here))
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
@@ -163,18 +196,18 @@ def _read(
     tail_us = replayed_us = copied_us = 0.0
     if on_gpu:
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
-        early = {number for number, e in launched.items() if e.start_ns() < window[0]}
+        early = {number for number, e in launched.items() if e.start_ns() < asking[0]}
         device = [
             e for e in events
             if e.device_type() == torch._C._autograd.DeviceType.CUDA and _is_work(e) and e.correlation_id() not in early
         ]  # fmt: skip
-        owner = {e.correlation_id(): e for e in operators}
+        owner, around_launch = {e.correlation_id(): e for e in operators}, _Around(operators)
         for op in operators:
             calls[_key(op)] += 1
         work_of: list[tuple[int, float, OpKey | None]] = []
         for kernel in device:
             launch = launched.get(kernel.correlation_id())
-            op = owner.get(kernel.linked_correlation_id()) or _around(operators, launch)
+            op = owner.get(kernel.linked_correlation_id()) or around_launch(launch)
             if launch is not None:
                 replayed_us += kernel.duration_ns() / 1e3 if "GraphLaunch" in launch.name() else 0.0
                 work_of.append((launch.start_ns(), kernel.duration_ns() / 1e3, None if op is None else _key(op)))
@@ -187,18 +220,19 @@ def _read(
         copies = [_span(e) for e in moved]
         waits = _waits(host)
         gaps = _device_gaps(work, copies, launched, waits, window, lines)
-        launches, tail_us = _launched(work_of, waits, (window[0], host_end))
-        spans = _union(_span(e) for e in work)
-        busy, count = _length(spans), len(work)
+        launches, tail_us = _launched(work_of, waits, asking)
+        spans = union(_span(e) for e in work)
+        busy, count = length(spans), len(work)
         # a GPU runs copies of both directions at once
-        copied_us = sum(_length([copy]) - _overlap(copy, spans) for copy in _union(copies)) / 1e3
+        work_near = Near(spans)
+        copied_us = sum(length([copy]) - work_near.within(copy) for copy in union(copies)) / 1e3
     else:
         for op in operators:
             calls[_key(op)] += 1
             total[_key(op)] += op.duration_ns() / 1e3
-        spans = _union(_span(e) for e in here)
-        gaps = [_host_gap(gap, lines) for gap in _complement(spans, window)]
-        busy, count = _length(spans), len(_outermost(here))
+        spans = union(_span(e) for e in here)
+        gaps = [_host_gap(gap, lines) for gap in complement(spans, window)]
+        busy, count = length(spans), len(outermost(here))
     return Timeline(
         wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
@@ -206,7 +240,7 @@ def _read(
         launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
         copied_us=copied_us,
         host_work=work_of_the_host(
-            lines, [gap[:2] for gap in gaps if gap.cause == "host"], _union(_span(e) for e in here)
+            lines, [gap[:2] for gap in gaps if gap.cause == "host"], union(_span(e) for e in here)
         ),
     )  # fmt: skip
 
@@ -232,7 +266,7 @@ def _key(event: Any) -> OpKey:
     return event.name(), tuple(tuple(shape) for shape in event.shapes() if shape)
 
 
-def _outermost(events: Iterable[Any]) -> list[Any]:
+def outermost(events: Iterable[Any]) -> list[Any]:
     """The events that no other one of their thread contains, in the order of time."""
     found: list[Any] = []
     end: dict[int, int] = {}
@@ -245,40 +279,22 @@ def _outermost(events: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _around(operators: Sequence[Any], launch: Any) -> Any | None:
-    """The operator during which a kernel was launched."""
-    if launch is None:
-        return None
-    at, thread = launch.start_ns(), launch.start_thread_id()
-    for op in operators:
-        if op.start_thread_id() == thread and op.start_ns() <= at <= op.start_ns() + op.duration_ns():
-            return op
-    return None
+class _Around:
+    """Finds the operator during which a kernel was launched. The operators are sorted, and do not overlap in a thread."""
 
+    def __init__(self, operators: Iterable[Any]) -> None:
+        self._operators: defaultdict[Any, list[Any]] = defaultdict(list)
+        for op in operators:
+            self._operators[op.start_thread_id()].append(op)
+        self._starts = {thread: [op.start_ns() for op in its] for thread, its in self._operators.items()}
 
-def _union(spans: Iterable[Interval]) -> list[Interval]:
-    """Intervals that do not overlap and cover the same times, sorted."""
-    merged: list[Interval] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _complement(spans: Sequence[Interval], window: Interval) -> list[Interval]:
-    """The times of the window that no interval of a union covers."""
-    edges = [window[0], *(edge for span in spans for edge in span), window[1]]
-    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-
-
-def _length(spans: Iterable[Interval]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-def _overlap(span: Interval, others: Iterable[Interval]) -> int:
-    return sum(max(0, min(span[1], end) - max(span[0], start)) for start, end in others)
+    def __call__(self, launch: Any) -> Any | None:
+        if launch is None or launch.start_thread_id() not in self._starts:
+            return None
+        thread, at = launch.start_thread_id(), launch.start_ns()
+        n = bisect_right(self._starts[thread], at) - 1
+        op = self._operators[thread][n]
+        return op if n >= 0 and at <= op.start_ns() + op.duration_ns() else None
 
 
 def _host_gap(gap: Interval, lines: Lines) -> Gap:
@@ -304,20 +320,17 @@ def _launched(
 
     work: of each the time when the host asked, its time on the device in µs, and its operator. window: the host's.
     """
-    waited = _union(span for span in waits if window[0] <= span[0] < window[1])
-    starts, ends = [start for start, _ in waited], [end for _, end in waited]
+    waited = Near(span for span in waits if window[0] <= span[0] < window[1])
     found: list[Launch] = []
     before = window[0]
     for start, device_us, key in sorted(work, key=lambda one: one[0]):
         between = (before, max(before, start))
-        # a loop that reads a number in each round has many waits
-        near = slice(bisect_left(ends, between[0]), bisect_left(starts, between[1]))
-        waits_us = _overlap(between, waited[near]) / 1e3
+        waits_us = waited.within(between) / 1e3
         if found and waits_us:
             found[-1] = found[-1]._replace(waits=True)
         found.append(Launch((between[1] - before) / 1e3 - waits_us, device_us, key))
         before = between[1]
-    rest_us = _overlap((before, max(before, window[1])), waited) / 1e3
+    rest_us = waited.within((before, max(before, window[1]))) / 1e3
     if found and rest_us:
         found[-1] = found[-1]._replace(waits=True)
     return found, max(0, window[1] - before) / 1e3 - rest_us
@@ -327,16 +340,16 @@ def _device_gaps(
     work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], waits: Sequence[Interval], window: Interval,
     lines: Lines,
 ) -> list[Gap]:  # fmt: skip
-    spans = _union(_span(e) for e in work)
+    spans, copied, waited = union(_span(e) for e in work), Near(copies), Near(waits)
     starts = {e.start_ns(): launched.get(e.correlation_id()) for e in work}
     found = []
-    for gap in _complement(spans, window):
+    for gap in complement(spans, window):
         launch = starts.get(gap[1])
-        if 2 * _overlap(gap, copies) > gap[1] - gap[0]:
+        if 2 * copied.within(gap) > gap[1] - gap[0]:
             cause = "copy"
         elif launch is not None and launch.start_ns() <= gap[0]:
             cause = "dependency"
-        elif 2 * _overlap(gap, waits) > gap[1] - gap[0] or any(start < gap[0] < end for start, end in waits):
+        elif 2 * waited.within(gap) > gap[1] - gap[0] or waited.cover(gap[0]):
             cause = "sync"
         else:
             cause = "host"

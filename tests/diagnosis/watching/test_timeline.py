@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rooftile.diagnosis.remedies.queue import Queue
-from rooftile.diagnosis.watching.timeline import Launch, Profiled, Timeline, _complement, _read, _union
+from rooftile.diagnosis.watching.intervals import complement, union
+from rooftile.diagnosis.watching.timeline import Launch, Profiled, Timeline, timeline_of
 
 
 def profiled(step: Callable[[], object], names: set[str]) -> Timeline:
@@ -83,7 +84,7 @@ def test_a_gpus_launches_have_the_hosts_time_before_each() -> None:
         # the profiler itself waits at the end
         Event("cudaDeviceSynchronize", 111, 10, number=105),
     ]
-    found = _read(events, (0, 125_000), 110_000, [], True, frozenset({"aten::mm", "aten::add"}))
+    found = timeline_of(events, (0, 125_000), (0, 110_000), [], True, lambda e: e.name() in {"aten::mm", "aten::add"})
     mm, add = ("aten::mm", ((4, 4), (4, 4))), ("aten::add", ((4,),))
     assert found.launched == (
         Launch(12.0, 50.0, mm), Launch(18.0, 10.0, add, waits=True), Launch(15.0, 10.0, add)
@@ -101,7 +102,7 @@ def test_kernels_of_a_graph_have_no_operator() -> None:
         Event("gemm", 20, 50, on="CUDA", number=101),
         Event("elementwise", 70, 10, on="CUDA", number=101),
     ]
-    found = _read(events, (0, 100_000), 90_000, [], True, frozenset())
+    found = timeline_of(events, (0, 100_000), (0, 90_000), [], True, lambda e: False)
     assert (found.replayed_us, found.busy_us) == (60.0, 60.0)
     # the host asks for both at once
     assert found.launched == (Launch(10.0, 50.0), Launch(0.0, 10.0))
@@ -121,7 +122,7 @@ def test_a_copy_in_a_gap_is_told_apart() -> None:
         Event("cudaMemcpyAsync", 22, 2, number=103),
         Event(to_gpu, 60, 20, on="CUDA", number=103, linked=3),
     ]
-    found = _read(events, (0, 95_000), 90_000, [], True, frozenset({"aten::mm", "aten::copy_"}))
+    found = timeline_of(events, (0, 95_000), (0, 90_000), [], True, lambda e: e.name() in {"aten::mm", "aten::copy_"})
     assert found.idle_us["copy"] == 45.0
     assert (found.busy_us, found.copied_us) == (50.0, 40.0)
     operators_us = sum(us * found.op_calls[key] for key, us in found.op_us.items())
@@ -131,8 +132,8 @@ def test_a_copy_in_a_gap_is_told_apart() -> None:
 
 
 def test_gaps_are_what_intervals_leave() -> None:
-    spans = _union([(5, 7), (1, 3), (6, 9), (3, 4)])
+    spans = union([(5, 7), (1, 3), (6, 9), (3, 4)])
     assert spans == [(1, 4), (5, 9)]
-    assert _complement(spans, (0, 10)) == [(0, 1), (4, 5), (9, 10)]
-    assert _complement([], (2, 4)) == [(2, 4)]
-    assert _complement([(2, 4)], (2, 4)) == []
+    assert complement(spans, (0, 10)) == [(0, 1), (4, 5), (9, 10)]
+    assert complement([], (2, 4)) == [(2, 4)]
+    assert complement([(2, 4)], (2, 4)) == []

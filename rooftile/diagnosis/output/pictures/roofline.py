@@ -23,6 +23,8 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 380, 62, 12, 10, 40
 LARGEST, SMALLEST = 17.0, 2.5  # radii of points
 # operators are drawn, most expensive first, until they have so much of the time
 DRAWN = 0.98
+# of ceilings that were not measured
+TITLES = {"datasheet": "The roofline of a datasheet", "none": "The operators, without roofs"}
 
 
 def roofline(
@@ -70,7 +72,7 @@ def roofline(
         ]
         + [[roof.words, "", "", "", ""] for roof in lines],
     )
-    title = "The roofline of this machine"
+    title = TITLES.get(ceilings.get("kind", ""), "The roofline of this machine")
     picture = svg(title, "FLOP/s over FLOPs per byte", parts, WIDTH, HEIGHT)
     note = _note(lines, moves, without, len(counted) - len(spots), len(ops) - len(counted))
     if any(roof.measured for roof in highest) and not raised:
