@@ -60,7 +60,9 @@ def diagnose(
         typer.Option("--apply", help="A remedy to try, several times: graph, compile, attention, dtype, batch, pad."),
     ] = None,
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option("--budget", help="Seconds that the experiments may take. Beside them are the steps themselves.")
+    ] = 60.0,
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     tour: Annotated[bool, typer.Option("--tour", help="In place of a script: what bounds programs, in seven examples.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
@@ -116,7 +118,7 @@ def diagnose(
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
     found = diagnose_script(
         script, arguments or [], function=step or None, device=None if device == "auto" else on, apply=apply or (), budget=budget,
-        ncu=ncu,
+        ncu=ncu, say=lambda words: print(words, file=sys.stderr, flush=True),
     )  # fmt: skip
     _show(found, ops, files)
 
