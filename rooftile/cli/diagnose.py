@@ -69,7 +69,8 @@ def diagnose(
     ] = None,
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
     budget: Annotated[
-        float | None, typer.Option("--budget", help="Seconds that the experiments may take; 60 if left out.")
+        float | None,
+        typer.Option("--budget", help="Seconds that the experiments may take, beside the steps themselves; 60 if left out."),
     ] = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     tour: Annotated[bool, typer.Option("--tour", help="In place of a script: what bounds programs, in seven examples.")] = False,
@@ -134,7 +135,7 @@ def diagnose(
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
     found = diagnose_script(
         script, arguments or [], function=step or None, device=None if device == "auto" else on, apply=apply or (), budget=budget,
-        ncu=ncu,
+        ncu=ncu, say=lambda words: print(words, file=sys.stderr, flush=True),
     )  # fmt: skip
     _show(found, ops, files)
 

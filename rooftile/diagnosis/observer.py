@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,15 +17,18 @@ import torch
 
 from rooftile.diagnosis import machine
 from rooftile.diagnosis.counts import counters
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all, prepare_scales
-from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
+from rooftile.diagnosis.experiments.step import NEEDED_STEPS, batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
+from rooftile.diagnosis.remedies.apply import expected_s
 from rooftile.diagnosis.remedies.attentions import StepAttention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
@@ -53,6 +55,11 @@ from rooftile.hardware.device import describe
 PROFILED_STEPS = 3
 # quartiles of a step's times that are further apart than this share of it: the times of a quiet stretch are taken then
 NOISY = 0.1
+# timed steps at least, and one profiled; more only as long as all timed steps take no more than a quarter of the budget
+LEAST_TIMED_STEPS, IN_TIMES = 3, 0.25
+# steps of the program beside the timed ones: what they take beyond the budget the experiments have less, so that the page is
+# there after twice the budget
+OTHER_STEPS = 5 + PROFILED_STEPS
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -63,6 +70,8 @@ SAMPLES_LIMIT = 2 << 30
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
+# the most of the budget that is kept for the experiments on the whole step, and for trying compiled code
+IN_STEPS, IN_COMPILING = 0.25, 0.5
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -80,15 +89,19 @@ class Observer:
             only the program runs the step.
         pads: also times products with padded sizes.
         ncu: also counts bytes by Nsight Compute.
+        compiles: the caller may try compiled code when the diagnosis is there, so time is kept for it.
+        say: is called with words about what is measured once on a machine, and costs no budget.
     """
 
     def __init__(
         self, name: str, budget: float,
         resized: Callable[[float], Callable[[], None] | None] | None = None, pads: bool = False,
-        ncu: bool = False,
+        ncu: bool = False, compiles: bool = False, say: Callable[[str], None] = lambda words: None,
     ) -> None:  # fmt: skip
         self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
-        self._ncu = ncu
+        self._ncu, self._compiles = ncu, compiles
+        self._say: Callable[[str], None] = lambda words: say(f"{words}, for this machine: it costs no budget")
+        self.deadline = Deadline(budget)
         self._taken: list[float] = []
         self._launched: list[float] = []
         self._watch = Watch()
@@ -100,12 +113,11 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: StepTimer(self.device, self._taken, self._launched)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [self._beginning, self._finding_devices, self._peak]
         # a profiled step between two timed ones meets the same machine: others may keep it busy for a while, or steps grow
-        turns: list[Role] = [timed, timed, self._profiling] * PROFILED_STEPS + [timed]
-        return [*warm_ups, self._watching, *turns, self._recording]
+        turn: list[Role] = [self._timing, self._timing, self._profiling]
+        return [*warm_ups, self._watching, *turn * PROFILED_STEPS, self._timing, self._recording]
 
     @property
     def device(self) -> torch.device:
@@ -123,11 +135,20 @@ class Observer:
         self._devices = Devices()
         return self._devices
 
+    @property
+    def _is_late(self) -> bool:
+        return len(self._taken) >= LEAST_TIMED_STEPS and sum(self._taken) / 1e6 > IN_TIMES * self._budget
+
+    def _timing(self) -> StepTimer | None:
+        return None if self._is_late else StepTimer(self.device, self._taken, self._launched)
+
     def _watching(self) -> Watch:
         self._watch = Watch()
         return self._watch
 
-    def _profiling(self) -> Profiled:
+    def _profiling(self) -> Profiled | None:
+        if self._profiles and self._is_late:
+            return None
         made = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
         self._profiles.append((len(self._taken), made))
         return made
@@ -230,11 +251,11 @@ class Observer:
 
     def conclude(self) -> Diagnosis:
         """Makes the experiments and joins everything."""
-        measured = ceilings.measure_when_quieter(self.device)
+        measured = ceilings.measure_when_quieter(self.device, say=self._say)
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
-        prepare_scales(samples.values(), self.device, self._budget)
-        end = time.perf_counter() + self._budget
+        prepare_scales(samples.values(), self.device, self._budget, self._say)
+        self.deadline = Deadline(min(self._budget, 2 * self._budget - (len(self._taken) + OTHER_STEPS) * self._step_s))
         attentions = self._other_attentions(operations, samples)
         counted: list[dict[str, Any]] = []
         notes: list[str] = []
@@ -246,12 +267,12 @@ class Observer:
         # the most expensive first, as the budget may end
         kinds = self._kinds()
         narrower, too_late = dict[int, float](), frozenset[int]()
+        call_us = {kind: self._us(operations[rows[0]]) / operations[rows[0]].calls for kind, rows in kinds.items()}
         if bf16_may_gain(measured):
             worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * self._step_us}
-            until = time.perf_counter() + IN_BF16 * self._budget
-            narrower, too_late = shares_in_bf16(operations, worth, samples, self.device, until)
-        call_us = {kind: self._us(operations[rows[0]]) / operations[rows[0]].calls for kind, rows in kinds.items()}
-        until = time.perf_counter() + IN_BF16 * self._budget
+            until = self.deadline.within(IN_BF16 * self._budget)
+            narrower, too_late = shares_in_bf16(operations, worth, samples, call_us, self.device, until)
+        until = self.deadline.within(IN_BF16 * self._budget)
         in_fp32 = shares_in_fp32(operations, kinds, samples, call_us, slow_dtypes(measured), self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
@@ -263,11 +284,12 @@ class Observer:
             roofs = machine.roofs_of(operation, self.device, measured)
             return settled(operation, roofs, found) and classify(operation, roofs, found).confidence != "contradicted"
 
-        evidence, refused = measure_all(recorded, self.device, end, is_settled)
+        evidence, refused = measure_all(recorded, self.device, self.deadline.but(self._kept_s), is_settled)
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
-            if sample is None or operation.op not in PRODUCTS:
+            us = self._us(operation) / operation.calls
+            if sample is None or operation.op not in PRODUCTS or not self.deadline.allows_rest(4 * us / 1e6):
                 continue
             if self._pads:
                 saved_us = padded_saving_us(sample, self.device)
@@ -278,7 +300,7 @@ class Observer:
         if any(map(is_above, findings)) and self.device not in _measured_again:
             # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
             _measured_again.add(self.device)
-            measured = ceilings.measure_again(self.device)
+            measured = ceilings.measure_again(self.device, say=self._say)
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         left = missing(
@@ -310,6 +332,25 @@ class Observer:
             notes=[*self._noise(), *self._idle.notes(), *left, *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
+
+    @property
+    def _step_s(self) -> float:
+        return self._step_us / 1e6
+
+    @property
+    def compiling_s(self) -> float:
+        """The time that trying compiled code is expected to take."""
+        return expected_s(self._watch.operations, self.device, self._step_s)
+
+    @property
+    def _kept_s(self) -> float:
+        """The time that experiments on operators leave for the whole step: as a graph, with other batches, compiled."""
+        if self._resized is None:
+            return 0.0
+        wholes = [name for name in NEEDED_STEPS if name != "graph" or self.device.type == "cuda"]
+        steps_s = min(sum(NEEDED_STEPS[name] for name in wholes) * self._step_s, IN_STEPS * self._budget)
+        compiles = self._compiles and self._mode == "eager" and self.compiling_s <= IN_COMPILING * self._budget
+        return steps_s + (self.compiling_s if compiles else 0.0)
 
     def _queue(self) -> Queue | None:
         """The launches of the step on a GPU, at the pace that the host has without a profiler."""
@@ -347,7 +388,8 @@ class Observer:
             kind = (one.q, one.k, one.v, one.backward)
             if kind not in timed:
                 sample = samples.get(operations[one.main].kind)
-                timed[kind] = time_ours(one, sample, self.device) if sample is not None else None
+                call_us = sum(times_us[row] for row in one.rows) / one.calls
+                timed[kind] = time_ours(one, sample, self.device, call_us, self.deadline) if sample is not None else None
             if (others := timed[kind]) is not None:
                 found.append((one, *others))
         worth = sum(times_us[row] for one, *_ in found for row in one.rows)
@@ -378,7 +420,7 @@ class Observer:
         for operation in self._watch.operations:
             operators[operation.op] += operation.calls
         try:
-            return self._step_us * replayed_share(step, self.device, operators)
+            return self._step_us * replayed_share(step, self.device, operators, step_s=self._step_s, deadline=self.deadline)
         except Unsupported as reason:
             why_not["graph"] = str(reason)
             return None
@@ -389,7 +431,7 @@ class Observer:
             why_not["batch"] = NO_INPUTS
             return None, None
         others = {factor: other for factor in (0.5, 2.0) if (other := self._resized(factor)) is not None}
-        shares, reason = batch_shares(step, others, self.device)
+        shares, reason = batch_shares(step, others, self.device, self._step_s, self.deadline)
         if len(others) < 2 or reason:
             why_not["batch"] = reason or "the inputs have no first axis in common"
         half, double = (self._step_us * shares[factor] if factor in shares else None for factor in (0.5, 2.0))

@@ -83,10 +83,10 @@ def measure(device: torch.device | str, *, refresh: bool = False, say: Say = Non
     return _MEASURED[key]
 
 
-def measure_when_quieter(device: torch.device | str) -> Ceilings:
+def measure_when_quieter(device: torch.device | str, *, say: Say = None) -> Ceilings:
     """Returns the ceilings of a device, measured again if other programs kept it much busier at that time than now."""
     device = torch.device(device)
-    found = measure(device)
+    found = measure(device, say=say)
     worst = max(found.busy_cores.values(), default=0.0)
     if worst <= BUSY * load.cores() or str(device) in _looked_at:
         return found
@@ -94,15 +94,15 @@ def measure_when_quieter(device: torch.device | str) -> Ceilings:
     meter = load.Meter()
     time.sleep(LOOK_S)
     others = meter.others()
-    return found if others is None or others > worst / 2 else measure_again(device)
+    return found if others is None or others > worst / 2 else measure_again(device, say=say)
 
 
-def measure_again(device: torch.device | str) -> Ceilings:
+def measure_again(device: torch.device | str, *, say: Say = None) -> Ceilings:
     """Measures once more, and keeps the higher of each rate: for a time that is shorter than the ceilings allow."""
     device = torch.device(device)
     path = _path(device)
     before = measure(device)
-    _MEASURED[str(path)] = higher(before, _measure(device, None))
+    _MEASURED[str(path)] = higher(before, _measure(device, say))
     _keep(path, _MEASURED[str(path)])
     return _MEASURED[str(path)]
 

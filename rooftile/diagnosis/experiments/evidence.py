@@ -25,11 +25,14 @@ class Evidence:
     why_not: dict[str, str] = field(default_factory=dict)  # experiment -> the reason why it was not possible
 
     def or_better(self, other: Evidence) -> Evidence:
-        """Returns this with the time, the cache and the sizes of another measurement of the same call, if that one spreads less.
+        """Returns this with the time, the cache and the sizes of another measurement of the same call, if that one spreads less
+        and has all of them.
 
         E4 stays: its slope follows from times of its own.
         """
         if other.spread_us * self.time_us >= self.spread_us * other.time_us:
+            return self
+        if (self.cached_us is not None and other.cached_us is None) or (self.fixed_us is not None and other.fixed_us is None):
             return self
         reasons = {name: why for name, why in self.why_not.items() if name == INTENSITY}
         return replace(

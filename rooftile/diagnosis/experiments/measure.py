@@ -8,7 +8,6 @@ E6   half, a quarter, ... of the data                               `size`
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from rooftile.diagnosis import deadline as budget
 from rooftile.diagnosis.counts.traffic import is_plain
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
@@ -27,16 +28,23 @@ from rooftile.diagnosis.experiments.intensity.references import references
 from rooftile.diagnosis.experiments.intensity.sweep import Sweep, sweep
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, axes
 from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
-from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
+from rooftile.diagnosis.experiments.timing import LEAST_ROUNDS, Timer, error, interleaved
 from rooftile.diagnosis.records import Sample
 from rooftile.errors import Unsupported
 
 Result = TypeVar("Result")
 # bytes that experiments may take beyond the call's own
 MEMORY = 1 << 30
+# the least runs that each part needs, of the whole call: its time alone, in the cache, on less data (half, a quarter, ... of a
+# run), and with more to do
+TIMED_RUNS, CACHED_RUNS, SMALLER_RUNS, MORE_RUNS = 4, 8, 4, 10
+# ... and the runs of all but the last
+ALL_RUNS = 2 * LEAST_ROUNDS + TIMED_RUNS + CACHED_RUNS + SMALLER_RUNS
 
 
-def alone(sample: Sample, timer: Timer, budget_s: float, in_context_us: float | None = None) -> Evidence:
+def alone(
+    sample: Sample, timer: Timer, budget_s: float, in_context_us: float | None = None, deadline: Deadline | None = None
+) -> Evidence:  # fmt: skip
     """Times a call, its parts in the cache (E5) and on less data (E6), in about `budget_s`.
 
     Args:
@@ -44,9 +52,12 @@ def alone(sample: Sample, timer: Timer, budget_s: float, in_context_us: float | 
         timer: of its device.
         budget_s: seconds.
         in_context_us: its time inside the step. Where given, caches are cold or warm, whichever comes nearer to it; else cold.
+        deadline: which no experiment passes, however few runs it had; None: there is none.
 
     An experiment that is not possible has its reason in `why_not`. Memory that runs out is such a reason. The call's arguments,
     the random streams, the default dtype and the number of threads are as before.
+
+    Raises Unsupported where there is not even time for the call itself.
 
     Example:
         >>> from rooftile.diagnosis.experiments.timing import HostTimer
@@ -58,28 +69,32 @@ def alone(sample: Sample, timer: Timer, budget_s: float, in_context_us: float | 
         True
     """
     with _as_before(sample) as call:
-        return _Measurement(sample, call, timer).alone(budget_s, in_context_us)
+        return _Measurement(sample, call, timer, deadline or Deadline()).alone(budget_s, in_context_us)
 
 
-def with_intensity(found: Evidence, sample: Sample, timer: Timer, budget_s: float) -> Evidence:
-    """Returns the evidence of `alone` with added arithmetic (E4) as well, in about `budget_s`.
+def with_intensity(found: Evidence, sample: Sample, timer: Timer, deadline: Deadline) -> Evidence:
+    """Returns the evidence of `alone` with added arithmetic (E4) as well, before the deadline.
 
     Products get more rows; a pass over memory gets more multiply-adds per element, for which kernels are compiled. The first use
     of a dtype on a machine measures the references, too. Where the time does not allow it, `why_not` says so.
     """
-    if budget_s <= 0:
-        return replace(found, why_not=found.why_not | {INTENSITY: "the budget ended before it"})
+    try:
+        deadline.check(MORE_RUNS * found.time_us / 1e6)
+    except Unsupported as reason:
+        return replace(found, why_not=found.why_not | {INTENSITY: str(reason)})
     with _as_before(sample) as call:
-        return _Measurement(sample, call, timer).with_intensity(found, budget_s)
+        return _Measurement(sample, call, timer, deadline).with_intensity(found)
 
 
 class _Measurement:
     """One call with its axes, and the reasons that are collected while experiments fail."""
 
-    def __init__(self, sample: Sample, call: RepeatableCall, timer: Timer) -> None:
-        self._sample, self._call, self._timer = sample, call, timer
+    def __init__(self, sample: Sample, call: RepeatableCall, timer: Timer, deadline: Deadline) -> None:
+        self._sample, self._call, self._timer, self._deadline = sample, call, timer, deadline
         self._why_not: dict[str, str] = {}
+        began = budget.clock()
         call.run()
+        self._run_s = budget.clock() - began
         self._is_plain = all(map(is_plain, call.tensors))
         self._axes: list[CallAxis] = axes(call) if self._is_plain else []
 
@@ -87,17 +102,16 @@ class _Measurement:
         cold = self._is_cold(in_context_us)
         samples, fixed = self._sizes(budget_s / 2, cold)
         t0 = median(samples)
-        share = self._attempt(CACHE, lambda: cached_share(self._call, self._axes, self._timer, budget_s / 2, cold=cold))
+        share = self._attempt(CACHE, lambda: self._cached_share(budget_s / 2, cold))
         return Evidence(
             time_us=t0, spread_us=error(samples), in_context_us=in_context_us, fixed_us=fixed,
             cached_us=None if share is None else share * t0, gain=None if share is None else 1 - share, why_not=self._why_not,
         )  # fmt: skip
 
-    def with_intensity(self, found: Evidence, budget_s: float) -> Evidence:
+    def with_intensity(self, found: Evidence) -> Evidence:
         self._why_not = dict(found.why_not)
-        end = time.perf_counter() + budget_s
         grows = growth.grows(self._call)
-        swept = self._attempt(INTENSITY, lambda: self._by_growth(found, end) if grows else self._laddered(found, end))
+        swept = self._attempt(INTENSITY, lambda: self._by_growth(found) if grows else self._laddered(found))
         if swept is None:
             return replace(found, why_not=self._why_not)
         times, slope = swept
@@ -107,7 +121,7 @@ class _Measurement:
         )  # fmt: skip
 
     def _is_cold(self, in_context_us: float | None) -> bool:
-        if in_context_us is None:
+        if in_context_us is None or not self._deadline.allows((2 * LEAST_ROUNDS + TIMED_RUNS) * self._run_s):
             return True
         cold, warm = (median(self._timer.once(self._call, cold=is_cold) for _ in range(3)) for is_cold in (True, False))
         return abs(cold - in_context_us) <= abs(warm - in_context_us)
@@ -116,13 +130,19 @@ class _Measurement:
         """T0's samples, and the fixed part; the sizes take turns with the whole."""
         smaller_calls = self._attempt(SIZE, self._smaller) or []
         calls = {1.0: self._call} | {made.share: made.call for made in smaller_calls}
-        taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s)
+        self._deadline.check_rest(LEAST_ROUNDS * self._run_s)
+        taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s, self._deadline)
         if not smaller_calls:
             return taken[1.0], None
         return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
 
+    def _cached_share(self, budget_s: float, cold: bool) -> float:
+        self._deadline.check_rest(CACHED_RUNS * self._run_s)
+        return cached_share(self._call, self._axes, self._timer, budget_s, self._deadline, cold=cold)
+
     def _smaller(self) -> Any:
         """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as a mask's."""
+        self._deadline.check_rest((TIMED_RUNS + SMALLER_RUNS) * self._run_s)
         smaller_calls = smaller(self._call, self._axes)
         for made in smaller_calls:
             made.call.run()
@@ -131,22 +151,21 @@ class _Measurement:
     def _once(self, call: RepeatableCall, cold: bool) -> Callable[[], float]:
         return lambda: self._timer.once(call, cold=cold)
 
-    def _by_growth(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
+    def _by_growth(self, found: Evidence) -> tuple[Sweep, float | None]:
         """A product's own arithmetic is what grows, so its slope needs no references: 1 is as much time as work."""
         if found.cached_us is None:
             raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")
-        left_s = end - time.perf_counter()
         flops = self._sample.operation.flops or 0
         # smaller copies of a product may run slower than the product itself, whose whole time bounds its arithmetic
         arithmetic_us = min(found.cached_us, found.time_us)
-        times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, left_s, MEMORY)
+        times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, self._deadline, MEMORY)
         return times, times.slope
 
-    def _laddered(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
+    def _laddered(self, found: Evidence) -> tuple[Sweep, float | None]:
         """A slope between the slopes of the two references."""
-        ladder = Ladder(self._call, end)
-        read = references(ladder.dtype, self._timer, self._call.device, end)
-        times = sweep(ladder, self._call, self._axes, self._timer, found.time_us, end)
+        ladder = Ladder(self._call, self._deadline)
+        read = references(ladder.dtype, self._timer, self._call.device, self._deadline)
+        times = sweep(ladder, self._call, self._axes, self._timer, found.time_us, self._deadline)
         if times.slope is None:
             raise Unsupported("no rung of the ladder adds less than its own time")
         return times, read.read(times.slope)

@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from rooftile.diagnosis import deadline as budget
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.diagnosis.watching.dispatched import Dispatched
 from rooftile.diagnosis.watching.steps import StepTimer
@@ -17,16 +19,31 @@ from rooftile.errors import Unsupported
 
 Work = Callable[[], None]
 WARM_UPS, RUNS = 3, 7
+# ... at least, where steps are slow
+LEAST_WARM_UPS, LEAST_RUNS = 1, 3
+# all steps of an experiment in which two works take turns, in time of the step itself: twice the batch takes two
+NEEDED_STEPS = {"graph": 3 * WARM_UPS + 2 * RUNS + 2, "batch": 3.5 * (WARM_UPS + RUNS + 1)}
+NO_TIME = "the budget has no time for as many steps as it takes: a larger --budget has"
+LEAST_STEPS = {"graph": WARM_UPS + 2 + 2 * (LEAST_WARM_UPS + LEAST_RUNS), "batch": 3.5 * (LEAST_WARM_UPS + LEAST_RUNS + 1)}
 
 
 def batch_shares(
-    step: Work, others: Mapping[float, Work], device: torch.device
+    step: Work, others: Mapping[float, Work], device: torch.device, step_s: float, deadline: Deadline
 ) -> tuple[dict[float, float], str]:  # fmt: skip
     """Returns the time of a step with other batches as shares of its own, and the reason why one is missing.
 
-    All take turns, because a machine is slower at times. others: the step with its batch times a factor, by factor.
+    All take turns, because a machine is slower at times.
+
+    Args:
+        step: the step.
+        others: the step with its batch times a factor, by factor.
+        device: where it runs.
+        step_s: the time of the step.
+        deadline: nothing runs that is not expected to end by then.
     """
     works, reason = {1.0: step}, ""
+    if not deadline.allows_rest(LEAST_STEPS["batch"] * step_s):
+        return {}, NO_TIME
     for factor, other in others.items():
         try:
             other()
@@ -36,11 +53,17 @@ def batch_shares(
             works[factor] = other
     if len(works) == 1:
         return {}, reason
-    times_us = dict(zip(works, _in_turns(list(works.values()), device), strict=True))
+    try:
+        times_us = dict(zip(works, _in_turns(list(works.values()), device, deadline), strict=True))
+    except Unsupported as error:
+        return {}, str(error)
     return {factor: us / times_us[1.0] for factor, us in times_us.items() if factor != 1}, reason
 
 
-def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int] | None = None) -> float:
+def replayed_share(
+    step: Work, device: torch.device, operators: Mapping[str, int] | None = None, *, step_s: float = 0.0,
+    deadline: Deadline | None = None,
+) -> float:  # fmt: skip
     """Returns the time of a step as a CUDA graph, its kernels without the host, as a share of its time without one.
 
     Both take turns, because a chip is slower after a while of hard work.
@@ -49,10 +72,15 @@ def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int
         step: the step.
         device: where it runs.
         operators: how often the step calls each operator; None leaves unchecked whether its capture calls the same.
+        step_s: the time of the step.
+        deadline: nothing runs that is not expected to end by then; None: there is none.
 
-    Raises Unsupported with the reason if it cannot be captured, because it waits for the device or moves data to it, or if it
-    calls other operators while it is captured, as a program may: its graph says nothing about the step then.
+    Raises Unsupported with the reason if there is no time; if it cannot be captured, because it waits for the device or moves
+    data to it; or if it calls other operators while it is captured, as a program may: its graph says nothing about the step then.
     """
+    deadline = deadline or Deadline()
+    if not deadline.allows_rest(LEAST_STEPS["graph"] * step_s):
+        raise Unsupported(NO_TIME)
     graph = torch.cuda.CUDAGraph()
     try:
         # a capture wants what is made in first runs, such as workspaces, to be there
@@ -73,7 +101,7 @@ def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int
                 _check_captured(step, device, beside, operators)
     except (RuntimeError, ValueError, IndexError) as error:
         raise Unsupported(f"the step cannot be captured: {_first_line(error)}") from error
-    alone, replayed = _in_turns([step, graph.replay], device)
+    alone, replayed = _in_turns([step, graph.replay], device, deadline)
     return replayed / alone
 
 
@@ -90,17 +118,24 @@ def _check_captured(step: Work, device: torch.device, stream: torch.cuda.Stream,
         raise Unsupported(f"while it is captured the step calls other operators ({words}), so its graph is not this step's")
 
 
-def _in_turns(works: Sequence[Work], device: torch.device) -> list[float]:
-    """The times of works that take turns."""
-    for work in works:
-        for _ in range(WARM_UPS):
-            work()
+def _in_turns(works: Sequence[Work], device: torch.device, deadline: Deadline) -> list[float]:
+    """The times of works that take turns; the first turns warm up.
+
+    Raises Unsupported if the deadline comes before there are enough turns.
+    """
     taken: list[list[float]] = [[] for _ in works]
-    for _ in range(RUNS):
+    least, turn_s = LEAST_WARM_UPS + LEAST_RUNS, 0.0
+    for turn in range(WARM_UPS + RUNS):
+        if turn < least and not deadline.allows_rest((least - turn) * turn_s):
+            raise Unsupported(NO_TIME)
+        if turn >= least and not deadline.allows(turn_s):
+            break
+        began = budget.clock()
         for work, own in zip(works, taken, strict=True):
             with StepTimer(device, own):
                 work()
-    return [median(own) for own in taken]
+        turn_s = budget.clock() - began
+    return [median(own[min(WARM_UPS, len(own) - LEAST_RUNS) :]) for own in taken]
 
 
 def _first_line(error: Exception) -> str:

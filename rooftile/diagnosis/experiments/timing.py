@@ -15,6 +15,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from rooftile.diagnosis import deadline as budget
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.hardware.device import describe
@@ -24,6 +26,8 @@ Name = TypeVar("Name", bound=Hashable)
 # a run in the cache is repeated for so long, and so often at most
 BURST_US, MOST_RUNS = 2e3, 200
 SHORT_US = 50.0
+# samples without which a time says nothing
+LEAST_ROUNDS = 3
 
 
 class Timer(Protocol):
@@ -270,22 +274,30 @@ def _thread_time(clock: int) -> float:
 
 
 def interleaved(
-    works: Mapping[Name, Callable[[], float]], budget_s: float, *, fewest: int = 5, most: int = 30, exact: float = 0.02
-) -> dict[Name, list[float]]:
+    works: Mapping[Name, Callable[[], float]], budget_s: float, deadline: Deadline | None = None, *, fewest: int = 5,
+    most: int = 30, exact: float = 0.02,
+) -> dict[Name, list[float]]:  # fmt: skip
     """Returns samples of each work; the works take turns.
 
     It ends when the standard error of each median is below `exact` of it, with the budget, or after `most` rounds, but never
     before `fewest` (three, where the budget has ended).
+
+    Raises Unsupported where the deadline does not allow three.
     """
     taken: dict[Name, list[float]] = {name: [] for name in works}
-    end = time.perf_counter() + budget_s
+    soon, last, round_s = Deadline(budget_s), deadline or Deadline(), 0.0
     for turn in range(most):
-        is_over = time.perf_counter() > end
-        if turn >= (3 if is_over else fewest) and (is_over or all(error(x) <= exact * median(x) for x in taken.values())):
+        is_over = not soon.allows(0.0) or not last.allows(round_s)
+        enough = turn >= (LEAST_ROUNDS if is_over else fewest)
+        if enough and (is_over or all(error(x) <= exact * median(x) for x in taken.values())):
             break
+        began = budget.clock()
         # back and forth: a chip that has been busy for a while clocks lower
         for name in list(works)[:: -1 if turn % 2 else 1]:
             taken[name].append(works[name]())
+            if turn < LEAST_ROUNDS - 1:
+                last.check_rest((LEAST_ROUNDS - 1 - turn) * sum(samples[-1] for samples in taken.values() if samples) / 1e6)
+        round_s = budget.clock() - began
     return taken
 
 

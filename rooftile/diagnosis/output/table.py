@@ -188,8 +188,8 @@ def alone_words(op: Op) -> str | None:
 def _remedies(step: StepSummary, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
-        measured = "" if remedy.measured_us is None else f", measured {_saving(remedy.measured_us)}"
-        saves = f"{duration(remedy.predicted_us)} ({percent(remedy.predicted_us / step.time_us)}){measured}"
+        basis = "computed" if remedy.measured_us is None else "tried"
+        saves = f"{_saving(remedy.saving_us)} ({percent(remedy.saving_us / step.time_us)}), {basis}"
         lines += wrap(f"{remedy.name}: saves {saves}; {remedy.how}{CHANGES[remedy.changes]}", indent="    ", first="  ")
     applied = together(remedies, step.time_us)
     total = sum(us for _, us in applied)

@@ -14,7 +14,8 @@ from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.programs.arguments import arguments_of
 from rooftile.diagnosis.programs.unchanged import state_of, unchanged
-from rooftile.diagnosis.remedies.apply import Trial, check, tried
+from rooftile.diagnosis.remedies.apply import Trial, check, compile_price_noted, tried
+from rooftile.diagnosis.remedies.remedy import COMPILE
 from rooftile.diagnosis.watching.steps import Steps
 from rooftile.errors import InvalidInput
 
@@ -25,8 +26,9 @@ def diagnose(
 ) -> Diagnosis:  # fmt: skip
     """Finds what bounds a function or module: memory, compute, overhead, the host; operator by operator and as a whole.
 
-    The function is called some twenty times, and its leading operators some hundred times each on copies of their inputs. After
-    it parameters, gradients, buffers, optimisers and the streams of random numbers are as before.
+    The function is called some twenty times, and its leading operators some hundred times each on copies of their inputs. Where
+    `torch.compile` would save something and the budget allows it, it is called compiled as well. Afterwards parameters, buffers,
+    gradients, optimisers and the streams of random numbers are as before.
 
     Args:
         function: one step of a program: a module, or a function that may train one.
@@ -34,7 +36,8 @@ def diagnose(
         backward: also run the backward, of the sum of all outputs that require a gradient.
         apply: remedies to try, so that their savings are measured beside the predictions: "graph", "compile", "attention",
             "dtype", "batch", "pad".
-        budget: seconds that the experiments may take, beyond the steps themselves and what `apply` takes.
+        budget: seconds that the experiments may take, beyond the steps themselves, what `apply` takes, and what is measured once
+            on a machine. Nothing begins that is not expected to end in time; the notes say what was left out.
         ncu: also run the leading operators under Nsight Compute, and set the bytes that it counts beside the predicted ones.
 
     Returns:
@@ -66,9 +69,14 @@ def diagnose(
 
 def diagnose_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool = False,
-    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False,
+    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False, compiles: bool = True,
+    say: Callable[[str], None] = lambda words: None,
 ) -> Diagnosis:  # fmt: skip
-    """Diagnoses function(*args, **kwargs), as `diagnose` does."""
+    """Diagnoses function(*args, **kwargs), as `diagnose` does.
+
+    compiles: also tries compiled code where it has a price and the budget allows it. say: is called with words about what is
+    measured once on a machine.
+    """
     apply = [apply] if isinstance(apply, str) else list(apply)
     check(apply)
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -89,10 +97,12 @@ def diagnose_call(
     step = called(function)
     assert step is not None
     found: list[Diagnosis] = []
-    observer = Observer(name, budget, lambda factor: called(function, factor), pads="pad" in apply, ncu=ncu)
+    observer = Observer(
+        name, budget, lambda factor: called(function, factor), pads="pad" in apply, ncu=ncu, compiles=compiles, say=say
+    )
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, (*args, *kwargs.values()))):
-        for _ in range(steps.needed):
+        while steps.seen < steps.needed:
             _in(steps, step)
 
         def run(trial: Trial) -> None:
@@ -104,7 +114,13 @@ def diagnose_call(
             while tries.seen < tries.needed:
                 _in(tries, changed if changed is not None and trial.is_changed(tries.seen) else step)
 
-        return tried(found[0], apply, observer.device, run)
+        whole = tried(found[0], apply, observer.device, run)
+        if "compile" in apply or not compiles or all(remedy.name != COMPILE for remedy in whole.remedies):
+            return whole
+        if observer.deadline.allows(observer.compiling_s):
+            return tried(whole, ["compile"], observer.device, run, observer.deadline)
+        needed = f"it would be tried in about {observer.compiling_s:,.0f} s, for which --budget has to be larger"
+        return compile_price_noted(whole, observer.device, needed)
 
 
 def _in(steps: Steps, step: Callable[[], None]) -> None:

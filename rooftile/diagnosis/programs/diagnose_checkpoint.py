@@ -10,7 +10,7 @@ import torch
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.programs.decode_step import DecodeSizes, decoding
-from rooftile.diagnosis.programs.diagnose_call import diagnose
+from rooftile.diagnosis.programs.diagnose_call import diagnose_call
 from rooftile.diagnosis.remedies.apply import BY_RUNNING, check
 from rooftile.engine.engine import Engine
 from rooftile.engine.sampling.params import SamplingParams
@@ -64,7 +64,8 @@ def diagnose_checkpoint(
             engine.step()
 
         decode.__qualname__ = f"decode step of {batch} answers of {context} tokens"
-        decoded = diagnose(decode, apply=apply, budget=budget, ncu=ncu)
+        # each step decodes a token, for as many as are planned
+        decoded = diagnose_call(decode, (), {}, apply=apply, budget=budget, ncu=ncu, compiles=False)
     return decoded, _of_prompt(engine, context, apply, budget, ncu)
 
 
@@ -78,4 +79,4 @@ def _of_prompt(engine: Engine, context: int, apply: Sequence[str], budget: float
             engine.step()
 
     read.__qualname__ = f"prompt of {context} tokens"
-    return diagnose(read, apply=apply, budget=budget, ncu=ncu)
+    return diagnose_call(read, (), {}, apply=apply, budget=budget, ncu=ncu, compiles=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.programs.diagnose_call import diagnose_call
 from rooftile.diagnosis.programs.script import run
-from rooftile.diagnosis.remedies.apply import Trial, check, tried
+from rooftile.diagnosis.remedies.apply import Trial, check, compile_price_noted, tried
 from rooftile.diagnosis.watching.steps import Finished, Steps
 from rooftile.errors import InvalidInput
 
@@ -21,7 +21,7 @@ LEAST_PATIENCE = 60.0
 
 def diagnose_script(
     path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str | None = None,
-    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False,
+    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False, say: Callable[[str], None] = lambda words: None,
 ) -> Diagnosis:  # fmt: skip
     """Runs a script, finds its step and diagnoses it; see `rooftile.diagnosis.programs.script` for what counts as a step.
 
@@ -37,6 +37,7 @@ def diagnose_script(
         apply: remedies to try, as in `rooftile.diagnose`; a script is run once more for each.
         budget: seconds that the experiments may take.
         ncu: also count bytes by Nsight Compute.
+        say: is called with words about what is measured once on a machine.
 
     Raises:
         InvalidInput: there is no such file, no step was found, the script failed or has fewer than three steps, or its step runs
@@ -44,7 +45,7 @@ def diagnose_script(
     """
     check(apply)
     found: list[Diagnosis] = []
-    observer = Observer("a step", budget, pads="pad" in apply, ncu=ncu)
+    observer = Observer("a step", budget, pads="pad" in apply, ncu=ncu, say=say)
 
     def done() -> None:
         _check_device(device, observer.device)
@@ -55,6 +56,7 @@ def diagnose_script(
     call = run(path, arguments, steps, function=function, patience=max(LEAST_PATIENCE, 10 * budget))
     if call is None:
         whole = tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
+        whole = compile_price_noted(whole, observer.device, "--apply compile tries it, in one more run of the script")
         words = f"{path} was run {steps.runs} times until {steps.needed} of its steps had been seen"
         return whole.noted(words) if steps.runs > 1 else whole
 
@@ -63,7 +65,7 @@ def diagnose_script(
             return call.function(*inputs, **named)
 
     step.__qualname__ = call.name
-    called = diagnose_call(step, call.args, call.kwargs, apply=apply, budget=budget, ncu=ncu)
+    called = diagnose_call(step, call.args, call.kwargs, apply=apply, budget=budget, ncu=ncu, say=say)
     _check_device(device, torch.device(called.machine["type"]))
     return called.noted(call.note) if call.note else called
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from rooftile.diagnosis.counts.traffic import bound
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.timing import keep_busy
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
@@ -115,13 +116,14 @@ def _factors(sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def narrower_share(
-    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device
+    operation: OperatorRow, sample: Sample | None, dtype: torch.dtype, device: torch.device,
+    deadline: Deadline | None = None,
 ) -> float | None:  # fmt: skip
     """Times an operator with kernels of its own for each dtype in fp32 and in a narrower one; returns the share that is left.
 
     A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None
     without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
-    strides only. None as well where the operator has no such dtype.
+    strides only. None as well where the operator has no such dtype. A single run tells where the deadline allows no more.
     """
     try:
         calls = _in_both(operation, sample, dtype, device)
@@ -132,7 +134,7 @@ def narrower_share(
                 # a slow path on a CPU takes seconds; the first run on a GPU takes long only because it loads a kernel
                 (own,) = times_us(calls[:1], device, runs=3)
                 (other,) = times_us(calls[1:], device, runs=0)
-                if other > HOPELESS * own:
+                if other > HOPELESS * own or not (deadline or Deadline()).allows(2 * (own + other) / 1e6):
                     return other / own
             own, other = times_us(calls, device)
     except (RuntimeError, NotImplementedError):

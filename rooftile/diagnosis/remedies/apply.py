@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -19,10 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis
-from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD
+from rooftile.diagnosis.records import OperatorRow
+from rooftile.diagnosis.remedies import recorded
+from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD, Remedy
 from rooftile.diagnosis.watching.steps import Finished, Role, StepTimer
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import enabled
 
 # what the caller writes, and the remedy that it tries
@@ -31,6 +35,10 @@ BY_RUNNING = ("compile", "attention", "dtype")
 WARM_UPS, TIMED_STEPS = 2, 7
 # a step that takes this many times as long with a change in both looks is not timed further; in one of them it may have compiled
 HOPELESS, LOOKS = 3, 2
+# pairs of steps, without and with the change, that tell what it saves
+LEAST_PAIRS = 3
+# seconds that torch.compile takes to begin, and for each call of an operator; a CPU's compiler is the slower one
+COMPILER_S, CALL_S = 5.0, {"cpu": 0.2, "cuda": 0.05}
 
 
 def check(names: Sequence[str]) -> None:
@@ -38,6 +46,13 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if name not in NAMES:
             raise InvalidInput(f"apply has {name!r}; it takes {', '.join(NAMES)}")
+
+
+def expected_s(operations: Sequence[OperatorRow], device: torch.device, step_s: float) -> float:
+    """Returns how long it is expected to take to compile a step with these operators, and to compare the two."""
+    in_modules = [operation for operation in operations if operation.module]
+    calls = sum(operation.calls for operation in in_modules or operations)
+    return COMPILER_S + CALL_S[device.type] * calls + (1 + WARM_UPS + LOOKS + 2 * LEAST_PAIRS) * step_s
 
 
 class Trial:
@@ -49,10 +64,12 @@ class Trial:
         name: one of `BY_RUNNING`.
         device: where the step runs.
         step_us: its time without the change. A change that makes it far slower is not tried to the end.
+        deadline: no step begins that is not expected to end by then; None: there is none.
     """
 
-    def __init__(self, name: str, device: torch.device, step_us: float) -> None:
+    def __init__(self, name: str, device: torch.device, step_us: float, deadline: Deadline | None = None) -> None:
         self.name, self._device, self._step_us = name, device, step_us
+        self._deadline = deadline or Deadline()
         self.modules: list[nn.Module] = []
         self._compiled: list[Any] = []
         self._looks: list[float] = []
@@ -90,8 +107,17 @@ class Trial:
                 stack.enter_context(torch.autocast(self._device.type, torch.bfloat16))
             yield
 
+    def _in_time(self) -> None:
+        """Ends the trial where the deadline allows no more steps: with the pairs that there are, if they tell something."""
+        if self._deadline.allows(2 * self._step_us / 1e6):
+            return
+        if len(self._after) < LEAST_PAIRS:
+            raise Unsupported("the budget ended before enough steps had run with it")
+        raise Finished
+
     @contextmanager
     def _looking(self) -> Iterator[None]:
+        self._in_time()
         with self.changed(), StepTimer(self._device, self._looks):
             yield
         if len(self._looks) == LOOKS and min(self._looks) > HOPELESS * self._step_us:
@@ -147,6 +173,7 @@ class Trial:
 
     @contextmanager
     def _timed_before(self) -> Iterator[None]:
+        self._in_time()
         with StepTimer(self._device, self._before):
             yield
 
@@ -156,7 +183,9 @@ class Trial:
             yield
 
 
-def tried(found: Diagnosis, names: Sequence[str], device: torch.device, run: Callable[[Trial], None]) -> Diagnosis:
+def tried(
+    found: Diagnosis, names: Sequence[str], device: torch.device, run: Callable[[Trial], None], deadline: Deadline | None = None
+) -> Diagnosis:  # fmt: skip
     """Returns a diagnosis with the measured savings of remedies, and a note for each that could not be tried.
 
     Args:
@@ -164,10 +193,11 @@ def tried(found: Diagnosis, names: Sequence[str], device: torch.device, run: Cal
         names: keys of `NAMES`.
         device: where the step runs.
         run: runs a step of the program in each role of a trial.
+        deadline: no step of a trial begins that is not expected to end by then; None: there is none.
     """
     for name in names:
         if name in BY_RUNNING:
-            trial = Trial(name, device, found.step.time_us)
+            trial = Trial(name, device, found.step.time_us, deadline)
             try:
                 with suppress(Finished):
                     run(trial)
@@ -176,13 +206,24 @@ def tried(found: Diagnosis, names: Sequence[str], device: torch.device, run: Cal
                 found = found.noted(f"{name} could not be tried: {_first_line(error)}")
             else:
                 found = found.measured(NAMES[name], trial.saved_us)
-        elif name != "pad" or all(r.measured_us is None for r in found.remedies if r.name == PAD):
+        elif all(r.measured_us is None for r in found.remedies if r.name == NAMES[name]):
             saved_us, why_not = _by_experiment(name, found)
             if saved_us is None:
                 found = found.noted(f"{name} could not be tried: {why_not}")
             else:
                 found = found.measured(NAMES[name], saved_us)
     return found
+
+
+def compile_price_noted(found: Diagnosis, device: torch.device, how: str) -> Diagnosis:
+    """Returns a diagnosis whose price of compile, where it was not tried, says how such prices fared, and how to try it."""
+
+    def noted(remedy: Remedy) -> Remedy:
+        if remedy.name != COMPILE or remedy.measured_us is not None:
+            return remedy
+        return replace(remedy, how=f"{remedy.how}; {recorded.words(device.type)}: {how}")
+
+    return replace(found, remedies=tuple(map(noted, found.remedies)))
 
 
 def _by_experiment(name: str, found: Diagnosis) -> tuple[float | None, str]:

@@ -31,13 +31,18 @@ Row = tuple[int, Finding]  # a row's number in the table, and its finding
 
 
 def cuda_graph(step: StepEvidence, *, busy_us: float, launches: int, node_us: float) -> Remedy | None:
-    """Prices the replay of the step as a CUDA graph: measured by E1, else its kernels with a node's cost between them."""
+    """Prices the replay of the step as a CUDA graph: measured by E1, else its kernels with a node's cost between them.
+
+    What the host waits for, such as data, no graph has in it, and the step takes as long for it as before.
+    """
     graph_us = busy_us + launches * node_us if step.graph_us is None else step.graph_us
     reason = step.why_not.get("graph")
     first = f"first make it capturable ({reason}); then " if reason and reason != NOT_TRIED else ""
+    saved_us = step.time_us - step.waiting_us - graph_us
     return _remedy(
         name=GRAPH,
-        predicted_us=step.time_us - graph_us,
+        predicted_us=saved_us,
+        measured_us=None if step.graph_us is None else saved_us,
         how=f'{first}torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables(model, inputs)',
         changes="memory",
     )
@@ -47,12 +52,13 @@ def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy
     """Prices twice the batch, as the time that it saves for the work of one step: half of the part that does not grow.
 
     The part comes from E2 (batch doubled, else halved), else from `fixed_us`: the sum of the operators' fixed parts and gaps.
+    What the host waits for, such as data, is no such part, though an experiment with the same data does not see it grow.
     """
     words = ""
     if step.double_batch_us is not None:
-        fixed_us = 2 * step.time_us - step.double_batch_us
+        fixed_us = 2 * step.time_us - step.double_batch_us - step.waiting_us
     elif step.half_batch_us is not None:
-        fixed_us = 2 * step.half_batch_us - step.time_us
+        fixed_us = 2 * step.half_batch_us - step.time_us - step.waiting_us
     else:
         words = "; by the fixed parts of its operators, as no batch was changed"
     if fixed_us is None:
@@ -61,6 +67,7 @@ def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy
     return _remedy(
         name=BATCH,
         predicted_us=fixed_us / 2,
+        measured_us=None if step.double_batch_us is None else fixed_us / 2,
         how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms{words}",
         changes="memory",
     )
@@ -229,7 +236,9 @@ def overlap_copy(where: str, *, copy_us: float, busy_us: float) -> Remedy | None
     )
 
 
-def _remedy(*, name: str, ops: tuple[int, ...] = (), predicted_us: float, how: str, changes: str) -> Remedy | None:
+def _remedy(
+    *, name: str, ops: tuple[int, ...] = (), predicted_us: float, how: str, changes: str, measured_us: float | None = None
+) -> Remedy | None:  # fmt: skip
     if predicted_us <= 0:
         return None
-    return Remedy(name=name, ops=ops, predicted_us=predicted_us, how=how, changes=changes)
+    return Remedy(name=name, ops=ops, predicted_us=predicted_us, measured_us=measured_us, how=how, changes=changes)

@@ -179,7 +179,9 @@ def _compiled_queue(seen: ObservedStep, queue: Queue, chains: Sequence[Chain], a
         time_us, padded_us = seen.findings[row].time_us, seen.aligned_us.get(row, 0.0)
         changes[row] = LaunchChange(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
     first = seen.calls[0].row if seen.calls else min(affected)
-    changes[first] = changes.get(first, LaunchChange())._replace(host_us=GUARD * launch_us * _given(seen, affected))
+    keys = {(f.operation.op, f.operation.shapes) for f in (seen.findings[row] for row in affected)}
+    kept_us = queue.short_waits_us(seen.step.waiting_us, keys)
+    changes[first] = changes.get(first, LaunchChange())._replace(host_us=GUARD * launch_us * _given(seen, affected) + kept_us)
     predicted_us, held_us = by_queue(seen, queue, changes)
     return compiled(chains, predicted_us, host_us=held_us, padded_us=sum(seen.aligned_us.get(row, 0.0) for row in affected))
 
@@ -210,7 +212,9 @@ def _overhead_us(seen: ObservedStep) -> float:
     """The time of a step that launches take: between the operators of a CPU, and while a GPU waits for the host."""
     if seen.device.type == "cpu":
         return max(0.0, seen.step.idle_us.get("host", 0.0) - seen.step.waiting_us)
-    return (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
+    overhead_us = (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
+    # what a graph of the step lacks is also what the host waits for
+    return overhead_us if seen.step.graph_us is None else max(0.0, overhead_us - seen.step.waiting_us)
 
 
 def _attentions(seen: ObservedStep) -> list[Remedy | None]:

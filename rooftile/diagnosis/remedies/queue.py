@@ -7,7 +7,7 @@ it and the one before has ended, so a step is never shorter than the host's work
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -58,6 +58,16 @@ class Queue:
     def host_us(self) -> float:
         """The host's own time."""
         return sum(launch.host_us for launch in self.launches) + self.tail_us
+
+    def short_waits_us(self, waiting_us: float, keys: Collection[OpKey]) -> float:
+        """Returns the part of the host's waits that a change of these operators' launches would take for the cost of launches.
+
+        It keeps what is long; the rest is spread over all short times before launches.
+        """
+        short = {n: min(launch.host_us, LONG_US) for n, launch in enumerate(self.launches)}
+        total_us, long_us = sum(short.values()), sum(launch.host_us for launch in self.launches) - sum(short.values())
+        share = sum(us for n, us in short.items() if self.launches[n].key in keys) / total_us if total_us else 0.0
+        return share * min(max(0.0, waiting_us - long_us), total_us)
 
     def paced(self, launched_us: float) -> Queue:
         """Returns the queue with the host's times scaled so that it has asked for everything after `launched_us`.

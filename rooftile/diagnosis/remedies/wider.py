@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import has_products, times_us
 from rooftile.diagnosis.remedies.observed_step import ObservedStep
@@ -31,9 +31,9 @@ def slow_dtypes(ceilings: Ceilings) -> list[str]:
 def shares_in_fp32(
     operations: Sequence[OperatorRow], kinds: Mapping[tuple[object, ...], Sequence[int]],
     samples: Mapping[tuple[object, ...], Sample], call_us: Mapping[tuple[object, ...], float], slow: Sequence[str],
-    device: torch.device, end: float,
+    device: torch.device, deadline: Deadline,
 ) -> dict[int, float]:  # fmt: skip
-    """Runs products of slow dtypes in fp32 until the time ends; returns by row the share of its time that is left.
+    """Runs products of slow dtypes in fp32 while there is time; returns by row the share of its time that is left.
 
     Args:
         operations: the rows of the table.
@@ -42,15 +42,15 @@ def shares_in_fp32(
         call_us: the time of one call in the step, by kind.
         slow: see `slow_dtypes`.
         device: of the step.
-        end: on the clock of `time.perf_counter`.
+        deadline: nothing is run that takes longer in the step than is left.
     """
     found: dict[int, float] = {}
     for kind, rows in kinds.items():
         operation, sample = operations[rows[0]], samples.get(kind)
         if sample is None or operation.dtype not in slow or not has_products(operation.op) or not call_us.get(kind):
             continue
-        if time.perf_counter() > end:
-            break
+        if not deadline.allows(call_us[kind] / 1e6):
+            continue
         args, kwargs = tree_map(_widened, (sample.args, sample.kwargs))
         try:
             with torch.inference_mode(False), torch.no_grad():

@@ -25,7 +25,8 @@ class Source(IntEnum):
     NONE, MODULES, BACKWARD, OPTIMISER, MARKS = range(5)
 
 
-Role = Callable[[], AbstractContextManager[Any]]
+# what is done at a step; None where no step is needed for it any more
+Role = Callable[[], AbstractContextManager[Any] | None]
 
 
 class Finished(BaseException):
@@ -75,9 +76,14 @@ class Steps:
 
     def begin(self) -> None:
         if not self.is_elsewhere and self.seen < len(self._roles):
-            role = nullcontext() if self._is_first else self._roles[self.seen]()
+            role = nullcontext() if self._is_first else self._next_role()
             role.__enter__()
             self._open = role
+
+    def _next_role(self) -> AbstractContextManager[Any]:
+        while (role := self._roles[self.seen]()) is None:
+            self.seen += 1
+        return role
 
     def end(self) -> None:
         role, self._open = self._open, None

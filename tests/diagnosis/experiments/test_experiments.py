@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes
 from rooftile.diagnosis.experiments.in_cache.slices import packed, same_pages
 from rooftile.diagnosis.experiments.intensity import ladder, references
@@ -131,7 +132,7 @@ def test_without_a_compiler_the_intensity_says_so_and_the_others_remain(monkeypa
     monkeypatch.setattr(references, "_MEASURED", {})
     monkeypatch.setattr(references, "_path", lambda *args: Path("/nonexistent/references.json"))
     given = sample(aten.sub.Tensor, torch.randn(1 << 18), 1.5)
-    found = with_intensity(alone(given, clock(), 0.5), given, clock(), 60.0)
+    found = with_intensity(alone(given, clock(), 0.5), given, clock(), Deadline(60.0))
     assert "cannot be compiled here: No C++ compiler was found" in found.why_not["intensity"]
     assert found.slope is None
     assert found.gain is not None

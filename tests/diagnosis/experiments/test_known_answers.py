@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -32,7 +33,7 @@ def simulated(patch: pytest.MonkeyPatch, function: Callable[..., Any], args: tup
     counted = timer.counted(RepeatableCall(function, args))
     operation = replace(given.operation, flops=counted.flops, special=counted.special, bytes=counted.bytes)
     given = replace(given, operation=operation)
-    return find(operation, roofs, with_intensity(alone(given, timer, 60.0), given, timer, 60.0))
+    return find(operation, roofs, with_intensity(alone(given, timer, 60.0), given, timer, Deadline(60.0)))
 
 
 @pytest.mark.usefixtures("fma_200")

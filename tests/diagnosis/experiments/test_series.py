@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 import rooftile as rt
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments import series
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
@@ -35,7 +35,7 @@ def test_every_operator_is_timed_before_any_is_compiled(monkeypatch: pytest.Monk
     made = Evidence(time_us=1.0, spread_us=0.0, in_context_us=None)
     monkeypatch.setattr(series, "alone", lambda sample, *rest: done.append(f"alone {sample.args[0]}") or made)
     monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(f"more {sample.args[0]}") or e)
-    measure_all({n: recorded(torch.add, n) for n in range(3)}, CPU, time.perf_counter() + 5, is_settled)
+    measure_all({n: recorded(torch.add, n) for n in range(3)}, CPU, Deadline(5), is_settled)
     assert done == ["alone 0", "alone 1", "alone 2", "more 0", "more 1", "more 2"]
 
 
@@ -45,7 +45,7 @@ def test_products_need_no_compiler_and_go_first(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(sample.function.__name__) or e)
     measure_all(
         {0: recorded(), 1: recorded(torch.ops.aten.mm.default, torch.ones(3, 3), torch.ones(3, 3))},
-        CPU, time.perf_counter() + 5, is_settled,
+        CPU, Deadline(5), is_settled,
     )  # fmt: skip
     assert done == ["mm.default", "add.Tensor"]
 
@@ -56,25 +56,27 @@ def test_an_unsettled_operator_is_measured_again_and_the_exacter_times_stay(monk
         series, "alone", lambda *rest: Evidence(time_us=2.0, spread_us=next(spreads), in_context_us=None, gain=0.4, slope=None)
     )
     monkeypatch.setattr(series, "with_intensity", lambda e, *rest: replace(e, slope=0.9))
-    found, _ = measure_all({0: recorded()}, CPU, time.perf_counter() + 5, lambda row, e: False)
+    found, _ = measure_all({0: recorded()}, CPU, Deadline(5), lambda row, e: False)
     assert (found[0].spread_us, found[0].slope, found[0].gain) == (0.1, 0.9, 0.4)
     assert next(spreads, None) is None
 
 
 def test_where_the_budget_ends_the_evidence_says_so() -> None:
-    found, notes = measure_all({n: recorded() for n in range(3)}, CPU, time.perf_counter() - 1.0, is_settled)
-    # the most expensive one is timed in any case
+    found, notes = measure_all({n: recorded() for n in range(3)}, CPU, Deadline(-1), is_settled)
+    # the most expensive one is timed in any case, as it is short
     assert list(found) == [0]
     assert found[0].why_not["intensity"] == "the budget ended before it"
     assert found[0].fixed_us is not None
-    assert notes == []
+    assert notes == [
+        "2 kinds of operator (add), whose calls take up to 0 us, had no experiment in the budget: a larger --budget has more"
+    ]
 
 
 def test_what_cannot_run_again_is_a_note() -> None:
     def refuses(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("only once\nand never again")
 
-    found, notes = measure_all({0: recorded(refuses, torch.ones(3)), 1: recorded()}, CPU, time.perf_counter() + 0.1, is_settled)
+    found, notes = measure_all({0: recorded(refuses, torch.ones(3)), 1: recorded()}, CPU, Deadline(5), is_settled)
     assert list(found) == [1]
     assert notes == [f"{refuses} could not be run again: only once"]
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftile as rt
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
@@ -47,7 +48,7 @@ def own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def measure(given: Sample, budget_s: float) -> Evidence:
     """Everything about one call."""
-    return with_intensity(alone(given, clock(), budget_s / 2), given, clock(), budget_s / 2)
+    return with_intensity(alone(given, clock(), budget_s / 2), given, clock(), Deadline(budget_s / 2))
 
 
 def again(make: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:

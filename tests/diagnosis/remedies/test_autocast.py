@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.bf16 import in_bf16
@@ -212,8 +212,8 @@ def test_rows_are_tried_until_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = {("a",): [0, 2], ("b",): [1]}
     monkeypatch.setattr(in_bf16, "narrower_share", lambda operation, *unused: 0.25 + operation.key[2])
     cpu = torch.device("cpu")
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == ({0: 0.25, 2: 0.25, 1: 1.25}, frozenset())
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == ({}, {0, 1, 2})
+    assert shares_in_bf16(operations, kinds, {}, {}, cpu, Deadline(10)) == ({0: 0.25, 2: 0.25, 1: 1.25}, frozenset())
+    assert shares_in_bf16(operations, kinds, {}, {}, cpu, Deadline(-1)) == ({}, {0, 1, 2})
 
 
 def test_a_cast_takes_the_host_some_time() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.observed_step import ObservedStep
 from rooftile.diagnosis.remedies.propose import propose
@@ -50,11 +49,11 @@ def test_products_are_run_in_fp32_and_nothing_else() -> None:
     samples = {row.kind: Sample(row, run, (x.bfloat16(), x.bfloat16()), {"out_dtype": torch.bfloat16}) for row in rows}
     kinds = {row.kind: [n] for n, row in enumerate(rows)}
     call_us = dict.fromkeys(kinds, 1e6)
-    found = shares_in_fp32(rows, kinds, samples, call_us, ["bf16"], CPU, math.inf)
+    found = shares_in_fp32(rows, kinds, samples, call_us, ["bf16"], CPU, Deadline())
     assert list(found) == [0]
     assert 0 < found[0] < 0.1
     assert set(seen) == {(torch.float32, torch.float32, torch.float32)}
-    assert shares_in_fp32(rows, kinds, samples, call_us, ["bf16"], CPU, time.perf_counter() - 1) == {}
+    assert shares_in_fp32(rows, kinds, samples, call_us, ["bf16"], CPU, Deadline(0.5)) == {}
 
 
 @pytest.mark.parametrize(("share", "saved_us"), [(0.25, 1500.0), (1.5, None)])

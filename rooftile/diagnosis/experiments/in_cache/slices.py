@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
@@ -18,18 +19,21 @@ from rooftile.errors import Unsupported
 SLACK = 2.0
 
 
-def cached_share(call: RepeatableCall, axes: Sequence[CallAxis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
+def cached_share(
+    call: RepeatableCall, axes: Sequence[CallAxis], timer: Timer, budget_s: float, deadline: Deadline | None = None, *,
+    cold: bool = True,
+) -> float:  # fmt: skip
     """Returns the share of its time that the whole call would take if its data were in the cache; 1 - g.
 
     A slice runs again and again; on a CPU on each thread by itself, whose time is compared with all threads' time for the whole.
     The cost of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
 
-    Raises Unsupported where no slice fits the cache.
+    Raises Unsupported where no slice fits the cache, or where the deadline comes first.
     """
     if isinstance(call.function, GeneratedKernel):
-        return _aliased_share(call, timer, budget_s, cold)
+        return _aliased_share(call, timer, budget_s, deadline, cold)
     if operator_name(call.function) == "attention_paged":
-        return _cached_share(call, same_pages(call, timer), timer, budget_s, cold)
+        return _cached_share(call, same_pages(call, timer), timer, budget_s, deadline, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -46,20 +50,22 @@ def cached_share(call: RepeatableCall, axes: Sequence[CallAxis], timer: Timer, b
     works = {"whole": partial(timer.used, call, cold=cold), "slice": partial(timer.burst, small)}
     if least is not None and has_least:
         works["least"] = partial(timer.burst, packed(least.call))
-    taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
+    taken = {name: low(samples) for name, samples in interleaved(works, budget_s, deadline).items()}
     call_us = taken.get("least", 0.0)
     if part == 1.0:
         return taken["slice"] / taken["whole"]
     return (max(taken["slice"] - call_us, 0.0) / part + call_us) / taken["whole"]
 
 
-def _aliased_share(call: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
+def _aliased_share(
+    call: RepeatableCall, timer: Timer, budget_s: float, deadline: Deadline | None, cold: bool
+) -> float:  # fmt: skip
     """The share of its time that a compiled kernel takes on tensors of its sizes whose pages all lie in the cache."""
     if call.device.type != "cpu":
         raise Unsupported("its sizes are compiled in, so it runs on no slice")
     # each thread has a cache of its own
     cached = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
-    return _cached_share(call, cached, timer, budget_s, cold)
+    return _cached_share(call, cached, timer, budget_s, deadline, cold)
 
 
 def same_pages(call: RepeatableCall, timer: Timer) -> RepeatableCall:
@@ -71,9 +77,11 @@ def same_pages(call: RepeatableCall, timer: Timer) -> RepeatableCall:
     return call.on(tensors)
 
 
-def _cached_share(call: RepeatableCall, cached: RepeatableCall, timer: Timer, budget_s: float, cold: bool) -> float:
+def _cached_share(
+    call: RepeatableCall, cached: RepeatableCall, timer: Timer, budget_s: float, deadline: Deadline | None, cold: bool
+) -> float:  # fmt: skip
     works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, cached, cold=False)}
-    taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
+    taken = {name: low(samples) for name, samples in interleaved(works, budget_s, deadline).items()}
     return taken["near"] / taken["whole"]
 
 

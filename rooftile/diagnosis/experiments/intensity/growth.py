@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes, operator_name
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
 from rooftile.diagnosis.experiments.smaller.axes import with_result
@@ -37,8 +38,9 @@ def grows(call: RepeatableCall) -> bool:
 
 
 def sweep(
-    call: RepeatableCall, timer: Timer, time_us: float, arithmetic_us: float, flops: float, budget_s: float, memory_bytes: int
-) -> Sweep:
+    call: RepeatableCall, timer: Timer, time_us: float, arithmetic_us: float, flops: float, deadline: Deadline,
+    memory_bytes: int,
+) -> Sweep:  # fmt: skip
     """Returns times of the call with its cheapest dimension 2, 4, ... times as long, until its arithmetic alone takes T0 more.
 
     Args:
@@ -47,7 +49,7 @@ def sweep(
         time_us: T0.
         arithmetic_us: what its arithmetic takes alone, in the cache.
         flops: of the call.
-        budget_s: for timing.
+        deadline: for timing.
         memory_bytes: that the grown tensors may take.
     """
     if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or _is_causal(call)):
@@ -58,16 +60,16 @@ def sweep(
         if times > 4 and (times // 2 - 1) * arithmetic_us > time_us:
             break
         planned_us = PLANNED_ROUNDS * sum(time_us + (n - 1) * arithmetic_us for n in (*grown, times))
-        if planned_us > budget_s * 1e6:
-            if times > TIMES[0]:
-                break
-            raise Unsupported("the budget ended before it")
+        if times == TIMES[0]:
+            deadline.check(planned_us / 1e6)
+        elif not deadline.allows(planned_us / 1e6):
+            break
         if _bytes(_enlarged(call, places, times, dry=True)) > memory_bytes:
             break
         grown[times] = call.on(_enlarged(call, places, times))
     if len(grown) == 1:
         raise Unsupported("there is no memory to make it larger")
-    taken = interleaved({times: partial(timer.used, made) for times, made in grown.items()}, min(TIMED_S, budget_s))
+    taken = interleaved({times: partial(timer.used, made) for times, made in grown.items()}, TIMED_S, deadline)
     threads = timer.threads(call)
     found = Sweep(
         tuple((times - 1) * arithmetic_us for times in grown),

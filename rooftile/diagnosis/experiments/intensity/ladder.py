@@ -6,8 +6,6 @@ machine waits for them.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -16,6 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from rooftile.diagnosis import deadline as budget
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.smaller.rules import GATHERS
@@ -34,13 +34,13 @@ class Ladder:
 
     Args:
         call: the operator.
-        end: on the clock of `time.perf_counter`: nothing is compiled that is not expected to be ready by then.
+        deadline: nothing is compiled that is not expected to be ready by then; None: there is none.
 
     Raises Unsupported in one sentence where there are none: no compiler, no floating-point numbers, not one pass, no time.
     """
 
-    def __init__(self, call: RepeatableCall, end: float = math.inf) -> None:
-        self._end = end
+    def __init__(self, call: RepeatableCall, deadline: Deadline | None = None) -> None:
+        self._deadline = deadline or Deadline()
         if isinstance(call.function, GeneratedKernel):
             raise Unsupported("it is a generated kernel, in whose pass nothing can be put")
         self._function = _functional(call)
@@ -69,15 +69,15 @@ class Ladder:
         if key not in _COMPILED:
             if not self.has_time_for(count):
                 raise Unsupported("the budget ended before its kernels were compiled")
-            start = time.perf_counter()
+            start = budget.clock()
             _COMPILED[key] = self._compiled(count)
-            _TAKEN_S.append(time.perf_counter() - start)
+            _TAKEN_S.append(budget.clock() - start)
         return RepeatableCall(_COMPILED[key], tuple(self._call.tensors), written=self._call.written)
 
     def has_time_for(self, count: int) -> bool:
         """Returns whether a rung is compiled already, or is expected to be in time."""
         expected_s = 1.5 * median(_TAKEN_S[1:]) if len(_TAKEN_S) > 1 else FIRST_S
-        return (*self._key, count, str(self._call.device)) in _COMPILED or time.perf_counter() + expected_s <= self._end
+        return (*self._key, count, str(self._call.device)) in _COMPILED or self._deadline.allows(expected_s)
 
     def _compiled(self, count: int) -> Callable[..., Any]:
         from torch._inductor import metrics

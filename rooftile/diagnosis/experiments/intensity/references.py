@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from statistics import median
 
 import torch
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
@@ -61,10 +60,10 @@ _MEASURED: dict[str, References] = {}
 _REFUSED: dict[str, str] = {}
 
 
-def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: float = math.inf) -> References:
+def references(dtype: torch.dtype, timer: Timer, device: torch.device, deadline: Deadline | None = None) -> References:
     """Returns the references, measured now or before.
 
-    end: on the clock of `time.perf_counter`.
+    deadline: None, and they may take as long as they need.
 
     Raises Unsupported where they cannot be told apart or compiled, or not in time.
     """
@@ -76,7 +75,7 @@ def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: floa
             found = References(**json.loads(path.read_text()))
         else:
             needed_s = NEEDED_S[device.type]
-            if time.perf_counter() + needed_s > end:
+            if not (deadline or Deadline()).allows(needed_s):
                 raise Unsupported(f"its scale is measured first, once per dtype, which takes {needed_s:.0f} s of the budget")
             try:
                 found = _measure(dtype, timer, device)
@@ -88,12 +87,17 @@ def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: floa
     return _MEASURED[str(path)]
 
 
-def prepare(dtypes: Iterable[torch.dtype], timer: Timer, device: torch.device) -> None:
+def prepare(
+    dtypes: Iterable[torch.dtype], timer: Timer, device: torch.device, say: Callable[[str], None] = lambda words: None
+) -> None:  # fmt: skip
     """Measures the references of dtypes that have none on this machine; they are kept, as the ceilings are.
 
-    A dtype without references has its reason beside each operator that asks for them.
+    A dtype without references has its reason beside each operator that asks for them. say: is called with words about each dtype.
     """
     for dtype in dtypes:
+        path = _path(dtype, device)
+        if not path.exists() and str(path) not in _REFUSED | _MEASURED:
+            say(f"measuring once how arithmetic in {str(dtype).removeprefix('torch.')} hides behind memory")
         with suppress(Unsupported):
             references(dtype, timer, device)
 
@@ -116,11 +120,11 @@ def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> Referenc
 
 
 def _slope(call: RepeatableCall, timer: Timer, counts: tuple[int, ...]) -> float:
-    ladder, end = Ladder(call), time.perf_counter() + NEEDED_S[call.device.type] / 2
+    ladder, deadline = Ladder(call), Deadline(NEEDED_S[call.device.type] / 2)
     # the operator itself runs in many kernels outside of a compiler, so its own time is the time of its first rung
     own = ladder.rung(0)
     time_us = median(timer.once(own, cold=True) for _ in range(5))
-    found = sweep(ladder, call, axes(call), timer, time_us, end, steps=(1 / 2, 1 / 4), counts=counts)
+    found = sweep(ladder, call, axes(call), timer, time_us, deadline, steps=(1 / 2, 1 / 4), counts=counts)
     if found.slope is None:
         raise Unsupported("the references' times were too uneven for a slope")
     return found.slope

@@ -6,12 +6,12 @@ r counts added arithmetic in units of T0, the operator's own time: r = 1/2 adds 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
@@ -68,7 +68,8 @@ class Sweep:
 
 
 def sweep(
-    ladder: Ladder, call: RepeatableCall, axes: list[CallAxis], timer: Timer, time_us: float, end: float, *,
+    ladder: Ladder, call: RepeatableCall, axes: list[CallAxis], timer: Timer, time_us: float,
+    deadline: Deadline, *,
     steps: Sequence[float] = STEPS, counts: Sequence[int] = (),
 ) -> Sweep:  # fmt: skip
     """Returns times with more and more multiply-adds.
@@ -79,15 +80,15 @@ def sweep(
         axes: along which it can be cut to what fits the cache.
         timer: of its device.
         time_us: T0, the unit of what is added.
-        end: on the clock of `time.perf_counter`, for compiling and timing; the rungs that it has no time for are left out.
+        deadline: for compiling and timing; the rungs that it has no time for are left out.
         steps: what the rungs add, in units of T0, the most important first.
         counts: the multiply-adds of the rungs, instead of `steps`.
 
     Raises Unsupported where there is no ladder, or no time for one.
     """
     small = piece(call, axes, min(1.0, timer.cache_bytes / max(call.bytes(), 1)))
-    in_cache = Ladder(small.call, end)
-    step_us = _step_us(in_cache, timer, min(STEP_S, end - time.perf_counter())) / small.share
+    in_cache = Ladder(small.call, deadline)
+    step_us = _step_us(in_cache, timer, deadline) / small.share
     own = ladder.rung(0)
     _check_same(median(timer.once(own, cold=True) for _ in range(3)), time_us)
     threads = timer.threads(ladder.rung(timer.tried[1]))
@@ -99,10 +100,10 @@ def sweep(
     for count in counts:
         timing_s = PLANNED_ROUNDS * sum(time_us + n * step_us / threads for n in (*rungs, count)) / 1e6
         # one rung is needed, and the ladder itself says that there is no time to compile it
-        if len(rungs) > 1 and (time.perf_counter() + timing_s > end or not ladder.has_time_for(count)):
+        if len(rungs) > 1 and (not deadline.allows(timing_s) or not ladder.has_time_for(count)):
             break
         rungs[count] = ladder.rung(count)
-    taken = interleaved({n: partial(timer.used, rung) for n, rung in rungs.items()}, min(TIMED_S, end - time.perf_counter()))
+    taken = interleaved({n: partial(timer.used, rung) for n, rung in rungs.items()}, TIMED_S, deadline)
     order = sorted(rungs)
     return Sweep(
         tuple(count * step_us / threads for count in order),
@@ -118,11 +119,11 @@ def _check_same(first_us: float, time_us: float) -> None:
         raise Unsupported(f"the kernel that Inductor makes of it takes {first_us / time_us:.2g} times as long as its own")
 
 
-def _step_us(ladder: Ladder, timer: Timer, budget_s: float) -> float:
+def _step_us(ladder: Ladder, timer: Timer, deadline: Deadline) -> float:
     """Returns the time of one more multiply-add for each element of a piece in the cache, of one thread."""
     few, many = timer.tried
     works = {count: partial(timer.burst, ladder.rung(count)) for count in (few, many)}
-    taken = {count: low(samples) for count, samples in interleaved(works, budget_s).items()}
+    taken = {count: low(samples) for count, samples in interleaved(works, STEP_S, deadline).items()}
     if taken[many] < LEAST_RISE * taken[few]:
         # in the cache nothing can hide them
         raise Unsupported("added arithmetic takes no time in the cache, so a compiler may have removed it")
