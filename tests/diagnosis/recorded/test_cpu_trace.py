@@ -149,7 +149,7 @@ def test_a_profile_without_shapes_has_times_and_no_counts(tmp_path: Path) -> Non
     assert {op.bound for op in found.ops} == {None}
     assert found.uncounted == ()
     assert any("record with record_shapes=True" in note for note in found.notes)
-    with pytest.raises(InvalidInput, match=r"has no ProfilerStep#0; it has none"):
+    with pytest.raises(InvalidInput, match=r"has no ProfilerStep#0; its program called no"):
         rt.diagnosis.from_trace(path, step=0)
 
 
