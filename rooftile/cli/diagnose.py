@@ -155,7 +155,7 @@ def _from(recorded: Path, step: str, device: str, others: list[str], ops: int, f
         raise InvalidInput(f"{name} has no use with --from: {WITHOUT_PROGRAM[name]}; leave it out")
     if step and not step.isdecimal():
         raise InvalidInput(
-            f"--step {step} names a function, and a trace has none to call; give the number of a ProfilerStep, as in --step 3"
+            f"--step {step} names a function, and a trace calls no function; give the number of a ProfilerStep, as in --step 3"
         )
     from rooftile.diagnosis.recorded.diagnose_trace import from_trace
 

@@ -65,7 +65,7 @@ def from_trace(path: str | Path, *, step: int | None = None, device_name: str | 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Looks for no cycles of objects meanwhile: a trace has none, and the look takes as long as all the rest."""
+    """Looks for no cycles of objects meanwhile: a trace is without cycles, and the look takes as long as all the rest."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -77,8 +77,8 @@ def _by_datasheet(values: dict[str, Any], chip: Chip | None) -> TraceMachine:
         )
     else:
         words = (
-            f"ceilings are of the datasheet of {chip.name}, which no program quite reaches; it has none of special functions, "
-            "caches and launches"
+            f"ceilings are of the datasheet of {chip.name}, which no program quite reaches; it says nothing of special "
+            "functions, caches and launches"
         )
     return TraceMachine(values, torch.device("cuda"), ceilings_of(chip, values["name"]), words, False)
 

@@ -83,7 +83,7 @@ def _chosen(trace: RecordedTrace, number: int | None) -> tuple[str, Interval, fl
     """Returns the name of a step, its time on the host, and by how much the trace's steps differ."""
     marks = _marks(trace)
     if number is not None and number not in marks:
-        none = "it has none, as its program called no prof.step(): leave the step out"
+        none = "its program called no prof.step(), so leave the step out"
         raise InvalidInput(f"{trace.name} has no ProfilerStep#{number}; {f'it has {_numbers(sorted(marks))}' if marks else none}")
     if not marks:
         called = [event for event in trace.events if not event.on_device and event.category != "python_function"]

@@ -127,7 +127,7 @@ def test_modules_functions_and_steps_are_read_where_they_were_recorded(tmp_path:
     calls = Counter({(op.op, op.phase): 0 for op in found.ops})
     for op in found.ops:
         calls[op.op, op.phase] += op.calls
-    # of one step, not of three
+    # the trace has three steps, and this is one
     assert (calls["aten::addmm", "forward"], calls["aten::_fused_adamw_", "optimiser"]) == (2, 1)
     modules = {(op.op, op.phase): op.module for op in found.ops}
     assert modules["aten::native_layer_norm", "forward"] == "Net.LayerNorm"
@@ -149,7 +149,7 @@ def test_a_profile_without_shapes_has_times_and_no_counts(tmp_path: Path) -> Non
     assert {op.bound for op in found.ops} == {None}
     assert found.uncounted == ()
     assert any("record with record_shapes=True" in note for note in found.notes)
-    with pytest.raises(InvalidInput, match=r"has no ProfilerStep#0; it has none"):
+    with pytest.raises(InvalidInput, match=r"has no ProfilerStep#0; its program called no"):
         rt.diagnosis.from_trace(path, step=0)
 
 

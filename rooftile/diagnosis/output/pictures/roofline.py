@@ -23,7 +23,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 380, 62, 12, 10, 40
 LARGEST, SMALLEST = 17.0, 2.5  # radii of points
 # operators are drawn, most expensive first, until they have so much of the time
 DRAWN = 0.98
-# of ceilings that were not measured
+# titles for ceilings that were not measured
 TITLES = {"datasheet": "The roofline of a datasheet", "none": "The operators, without roofs"}
 
 
