@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis import machine
+from rooftile.diagnosis import deadline, machine
 from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
@@ -55,7 +55,9 @@ TIMED_STEPS = 7
 LEAST_TIMED_STEPS, IN_TIMES = 3, 0.25
 # steps of the program beside the timed ones: what they take beyond the budget the experiments have less, so that the page is
 # there after twice the budget
-OTHER_STEPS = 6
+OTHER_STEPS = 5
+# the share of the budget for a step that is warmed up twice only
+SLOW = 0.05
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -69,7 +71,7 @@ NO_INPUTS = "the program makes its own inputs; name the function of one step by 
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # the most of the budget that is kept for the experiments on the whole step, and for trying compiled code
-IN_STEPS, IN_COMPILING = 0.25, 0.5
+IN_STEPS, IN_COMPILING = 0.25, 0.33
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -104,6 +106,7 @@ class Observer:
         self._launched: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
+        self._second = 0.0  # when the second step began
         self._profiled: Profiled
         self._record: Record | None = None
         self._peak_bytes: int | None = None
@@ -112,7 +115,7 @@ class Observer:
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         # the first step may compile, which nothing may watch
-        warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
+        warm_ups: list[Role] = [nullcontext, self._finding_devices, self._third]
         return warm_ups + [self._timing] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
 
     @property
@@ -123,7 +126,7 @@ class Observer:
     # a program may end within a step, and is run again then: each begins with nothing seen
 
     def _finding_devices(self) -> Devices:
-        self._devices = Devices()
+        self._devices, self._second = Devices(), deadline.clock()
         return self._devices
 
     def _timing(self) -> StepTimer | None:
@@ -138,6 +141,11 @@ class Observer:
     def _profiling(self) -> Profiled:
         self._profiled = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
         return self._profiled
+
+    def _third(self) -> AbstractContextManager[None] | None:
+        """Warms up once more, but not where that takes long and nothing is measured meanwhile."""
+        is_slow = deadline.clock() - self._second > SLOW * self._budget
+        return None if is_slow and self.device.type == "cpu" else self._peak()
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
