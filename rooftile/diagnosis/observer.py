@@ -405,6 +405,9 @@ class Observer:
         if self._resized is None or (step := self._resized(1.0)) is None:
             why_not["batch"] = NO_INPUTS
             return None, None
+        if self._mode == "compiled":
+            why_not["batch"] = "its code would be compiled again for another batch, which takes longer than the experiment"
+            return None, None
         others = {factor: other for factor in (0.5, 2.0) if (other := self._resized(factor)) is not None}
         shares, reason = batch_shares(step, others, self.device, self._step_s, self.deadline)
         if len(others) < 2 or reason:
