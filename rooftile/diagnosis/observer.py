@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis import machine
+from rooftile.diagnosis import deadline, machine
 from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
@@ -59,7 +59,9 @@ NOISY = 0.1
 LEAST_TIMED_STEPS, IN_TIMES = 3, 0.25
 # steps of the program beside the timed ones: what they take beyond the budget the experiments have less, so that the page is
 # there after twice the budget
-OTHER_STEPS = 5 + PROFILED_STEPS
+OTHER_STEPS = 4 + PROFILED_STEPS
+# the share of the budget for a step that is warmed up twice only
+SLOW = 0.05
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -71,7 +73,7 @@ NO_INPUTS = "the program makes its own inputs; name the function of one step by 
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # the most of the budget that is kept for the experiments on the whole step, and for trying compiled code
-IN_STEPS, IN_COMPILING = 0.25, 0.5
+IN_STEPS, IN_COMPILING = 0.25, 0.33
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -106,6 +108,7 @@ class Observer:
         self._launched: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
+        self._second = 0.0  # when the second step began
         self._profiles: list[tuple[int, Profiled]] = []  # each with the number of timed steps before it
         self._record: Record | None = None
         self._peak_bytes: int | None = None
@@ -114,7 +117,7 @@ class Observer:
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         # the first step may compile, which nothing may watch
-        warm_ups: list[Role] = [self._beginning, self._finding_devices, self._peak]
+        warm_ups: list[Role] = [self._beginning, self._finding_devices, self._third]
         # a profiled step between two timed ones meets the same machine: others may keep it busy for a while, or steps grow
         turn: list[Role] = [self._timing, self._timing, self._profiling]
         return [*warm_ups, self._watching, *turn * PROFILED_STEPS, self._timing, self._recording]
@@ -132,7 +135,7 @@ class Observer:
         return nullcontext()
 
     def _finding_devices(self) -> Devices:
-        self._devices = Devices()
+        self._devices, self._second = Devices(), deadline.clock()
         return self._devices
 
     @property
@@ -152,6 +155,11 @@ class Observer:
         made = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
         self._profiles.append((len(self._taken), made))
         return made
+
+    def _third(self) -> AbstractContextManager[None] | None:
+        """Warms up once more, but not where that takes long and nothing is measured meanwhile."""
+        is_slow = deadline.clock() - self._second > SLOW * self._budget
+        return None if is_slow and self.device.type == "cpu" else self._peak()
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
@@ -429,6 +437,9 @@ class Observer:
         """The times of the step with half and twice the batch; None where it cannot be run, with the reason."""
         if self._resized is None or (step := self._resized(1.0)) is None:
             why_not["batch"] = NO_INPUTS
+            return None, None
+        if self._mode == "compiled":
+            why_not["batch"] = "its code would be compiled again for another batch, which takes longer than the experiment"
             return None, None
         others = {factor: other for factor in (0.5, 2.0) if (other := self._resized(factor)) is not None}
         shares, reason = batch_shares(step, others, self.device, self._step_s, self.deadline)

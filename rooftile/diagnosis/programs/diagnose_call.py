@@ -27,8 +27,8 @@ def diagnose(
     """Finds what bounds a function or module: memory, compute, overhead, the host; operator by operator and as a whole.
 
     The function is called some twenty times, and its leading operators some hundred times each on copies of their inputs. Where
-    `torch.compile` would save something and the budget allows it, it is called compiled as well. Afterwards parameters, buffers,
-    gradients, optimisers and the streams of random numbers are as before.
+    `torch.compile` would save something and the budget allows it, it is called compiled as well. Afterwards parameters,
+    gradients, buffers, optimisers and the streams of random numbers are as before.
 
     Args:
         function: one step of a program: a module, or a function that may train one.

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -178,6 +179,9 @@ def _modules(calls: list[ScriptCall], turns: Turns, steps: Steps, patience: floa
 
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth, count, first
+        if torch.compiler.is_compiling():
+            # torch.compile(model) holds this function as the model's own call: what follows is no part of the program
+            return original(self, *args, **kwargs)
         if depth == 0 and not steps.is_stepping:
             count += 1
             first = first or time.monotonic()

@@ -11,8 +11,10 @@ from torch import nn
 import rooftile as rt
 from rooftile.diagnosis.programs.diagnose_script import diagnose_script
 from rooftile.diagnosis.remedies.apply import Trial
+from rooftile.diagnosis.remedies.recorded import COMPILE
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.errors import InvalidInput
+from scripts import write_recorded_prices
 from tests.diagnosis.operators import ten_passes
 from tests.diagnosis.remedies.test_propose import Attention as ByHand
 from tests.diagnosis.remedies.test_propose import Layers
@@ -120,3 +122,77 @@ def test_a_saving_is_of_the_step_that_was_diagnosed() -> None:
     trial = Trial("dtype", torch.device("cpu"), 100.0)
     trial._before, trial._after = [100.0, 100.0, 400.0, 500.0, 100.0], [80.0, 80.0, 320.0, 400.0, 80.0]
     assert trial.saved_us == pytest.approx(20.0)
+
+
+@pytest.fixture
+def quickly_compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A compiler that takes no time and changes nothing, with what it was given; experiments take no time either."""
+    given: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda made, **unused: given.append(made) or made)
+    monkeypatch.setattr("rooftile.diagnosis.observer.measure_all", lambda *unused: ({}, []))
+    return given
+
+
+def test_compile_is_tried_where_the_budget_allows_it(quickly_compiled: list[object]) -> None:
+    x = torch.randn(600, 600)
+    found = rt.diagnose(ten_passes(x), budget=20)
+    assert len(quickly_compiled) == 1
+    compiled = remedy(found, "compile")
+    assert compiled.measured_us is not None
+    assert "recorded programs" not in compiled.how
+    (line,) = [line for line in str(found).splitlines() if line.startswith("  compile: saves ")]
+    assert ", tried; " in line
+
+
+def test_without_time_for_it_compile_says_how_such_prices_fared(quickly_compiled: list[object]) -> None:
+    x = torch.randn(600, 600)
+    found = rt.diagnose(ten_passes(x), budget=1)
+    assert quickly_compiled == []
+    compiled = remedy(found, "compile")
+    assert compiled.measured_us is None
+    seen = COMPILE["cpu"]
+    fared = f"on {seen.within} of {seen.programs} recorded programs such a price was within a factor of 2 of what it saved"
+    words = f"; {fared}: it would be tried in about "
+    assert words in compiled.how
+    (line,) = [line for line in str(found).splitlines() if line.startswith("  compile: saves ")]
+    assert ", computed; " in line
+
+
+def test_a_program_is_as_before_when_compile_was_tried(quickly_compiled: list[object]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.GELU(), nn.GELU(), nn.LayerNorm(64))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(400, 64)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def train_step() -> None:
+        optimiser.zero_grad()
+        model(x).square().sum().backward()
+        optimiser.step()
+
+    found = rt.diagnose(train_step, budget=20)
+    assert len(quickly_compiled) == 1
+    assert remedy(found, "compile").measured_us is not None
+    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    assert all(part._compiled_call_impl is None for part in model.modules())
+
+
+def test_a_script_with_its_own_steps_is_not_run_again_for_compile(tmp_path: Path, quickly_compiled: list[object]) -> None:
+    path, log = tmp_path / "train.py", tmp_path / "log"
+    many = "nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.GELU(), nn.GELU(), nn.LayerNorm(64))"
+    path.write_text(TRAINING.replace("nn.Linear(64, 64)", many).format(log=str(log)))
+    found = diagnose_script(str(path), budget=20)
+    assert log.read_text() == "run "
+    assert quickly_compiled == []
+    assert remedy(found, "compile").how.endswith("--apply compile tries it, in one more run of the script")
+
+
+def test_the_packages_numbers_follow_from_the_recorded_programs() -> None:
+    assert write_recorded_prices.read() == COMPILE
+    rows = [
+        {"case": case, "median_us": 1000.0, "measures": {"compile_predicted_us": price, "compile_measured_us": saved}}
+        for case, price, saved in (
+            ("a", 900.0, 1.0), ("a", 100.0, 51.0), ("b", 100.0, 201.0), ("c", 100.0, -90.0), ("d", 1.0, 1.0), ("e", 10.0, 20.0)
+        )
+    ]  # fmt: skip
+    # of a program the last row counts, and of d there was no price to see
+    assert write_recorded_prices.compared([*rows, {"case": "f", "median_us": 1.0, "measures": {}}]) == (4, 2)

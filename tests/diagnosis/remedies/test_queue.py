@@ -234,3 +234,18 @@ def test_compiling_has_no_price_where_many_calls_are_custom_operators() -> None:
         its = seen(findings, calls, asked, 0.0)
         assert any(r is not None and r.name == "compile" for r in propose._fused(its)) == is_priced
         assert any("custom operators" in note for note in propose.why_not_compiled(its)) == (not is_priced)
+
+
+@pytest.mark.parametrize("work_us", [400.0, 5_000.0])
+def test_compile_saves_nothing_of_the_hosts_other_work(work_us: float) -> None:
+    """Before each small kernel the host resizes an image, which compiled code waits for as well."""
+    small = row("aten::add", Work(flops=0, bytes=4.0), 50)
+    calls = [StepCall(row=0, reads={n: 4}, writes={n + 1: 4}, pointwise=False) for n in range(50)]
+    plain = [Asked(host_us=60.0, device_us=2.0, op="aten::add")] * 50
+    worked = [replace(one, host_us=one.host_us + work_us) for one in plain]
+    lone = seen([small], calls, plain, 0.0)
+    beside = seen([small], calls, worked, 0.0)
+    beside = replace(beside, step=replace(beside.step, waiting_us=50 * work_us, idle_us={"host": 50 * (60.0 + work_us)}))
+    found = [propose._compiled(its) for its in (lone, beside)]
+    assert None not in found
+    assert found[1].predicted_us == pytest.approx(found[0].predicted_us, rel=0.05)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.diagnosis.records import StepCall
+from rooftile.diagnosis.remedies import propose
 from rooftile.diagnosis.remedies.fusion.chains import find_chains, fuse
 from rooftile.diagnosis.remedies.prices import (
     another_attention,
@@ -304,3 +307,25 @@ def test_never_more_than_the_step(savings: list[tuple[float, set[int]]], step_us
 def test_a_remedy_says_what_it_changes() -> None:
     with pytest.raises(InvalidInput, match="must be one of nothing, rounding, memory"):
         Remedy(name="x", predicted_us=1.0, how="", changes="everything")
+
+
+@given(st.floats(0, 900), st.floats(1, 100))
+def test_neither_a_batch_nor_a_graph_saves_what_the_host_waits_for(waiting_us: float, overhead_us: float) -> None:
+    """Nothing in a step grows with its batch; the loader's time is no overhead, though no experiment sees it grow."""
+    step = StepEvidence(time_us=100 + overhead_us + waiting_us, waiting_us=waiting_us, idle_us={"host": overhead_us + waiting_us})
+    doubled = larger_batch(replace(step, double_batch_us=100 + step.time_us))
+    halved = larger_batch(replace(step, half_batch_us=step.time_us - 50))
+    graph = cuda_graph(replace(step, graph_us=100.0), busy_us=100.0, launches=0, node_us=0.0)
+    kernels = cuda_graph(step, busy_us=100.0, launches=0, node_us=0.0)
+    for remedy, saved_us in ((doubled, overhead_us / 2), (halved, overhead_us / 2), (graph, overhead_us), (kernels, overhead_us)):
+        assert remedy is not None
+        assert remedy.predicted_us == pytest.approx(saved_us, rel=1e-6, abs=1e-6)
+    # an experiment has run two of them
+    assert [remedy.measured_us is not None for remedy in (doubled, halved, graph, kernels)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_launches_take_no_part_of_the_hosts_other_work(device: str) -> None:
+    step = StepEvidence(time_us=1000, waiting_us=700, idle_us={"host": 800.0}, graph_us=200.0 if device == "cuda" else None)
+    its = SimpleNamespace(device=torch.device(device), step=step, findings=[])
+    assert propose._overhead_us(its) == 100.0
