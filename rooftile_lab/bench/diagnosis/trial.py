@@ -1,0 +1,106 @@
+"""Runs a public case alone, under a diagnosis, and in the experiments of its truth, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.errors import Unsupported
+from rooftile_lab.bench.diagnosis.cases import FOLDER, Case
+from rooftile_lab.bench.diagnosis.truth import Truth
+
+# products in vectors of 128 bits; on a GPU fp32 products in tensor cores
+OTHER_ARITHMETIC = {
+    "cpu": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "cuda": {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"},
+}
+# a diagnosis that takes so many times its budget, and this many seconds more, hangs
+LATE, START_S = 6.0, 150.0
+RUN_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A run of a script: a step by the wall clock and by the process's own time, and the whole process."""
+
+    wall_us: float
+    cpu_us: float
+    process_s: float
+
+
+def script_run(path: Path, arguments: Sequence[str], ranks: int = 1, more: Mapping[str, str] | None = None) -> Timed:
+    """Runs a script of the folder, with further variables in its environment. Raises Unsupported if it fails."""
+    began = time.perf_counter()
+    said = _run([*_launcher(ranks), str(path), *arguments], RUN_S, more or {})
+    line = next(line for line in reversed(said.splitlines()) if line.startswith("{"))
+    return Timed(**json.loads(line), process_s=time.perf_counter() - began)
+
+
+def truth_of(case: Case, size: str, device: str) -> tuple[Truth, Timed]:
+    """Makes the experiments of a case. Returns them and the run of the program as it is."""
+    clock = "wall_us" if case.waits or device == "cuda" else "cpu_us"
+
+    def run(size: str, *, whole: bool = False, more: Mapping[str, str] | None = None) -> Timed:
+        left_out = ["--without", case.without] if case.without and not whole else []
+        return script_run(case.path, [*case.arguments, "--size", size, *left_out], case.ranks, more)
+
+    alone = run(size, whole=True)
+    without_us = getattr(run(size), clock) if case.without else None
+    changed, factor = None, 1.0
+    if device == "cpu" or not (case.narrow or case.narrow_on_gpu):
+        factor = factor_of("bf16" if case.narrow else "fp32", device)
+        changed = getattr(run(size, more=OTHER_ARITHMETIC[device]), clock)
+    truth = Truth(
+        whole_us=getattr(alone, clock), tiny_us=getattr(run("tiny"), clock), part=case.part, without_us=without_us,
+        arithmetic_us=changed, factor=factor,
+    )  # fmt: skip
+    return truth, alone
+
+
+def factor_of(dtype: str, device: str) -> float:
+    """Measures how many times as long a matrix product takes with the other arithmetic."""
+    path, asked = FOLDER / "product.py", ["--dtype", dtype]
+    return script_run(path, asked, more=OTHER_ARITHMETIC[device]).cpu_us / script_run(path, asked).cpu_us
+
+
+def diagnosed(case: Case, size: str, budget: float, apply: Sequence[str] = ()) -> tuple[Diagnosis, float]:
+    """Diagnoses a case as a user does. Returns what rank 0 found, and the seconds that it took."""
+    limit = LATE * budget + START_S * (1 + len(apply))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = [*_launcher(case.ranks), "-m", "rooftile", "diagnose", str(case.path), "--budget", str(budget)]
+        command += [word for name in apply for word in ("--apply", name)]
+        began = time.perf_counter()
+        _run([*command, "--json", str(file), "--", *case.arguments, "--size", size], limit, {})
+        seconds = time.perf_counter() - began
+        found: Any = json.loads(file.read_text())
+        return Diagnosis.from_json(json.dumps(found["ranks"][0] if "ranks" in found else found)), seconds
+
+
+def _launcher(ranks: int) -> list[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *(several if ranks > 1 else [])]
+
+
+def _run(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> str:
+    # as many threads as this process has
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | more
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired as late:
+        raise Unsupported(f"it had not ended after {seconds:.0f} s") from late
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no words"]
+        raise Unsupported(f"exit code {done.returncode}: {lines[-1][:300]}")
+    return done.stdout
