@@ -37,7 +37,9 @@ def adjacency_of(nodes: int, edges: int) -> Tensor:
 
 def main() -> None:
     course = Course()
-    nodes, edges, features, width, classes = course.sized((2708, 10556, 256, 64, 7), (169343, 1166243, 128, 256, 40), (4, 8, 4, 4, 2))
+    nodes, edges, features, width, classes = course.sized(
+        (2708, 10556, 256, 64, 7), (169343, 1166243, 128, 256, 40), (4, 8, 4, 4, 2)
+    )
     adjacency = adjacency_of(nodes, edges).to(course.device)
     x, labels = torch.randn(nodes, features, device=course.device), torch.randint(classes, (nodes,), device=course.device)
     train = torch.arange(0, nodes, 2, device=course.device)

@@ -37,7 +37,9 @@ def main() -> None:
     course = Course("environment")
     carts, width, length = course.sized((64, 64, 8), (1024, 256, 64), (1, 4, 8))
     poles, recorded = Poles(carts), np.random.default_rng(1).normal(size=(carts, 4))
-    policy = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)).to(course.device)
+    policy = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)).to(
+        course.device
+    )
     optimiser = torch.optim.Adam(policy.parameters(), lr=1e-3)
     observed = recorded
     while course.goes_on():

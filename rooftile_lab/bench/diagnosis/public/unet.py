@@ -27,7 +27,11 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.GroupNorm(groups, channels), nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(groups, channels),
+            nn.Linear(channels, 3 * channels),
+            nn.Linear(channels, channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, channels, height, width = x.shape
