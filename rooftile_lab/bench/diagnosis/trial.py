@@ -103,7 +103,7 @@ def _launcher(ranks: int) -> list[str]:
 
 def _run(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> str:
     # as many threads as this process has
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | more
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | dict(more)
     # a session of its own, so that no process of torchrun or of a loader is left when it hangs
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True

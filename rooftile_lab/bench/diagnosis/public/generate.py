@@ -18,7 +18,8 @@ def main() -> None:
     config = GPT2Config(
         n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=1024, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model: Any = GPT2LMHeadModel(config).to(course.device).eval()
+    model: Any = GPT2LMHeadModel(config)
+    model.to(course.device).eval()
     ids = torch.randint(vocabulary, (batch, prompt), device=course.device)
     with torch.inference_mode():
         while course.goes_on():

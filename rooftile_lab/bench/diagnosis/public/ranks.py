@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ def main() -> None:
     if course.has("exchange") and course.options.way == "ddp":
         model = DistributedDataParallel(model)
     elif course.has("exchange"):
-        mesh = distributed.init_device_mesh(device.type, (distributed.get_world_size(),))
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         for block in model.children():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

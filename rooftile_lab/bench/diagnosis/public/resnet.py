@@ -1,4 +1,4 @@
-"""Trains a ResNet on images that a DataLoader crops, resizes and flips on the CPU, with --workers; --without loader has one batch."""
+"""Trains a ResNet on images that a DataLoader crops, resizes and flips, with --workers; --without loader has one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rooftile_lab.bench.diagnosis.public.course import Course
 def resized(image: Any, side: int) -> Any:
     """Resizes an image of bytes; by Pillow where it is installed, else by two products with weights of a triangle filter."""
     if find_spec("PIL"):
-        from PIL import Image
+        from PIL import Image  # type: ignore[import-not-found]
 
         return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BILINEAR))
     across, down = (triangle(length, side) for length in (image.shape[1], image.shape[0]))

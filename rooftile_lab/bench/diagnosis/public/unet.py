@@ -71,12 +71,12 @@ class UNet(nn.Module):
 def main() -> None:
     course = Course()
     batch, side, channels, groups = course.sized((2, 32, 32, 8), (32, 64, 128, 32), (1, 4, 4, 2))
-    model = UNet(channels, groups).to(course.device, memory_format=torch.channels_last)
+    model = UNet(channels, groups).to(course.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     kept = torch.linspace(0.99, 0.01, 1000, device=course.device)
     images = torch.randn(64, 3, side, side, device=course.device)
     while course.goes_on():
-        clean = images[torch.randint(64, (batch,))].contiguous(memory_format=torch.channels_last)
+        clean = images[torch.randint(64, (batch,))].contiguous(memory_format=torch.channels_last)  # type: ignore[call-overload]
         noise, t = torch.randn_like(clean), torch.randint(1000, (batch,), device=course.device)
         share = kept[t][:, None, None, None]
         noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
