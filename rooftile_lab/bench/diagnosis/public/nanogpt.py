@@ -57,9 +57,10 @@ class GPT(nn.Module):
 def main() -> None:
     course = Course(compile=False, micro_batches=1)
     vocabulary, batch, length, width, layers, heads = course.sized(
-        (2000, 4, 128, 192, 4, 6), (50304, 12, 1024, 768, 12, 12), (16, 1, 8, 16, 4, 2)
+        (1000, 4, 128, 384, 2, 6), (50304, 12, 1024, 768, 12, 12), (16, 4, 8, 16, 2, 2)
     )
     data = np.random.default_rng(0).integers(vocabulary, size=1 << 18).astype(np.uint16)
+    batch = max(1, batch // course.options.micro_batches)
     model = GPT(vocabulary, length, width, layers, heads).to(course.device)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]

@@ -57,7 +57,7 @@ def main() -> None:
     course = Course(way="plain")
     way = course.options.way
     vocabulary, batch, length, width, layers, heads = course.sized(
-        (2000, 4, 96, 256, 4, 4), (32000, 8, 1024, 2048, 16, 32), (16, 1, 8, 16, 4, 2)
+        (1000, 4, 128, 384, 2, 6), (32000, 8, 1024, 2048, 16, 32), (16, 1, 8, 16, 2, 2)
     )
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=max(16, width * 8 // 3 // 8 * 8), num_hidden_layers=layers,
