@@ -33,6 +33,8 @@ CAUSES = ("host", "sync", "copy", "dependency")
 WAITING = ("Synchronize", "cudaMemcpy")
 # copies between host and device; one within the device is work like a kernel's
 BETWEEN = ("Memcpy HtoD", "Memcpy DtoH")
+# a range of the autograd engine around a whole node, in which Python may run or another process be waited for
+ENGINE = "autograd::engine::"
 
 Lines = Sequence[tuple[int, HostPlace]]
 OpKey = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
@@ -154,7 +156,7 @@ def _read(
     names: frozenset[str],
 ) -> Timeline:  # fmt: skip
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
-    here = [e for e in host if "::" in e.name() and _inside(e, window)]
+    here = [e for e in host if "::" in e.name() and not e.name().startswith(ENGINE) and _inside(e, window)]
     operators = _outermost([e for e in here if e.name() in names])
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
