@@ -46,11 +46,20 @@ def _cells(row: results.Row) -> list[str]:
     ranked = sorted(((share, cause) for cause, share in shares.items()), reverse=True)
     found = row.measures.get("diagnosing_s")
     return [
-        "GPU" if row.arch != "cpu" else "CPU", row.case, row.problem, row.settings.get("verdict", row.reason),
+        "GPU" if row.arch != "cpu" else "CPU", row.case, row.problem, _verdict(row),
         row.settings.get("truth", "–"), right, ", ".join(f"{cause} {share:.0f} %" for share, cause in ranked if share >= 5),
         f"{row.measures['judged_percent']:.0f} %" if found else "–",
         f"{found:.0f} s / {row.measures['program_s']:.0f} s" if found else "–", _prices(row),
     ]  # fmt: skip
+
+
+def _verdict(row: results.Row) -> str:
+    """Returns the verdict with its share of the step, or why there is none."""
+    verdict = row.settings.get("verdict")
+    if verdict is None:
+        return row.reason
+    share = row.measures.get(f"verdict_{verdict}_percent")
+    return "none" if verdict == "None" else verdict if share is None else f"{verdict} {share:.0f} %"
 
 
 def _prices(row: results.Row) -> str:

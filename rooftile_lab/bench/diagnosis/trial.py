@@ -26,7 +26,7 @@ OTHER_ARITHMETIC = {
     "cpu": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "cuda": {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"},
 }
-# a diagnosis that takes so many times its budget, and this many seconds more, hangs
+# a diagnosis hangs if it takes longer than LATE times its budget and START_S together
 LATE, START_S = 6.0, 150.0
 RUN_S = 300.0
 

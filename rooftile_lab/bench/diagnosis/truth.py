@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 CAUSES = ("memory", "compute", "overhead", "host", "input", "communication")
 UNCLEAR = "unclear"
-# a main cause has so much of the step, and so many times as much as the next
+# the least share of a main cause, and its least ratio to the next cause's share
 LEAST, AHEAD = 0.4, 1.3
+# a program cannot take longer without a part of it: the machine was too busy
+BUSIER = 1.15
 # products that are slower by less than this say nothing
 SLOWER = 1.5
 
@@ -35,7 +37,7 @@ class Truth:
     def shares(self) -> dict[str, float]:
         """The shares of the step by cause, which add up to 1; what no experiment explains is memory.
 
-        Without the experiment on arithmetic nobody knows how much of the rest is memory: it counts as unclear.
+        Without the experiment on arithmetic the rest cannot be divided into compute and memory: it counts as unclear.
         """
         rest_us = self.whole_us if self.without_us is None else min(self.without_us, self.whole_us)
         overhead_us = min(self.tiny_us, rest_us)
@@ -53,7 +55,12 @@ class Truth:
 
     @property
     def cause(self) -> str:
-        """The main cause, with 40 % of the step or more and 1.3 times the next one's share; "unclear" without one."""
+        """The main cause, with 40 % of the step or more and 1.3 times the next one's share; "unclear" without one.
+
+        It is unclear, too, where the step took 1.15 times as long without a part of it.
+        """
+        if self.without_us is not None and self.without_us > BUSIER * self.whole_us:
+            return UNCLEAR
         ranked = sorted(((share, cause) for cause, share in self.shares.items()), reverse=True)
         (first, cause), second = ranked[0], ranked[1][0]
         return cause if first >= LEAST and first >= AHEAD * second else UNCLEAR

@@ -1,4 +1,4 @@
-"""Trains a small Llama of Transformers in steps like those of its Trainer: --way plain, lora, checkpointing or autocast."""
+"""Trains a small Llama of Transformers in steps as its Trainer makes them: --way plain, lora, checkpointing or autocast."""
 
 from __future__ import annotations
 
