@@ -108,7 +108,10 @@ def made(case: str, *, truth: str, verdict: str, **measures: float) -> Row:
         suite="diagnosis", case=case, backend="rooftile", phase="step-toy", problem="nanoGPT", median_us=100.0, device="d",
         arch="cpu", driver="", torch="2", triton="3", commit="abc", date="2026-01-02", copy_gbs=1.0, matmul_tflops=1.0,
         settings={"truth": truth, "verdict": verdict, "load": 2.5},
-        measures={"diagnosing_s": 31.0, "program_s": 7.0, "judged_percent": 88.0, "truth_memory_percent": 71.0, "verdict_memory_percent": 66.0} | measures,
+        measures={
+            "diagnosing_s": 31.0, "program_s": 7.0, "judged_percent": 88.0, "truth_memory_percent": 71.0,
+            "verdict_memory_percent": 66.0,
+        } | measures,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import rooftile
 
 # frames around this file's called the step for a diagnosis: their lines say nothing about its operators
 RUNNER = str(Path(__file__).parents[1] / "programs" / "diagnose_call.py")
-# code whose lines are of no interest: PyTorch, this package and Python itself; torchvision begins like torch, and is not PyTorch's
+# code whose lines are of no interest: PyTorch, this package and Python itself. Torchvision's folder begins like PyTorch's
 OURS = tuple(
     f"{folder}{os.sep}"
     for folder in (*(Path(module.__file__ or "").parent for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
