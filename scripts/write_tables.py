@@ -1,4 +1,5 @@
-"""Writes tables between their markers: docs/reference/backends.md, approximate.md, docs/how-to/choose-a-method.md, diagnose.md.
+"""Writes tables between their markers, in docs/reference: backends.md, approximate.md, diagnosis-truth.md, in docs/how-to:
+choose-a-method.md, diagnose.md.
 
 The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing. The table of methods is
 `rooftile.approximate.METHODS`. Crossovers come from the rows of `rooftile bench approximate --crossover` in benchmarks/results/,
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from agreement import agreement
 from crossovers import crossovers
 
 from rooftile import CAUSAL, Chunk, Prefix, Window
@@ -20,6 +22,7 @@ from rooftile.approximate import METHODS
 from rooftile.exact import dispatch
 from rooftile.exact.spec import Spec
 from rooftile_lab.bench import results
+from rooftile_lab.bench.diagnosis.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,10 +104,15 @@ def paying() -> str:
 REMEDIES = {"bf16": "narrower-dtype-bf16", "compile": "compile", "CUDA graph": "CUDA-graph"}
 
 
+def diagnosed() -> list[results.Row]:
+    """Returns the committed rows of `rooftile bench diagnosis`, the last of each case on each machine."""
+    files = [ROOT / "benchmarks" / "results" / name for name in ("h200-diagnosis.jsonl", "cpu-diagnosis.jsonl")]
+    return [row for file in files for row in results.latest(results.read(file))]
+
+
 def diagnoses() -> str:
     """Returns a line for each program: its step, the judged part, and each remedy's predicted and measured part of the step."""
-    files = [ROOT / "benchmarks" / "results" / name for name in ("h200-diagnosis.jsonl", "cpu-diagnosis.jsonl")]
-    rows = [row for file in files for row in results.latest(results.read(file))]
+    rows = [row for row in diagnosed() if row.case not in CASES]
     lines = ["| machine | program | step | judged | " + " | ".join(REMEDIES) + " |", "|---" * (4 + len(REMEDIES)) + "|"]
     for row in rows:
         machine = "H200" if "H200" in row.device else "CPU"
@@ -135,6 +143,7 @@ if __name__ == "__main__":
         ("reference/approximate.md", "methods", methods()),
         ("how-to/choose-a-method.md", "crossovers", paying()),
         ("how-to/diagnose.md", "diagnosis", diagnoses()),
+        ("reference/diagnosis-truth.md", "agreement", agreement(diagnosed())),
     )
     for page, name, body in tables:
         due = written(page, name, body)

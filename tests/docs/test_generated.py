@@ -31,6 +31,7 @@ def checked(script: str) -> subprocess.CompletedProcess[str]:
         ("write_tables.py", "docs/reference/approximate.md"),
         ("write_tables.py", "docs/how-to/choose-a-method.md"),
         ("write_tables.py", "docs/how-to/diagnose.md"),
+        ("write_tables.py", "docs/reference/diagnosis-truth.md"),
         ("write_reference.py", "docs/reference/api/index.md"),
         ("write_operators.py", "docs/reference/operators.md"),
         ("write_transformers_models.py", "docs/reference/transformers-models.md"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -13,8 +14,11 @@ import rooftile
 
 # frames around this file's called the step for a diagnosis: their lines say nothing about its operators
 RUNNER = str(Path(__file__).parents[1] / "programs" / "diagnose_call.py")
-# code whose lines are of no interest: PyTorch, this package and Python itself
-OURS = (*tuple(str(Path(module.__file__ or "").parent) for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
+# code whose lines are of no interest: PyTorch, this package and Python itself. Torchvision's folder begins like PyTorch's
+OURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (*(Path(module.__file__ or "").parent for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
+)
 
 
 def user_line(frame: FrameType | None, line: int | None = None, *, outwards: bool = True) -> str:

@@ -2,6 +2,8 @@
 
 PROGRAM               share of the operators' time with a verdict from experiments, the share for which all runs agree, the
                       seconds that a diagnosis took beyond 50 steps, and for each remedy the predicted and the measured saving
+PUBLIC                a program after a public one, diagnosed as a user's script: the verdict beside the truth by experiments that
+                      the diagnosis does not make, its seconds beside the program's own, prices beside savings
 counters-OPERATOR     bytes that a diagnosis predicts, beside those that Nsight Compute counts (`bench.diagnosis.counters`)
 """
 
@@ -18,8 +20,10 @@ import torch
 import rooftile as rt
 from rooftile.cost.session import Session
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile_lab.bench.diagnosis.cases import CASES
 from rooftile_lab.bench.diagnosis.counters import OPERATORS, counted_row
 from rooftile_lab.bench.diagnosis.programs import PROGRAMS
+from rooftile_lab.bench.diagnosis.public_rows import judged, prices, public_row
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.run import Progress
@@ -27,12 +31,14 @@ from rooftile_lab.bench.run import Progress
 GPU = CPU = tuple(PROGRAMS)
 QUICK = ("llama-decoding-1", "adamw-200")
 COUNTED = {f"counters-{name}": operator for name, operator in OPERATORS.items()}
-ASKED = tuple(COUNTED)
+ASKED = (*COUNTED, *CASES)
 APPLY = ("graph", "compile", "attention", "dtype")
-JUDGED = ("measured", "confirmed")
 
 
-def measure(session: Session, names: Sequence[str], say: Progress, *, runs: int = 3, budget: float = 60.0) -> Iterator[Row]:
+def measure(
+    session: Session, names: Sequence[str], say: Progress, *, runs: int = 3, budget: float = 60.0, size: str = "toy",
+    apply: Sequence[str] = (),
+) -> Iterator[Row]:  # fmt: skip
     """A row for each program and operator.
 
     Args:
@@ -41,10 +47,17 @@ def measure(session: Session, names: Sequence[str], say: Progress, *, runs: int 
         say: is told the sentence of each diagnosis.
         runs: how often each program is diagnosed; the last run applies the remedies.
         budget: seconds for the experiments of a run.
+        size: of the programs after public ones, "toy" or "real".
+        apply: remedies to try on them.
     """
     for name in names:
         say(name)
-        yield counted_row(session, name, COUNTED[name]) if name in COUNTED else diagnosed(session, name, say, runs, budget)
+        if name in COUNTED:
+            yield counted_row(session, name, COUNTED[name])
+        elif name in CASES:
+            yield public_row(session, CASES[name], say, size, budget, apply)
+        else:
+            yield diagnosed(session, name, say, runs, budget)
 
 
 def diagnosed(session: Session, name: str, say: Progress, runs: int, budget: float) -> Row:
@@ -59,12 +72,6 @@ def diagnosed(session: Session, name: str, say: Progress, runs: int, budget: flo
                 seconds.append(time.perf_counter() - began - 50 * found[-1].step.time_us / 1e6)
     say(f"{name}: {found[-1].sentence}")
     return row(session, name, found, seconds, budget)
-
-
-def judged(found: Diagnosis) -> float:
-    """Percent of the operators' time whose verdict an experiment has given."""
-    total = sum(op.time_us for op in found.ops)
-    return 100 * sum(op.time_us for op in found.ops if op.confidence in JUDGED) / total
 
 
 def agreeing(runs: Sequence[Diagnosis]) -> float:
@@ -90,11 +97,7 @@ def row(session: Session, name: str, runs: Sequence[Diagnosis], seconds: Sequenc
         "diagnosing_s": median(seconds),
         "overhead_percent": 100 * (last.step.overhead_share or 0.0),
     }
-    for remedy in last.remedies:
-        if remedy.measured_us is not None:
-            word = remedy.name.replace(" ", "-").replace(":", "")
-            measures[f"{word}_predicted_us"] = remedy.predicted_us
-            measures[f"{word}_measured_us"] = remedy.measured_us
+    measures |= prices(last)
     how: dict[str, Any] = {f"{r.name}_how": r.how for r in last.remedies if r.measured_us is not None and r.predicted_us > 0}
     # a CPU's times depend on them
     how |= {"threads": torch.get_num_threads()} if session.device.type == "cpu" else {}

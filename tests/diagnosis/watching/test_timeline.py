@@ -68,6 +68,26 @@ class Event:
         return lambda: self._known[name]
 
 
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return gradient.clone()
+
+
+def test_a_wait_inside_of_the_backward_is_a_gap() -> None:
+    """The engine's range around a node covers all that its Python does; it is no operator."""
+    x = torch.randn(64, 64, requires_grad=True)
+    timeline = profiled(lambda: Sleeps.apply(x).sum().backward(), {"aten::clone", "aten::sum"})
+    assert timeline.idle_us["host"] >= 49e3
+    assert any(place.where.partition(":")[0].endswith("test_timeline.py") for place in timeline.host_work)
+    assert timeline.op_calls["aten::clone", ((64, 64),)] == 2
+
+
 def test_a_gpus_launches_have_the_hosts_time_before_each() -> None:
     """mm asked for at 12 us, add at 30; the host waits from 40 to 95, asks for the next add at 100, and is done at 110."""
     events = [

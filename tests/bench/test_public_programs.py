@@ -1,0 +1,164 @@
+"""The programs after public ones: each runs, the truth follows from made-up measurements, and the page says what the rows say."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import socket
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile_lab.bench.diagnosis import public_rows, trial
+from rooftile_lab.bench.diagnosis.cases import CASES, FOLDER
+from rooftile_lab.bench.diagnosis.truth import Truth, agrees
+from rooftile_lab.bench.results import Row
+from rooftile_lab.bench.suites import SUITES
+from rooftile_lab.cli.bench_suites import diagnosis as command
+from scripts.agreement import agreement
+from tests.bench.session import SESSION
+
+
+def times_of(monkeypatch, capsys, path, arguments) -> dict[str, float]:
+    """Runs a script in this process, as rank 0 of 1, and reads the line that it prints last."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    # what Inductor makes of a program is tested elsewhere, and takes a minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    runpy.run_path(str(path), run_name="__main__")
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize("size", ["toy", "tiny"])
+def test_a_program_runs(monkeypatch, capsys, case, size) -> None:
+    times = times_of(monkeypatch, capsys, case.path, [*case.arguments, "--size", size, "--steps", "2"])
+    assert times["wall_us"] > 0
+    assert times["cpu_us"] > 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.without], ids=lambda case: case.name)
+def test_a_program_runs_without_its_part(monkeypatch, capsys, case) -> None:
+    left_out = ["--without", case.without, "--steps", "2", "--size", "tiny"]
+    assert times_of(monkeypatch, capsys, case.path, [*case.arguments, *left_out])["wall_us"] > 0
+
+
+def test_twenty_cases_name_every_script() -> None:
+    helpers = {"__init__", "course", "product"}
+    assert len(CASES) == 20
+    assert {case.script for case in CASES.values()} | helpers == {path.stem for path in FOLDER.glob("*.py")}
+    assert all(bool(case.without) == bool(case.part) for case in CASES.values())
+
+
+# a step of 100 µs; products that take 4 times as long
+WHOLE = Truth(whole_us=100.0, tiny_us=5.0, arithmetic_us=100.0, factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("truth", "cause"),
+    [
+        # nothing but the size matters
+        (WHOLE, "memory"),
+        (replace(WHOLE, arithmetic_us=100 + 3 * 80), "compute"),
+        # faster products, as on a GPU
+        (replace(WHOLE, arithmetic_us=100 - 0.75 * 80, factor=0.25), "compute"),
+        (replace(WHOLE, tiny_us=90.0), "overhead"),
+        (replace(WHOLE, part="input", without_us=30.0, arithmetic_us=30.0), "input"),
+        (replace(WHOLE, part="communication", without_us=30.0, arithmetic_us=30.0), "communication"),
+        # a part that takes no time; noise may make the run without it the longer one
+        (replace(WHOLE, part="host", without_us=104.0), "memory"),
+        # noise that is larger than any answer
+        (replace(WHOLE, part="host", without_us=120.0), "unclear"),
+        # products take half
+        (replace(WHOLE, arithmetic_us=100 + 3 * 47), "unclear"),
+        # products were not made slower, or the experiment was not made
+        (replace(WHOLE, factor=1.2), "unclear"),
+        (replace(WHOLE, arithmetic_us=None), "unclear"),
+        (replace(WHOLE, arithmetic_us=None, tiny_us=80.0), "overhead"),
+        # a step that grows by more than its products explain has not more than all of its time in them
+        (replace(WHOLE, arithmetic_us=1000.0), "compute"),
+    ],
+)
+def test_the_main_cause(truth, cause) -> None:
+    assert truth.cause == cause
+    assert sum(truth.shares.values()) == pytest.approx(1.0)
+    assert min(truth.shares.values()) >= 0
+
+
+def test_a_verdict_is_right_wrong_or_not_told() -> None:
+    assert agrees("memory", "memory") is True
+    assert agrees("compute", "memory") is False
+    assert agrees(None, "memory") is False
+    assert agrees("memory", "unclear") is None
+    assert agrees("host", "input") is True
+    assert agrees("host", "communication") is False
+
+
+def made(case: str, *, truth: str, verdict: str, **measures: float) -> Row:
+    return Row(
+        suite="diagnosis", case=case, backend="rooftile", phase="step-toy", problem="nanoGPT", median_us=100.0, device="d",
+        arch="cpu", driver="", torch="2", triton="3", commit="abc", date="2026-01-02", copy_gbs=1.0, matmul_tflops=1.0,
+        settings={"truth": truth, "verdict": verdict, "load": 2.5},
+        measures={
+            "diagnosing_s": 31.0, "program_s": 7.0, "judged_percent": 88.0, "truth_memory_percent": 71.0,
+            "verdict_memory_percent": 66.0,
+        } | measures,
+    )  # fmt: skip
+
+
+def test_the_page_has_a_line_for_each_program_and_counts_them() -> None:
+    prices = {"compile_predicted_us": 20.0, "compile_measured_us": 25.0}
+    rows = [
+        made("nanogpt", truth="memory", verdict="memory", **prices),
+        made("graph", truth="memory", verdict="overhead"),
+        made("unet", truth="unclear", verdict="balanced"),
+        made("loop", truth="memory", verdict="memory"),
+    ]
+    page = agreement(rows)
+    assert "of 3 programs the main cause is right in 1 and wrong in 1; other experiments do not tell it in 1." in page
+    line = next(line for line in page.splitlines() if "| nanogpt |" in line)
+    for words in ("| memory 66 % | memory | yes |", "memory 71 %", "88 %", "31 s / 7 s", "compile 20 %, 25 %"):
+        assert words in line
+    assert "**no**" in next(line for line in page.splitlines() if "| graph |" in line)
+    assert "loop" not in page
+    failed = replace(rows[0], settings={"truth": "memory"}, reason="failed in diagnose: exit code 1", measures={}, median_us=None)
+    assert "failed in diagnose: exit code 1 | memory | **no**" in agreement([failed])
+
+
+def test_a_program_that_fails_is_a_row_with_its_reason(monkeypatch) -> None:
+    def fails(*unused: object) -> None:
+        raise Unsupported("exit code 1: no words")
+
+    case, say = CASES["graph"], lambda words: None
+    monkeypatch.setattr(trial, "truth_of", lambda *unused: (WHOLE, trial.Timed(100.0, 90.0, 3.0)))
+    monkeypatch.setattr(trial, "diagnosed", fails)
+    row = public_rows.public_row(SESSION, case, say, "toy", 1.0, ())
+    assert (row.reason, row.settings["truth"]) == ("failed in diagnose: exit code 1: no words", "memory")
+    assert row.measures["tiny_us"] == 5.0
+    monkeypatch.setattr(trial, "truth_of", fails)
+    assert public_rows.public_row(SESSION, case, say, "toy", 1.0, ()).reason == "failed alone: exit code 1: no words"
+
+
+def test_a_script_in_a_process_of_its_own() -> None:
+    path = FOLDER / "product.py"
+    found = trial.script_run(path, ["--size", "tiny", "--steps", "4"])
+    assert 0 < found.wall_us < 1e6 * found.process_s
+    with pytest.raises(Unsupported, match=r"exit code 2: .*unrecognized arguments: --sice"):
+        trial.script_run(path, ["--sice", "tiny"])
+
+
+def test_public_cases_run_only_when_they_are_named() -> None:
+    suite = SUITES["diagnosis"]
+    assert not set(CASES) & set(suite.chosen("cpu"))
+    assert suite.chosen("cpu", ["nanogpt"]) == ["nanogpt"]
+    with pytest.raises(InvalidInput, match="--size is 'big'; give toy or real"):
+        command(case=["graph"], size="big", device="cpu")
