@@ -56,8 +56,10 @@ class Watch(Dispatched):
 
         An operator that writes to parameters is an update, whether an optimiser calls it or the program itself.
         """
+        # below autograd a tensor in the middle of a forward looks like a parameter, too, and does not outlive the step
+        parameters = self._parameters & self.kept
         rows = self._rows.values()
-        return [row.operation(updates=all(self.calls[n].writes.keys() & self._parameters for n in row.indices)) for row in rows]
+        return [row.operation(updates=all(self.calls[n].writes.keys() & parameters for n in row.indices)) for row in rows]
 
     def _note_arguments(self, args: tuple[Any, ...]) -> None:
         for x in tensors(args):
