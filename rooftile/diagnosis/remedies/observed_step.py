@@ -42,7 +42,7 @@ class ObservedStep:
     cast_us: float = 0.0  # the host's time for one copy between dtypes
     sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
     waits: Mapping[HostPlace, float] = field(default_factory=dict)  # the host's time on something else than operators
-    threads: int = 1  # of a CPU's operators
+    threads: int = 1  # that compute a CPU's operators
     node_us: float = 1.5  # a kernel in a graph
 
 

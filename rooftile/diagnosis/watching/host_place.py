@@ -22,7 +22,7 @@ WORKERS = "_MultiProcessingDataLoaderIter"
 
 
 class HostPlace(NamedTuple):
-    """Where the host's time goes."""
+    """A place at which the host spends time."""
 
     where: str = ""  # the user's line; "" unknown
     function: str = ""  # a library's, called there: "PIL.Image.Image.resize"; "" where the line itself runs
