@@ -40,7 +40,7 @@ class RecordedCall(NamedTuple):
     """One call of an operator as a trace has it."""
 
     overload: str  # "" where it is unknown
-    kinds: tuple[object, ...]  # of its arguments, as in `OperatorRow.key`
+    kinds: tuple[object, ...]  # its arguments', as in `OperatorRow.key`
     counted: Counted
     dtype: str
 

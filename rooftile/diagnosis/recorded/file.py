@@ -20,7 +20,7 @@ RECORD = "record one with torch.profiler's export_chrome_trace"
 class RecordedTrace:
     """The events of a trace, and what it says of itself."""
 
-    name: str  # of the file, without its folder
+    name: str  # the file's, without its folder
     events: Sequence[TraceEvent]
     devices: Sequence[dict[str, Any]]  # its GPUs
     host: str  # the name of the machine; "" unknown

@@ -1,4 +1,4 @@
-"""Which events of a trace are operators, and the rows of the table that they make.
+"""Finds the operators among the events of a trace, and makes the rows of the table.
 
 A trace has an operator inside of another: `linear` calls `addmm`, which calls `copy_`. An operator here is what it is in a live
 diagnosis: the outermost one that is neither made of others nor a view.

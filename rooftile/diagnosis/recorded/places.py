@@ -1,4 +1,4 @@
-"""Where the host is in the program at a time of a trace: the module, the phase, and the user's function."""
+"""Says where the host is in the program at a time of a trace: the module, the phase, and the user's function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_SAMPLES = 50_000
 
 
 class TracePlace(NamedTuple):
-    """What surrounds the host at a time."""
+    """The surroundings of the host at a time."""
 
     module: str = ""  # the classes from the outermost module to the innermost: "GPT.Block.Linear"
     phase: str = "forward"

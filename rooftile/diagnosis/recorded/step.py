@@ -27,7 +27,7 @@ class RecordedStep:
     asking: Interval  # the time of the host
     host: Sequence[TraceEvent]  # all that runs in the time of the host, also Python's functions that have begun before it
     device: Sequence[TraceEvent]  # what was asked for in it
-    spread_us: float | None  # of the trace's steps; None for a single one
+    spread_us: float | None  # by how much the trace's steps differ; None for a single one
 
     @property
     def on_gpu(self) -> bool:

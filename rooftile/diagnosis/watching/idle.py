@@ -1,4 +1,4 @@
-"""What the host did while nothing ran in a profiled step: waits, lines, and the notes on them."""
+"""The host's time while nothing ran in a profiled step: waits, lines, and the notes on them."""
 
 from __future__ import annotations
 
