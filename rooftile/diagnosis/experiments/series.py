@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 def measure_all(
     recorded: Mapping[Row, Recorded], device: torch.device, deadline: Deadline, is_settled: Callable[[Row, Evidence], bool]
 ) -> tuple[dict[Row, Evidence], list[str]]:  # fmt: skip
-    """Returns the evidence of each call, and notes about calls that cannot be run again or for which there was no time.
+    """Returns the evidence of each call, and notes about calls that cannot be run again, or not in time.
 
     First every operator alone, in the cache and on less data; then added arithmetic, of products first, because nothing is
     compiled for them, else in the given order; then what is not settled once more, until the budget ends.
