@@ -54,7 +54,7 @@ class Deadline:
             self.check(expected_s)
 
     def within(self, seconds: float) -> Deadline:
-        """Returns the deadline in so many seconds, or this one if it is earlier."""
+        """Returns the deadline that comes after these seconds, or this one if it is earlier."""
         return Deadline(min(seconds, self.left_s))
 
     def but(self, seconds: float) -> Deadline:

@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 def measure_all(
     recorded: Mapping[Row, Recorded], device: torch.device, deadline: Deadline, is_settled: Callable[[Row, Evidence], bool]
 ) -> tuple[dict[Row, Evidence], list[str]]:  # fmt: skip
-    """Returns the evidence of each call, and notes about calls that cannot be run again or for which there was no time.
+    """Returns the evidence of each call, and notes about calls that cannot be run again, or not in time.
 
     First every operator alone, in the cache and on less data; then added arithmetic, of products first, because nothing is
     compiled for them, else in the given order; then what is not settled once more, until the budget ends.
@@ -68,8 +68,11 @@ def _measured(
         return {}, []
     kinds = {one.sample.operation.device for one in recorded.values()}
     # a program may be in inference mode, outside of which nothing can be written that is made in it
+    left_s = deadline.left_s
     with torch.inference_mode(False):
         timers = {kind: timer_for(device if kind == device.type else torch.device("cpu")) for kind in kinds}
+    # half a gigabyte to write between cold runs is the machine's matter, too
+    deadline = Deadline(left_s)
     found: dict[Row, Evidence] = {}
     notes: list[str] = []
     late: list[Recorded] = []

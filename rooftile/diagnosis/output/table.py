@@ -189,8 +189,8 @@ def _remedies(step: StepSummary, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
         basis = "computed" if remedy.measured_us is None else "tried"
-        saves = f"{_saving(remedy.saving_us)} ({percent(remedy.saving_us / step.time_us)}), {basis}"
-        lines += wrap(f"{remedy.name}: saves {saves}; {remedy.how}{CHANGES[remedy.changes]}", indent="    ", first="  ")
+        saves = f"{_saving(remedy.saving_us)} ({percent(abs(remedy.saving_us) / step.time_us)}), {basis}"
+        lines += wrap(f"{remedy.name}: {saves}; {remedy.how}{CHANGES[remedy.changes]}", indent="    ", first="  ")
     applied = together(remedies, step.time_us)
     total = sum(us for _, us in applied)
     if len(remedies) > 1:
@@ -216,7 +216,7 @@ def _changed(remedy: Remedy | None) -> str:
 
 
 def _saving(us: float) -> str:
-    return duration(us) if us >= 0 else f"{duration(-us)} more time"
+    return f"saves {duration(us)}" if us >= 0 else f"takes {duration(-us)} more"
 
 
 def _short(op: Op) -> str:

@@ -150,15 +150,19 @@ def test_the_table_fits_its_width_and_says_everything() -> None:
     assert "Note: two ranks." in words
     assert "gain: the share of the time that goes away with its traffic to main memory" in words
     assert "head mm: 1 kB predicted, 1.01 kB counted in main memory and 2.5 kB in L2 " in words
-    assert "CUDA graph: saves 45.6 ms (85 %);" in words
+    assert "CUDA graph: saves 45.6 ms (85 %), tried;" in words
     assert "together at most" in words
     assert "nan" not in words.lower()
 
 
-def test_measured_savings_stand_beside_predicted_ones() -> None:
+def test_a_measured_saving_takes_the_place_of_the_computed_one() -> None:
     d = example()
     applied = replace(d, remedies=(replace(d.remedies[0], measured_us=44000.0), *d.remedies[1:]))
-    assert "saves 45.6 ms (85 %), measured 44 ms" in " ".join(str(applied).split())
+    assert "saves 44 ms (82 %), tried;" in " ".join(str(applied).split())
+    slower = replace(d, remedies=(replace(d.remedies[0], measured_us=-5370.0), *d.remedies[1:]))
+    assert "CUDA graph: takes 5.37 ms more (10 %), tried;" in " ".join(str(slower).split())
+    computed = replace(d, remedies=(replace(d.remedies[0], measured_us=None), *d.remedies[1:]))
+    assert "saves 45.6 ms (85 %), computed;" in " ".join(str(computed).split())
 
 
 def test_long_tables_are_cut() -> None:
