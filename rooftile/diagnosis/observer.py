@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis import deadline, machine
+from rooftile.diagnosis import machine
 from rooftile.diagnosis.counts import counters
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
+from rooftile.diagnosis.experiments import deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all, prepare_scales
 from rooftile.diagnosis.experiments.step import NEEDED_STEPS, batch_shares, replayed_share

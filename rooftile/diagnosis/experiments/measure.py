@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from rooftile.diagnosis import deadline as budget
 from rooftile.diagnosis.counts.traffic import is_plain
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments import deadline as budget
 from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import growth

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import operator_name
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.intensity import references
 from rooftile.diagnosis.experiments.intensity.growth import GROWING

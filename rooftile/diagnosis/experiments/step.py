@@ -9,9 +9,9 @@ from statistics import median
 
 import torch
 
-from rooftile.diagnosis import deadline as budget
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments import deadline as budget
 from rooftile.diagnosis.experiments.capture import capturing
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.watching.dispatched import Dispatched
 from rooftile.diagnosis.watching.steps import StepTimer
 from rooftile.diagnosis.watching.watch import name_of

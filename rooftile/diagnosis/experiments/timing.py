@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rooftile.diagnosis import deadline as budget
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments import deadline as budget
 from rooftile.diagnosis.experiments.call import RepeatableCall
 from rooftile.diagnosis.experiments.capture import capturing
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.hardware.device import describe
 from rooftile.hardware.rates import one_thread
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from rooftile.diagnosis.counts.traffic import bound
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.timing import keep_busy
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.remedies import recorded
 from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD, Remedy

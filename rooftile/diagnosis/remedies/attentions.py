@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.diagnosis.counts.traffic import bound
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample, StepCall
 from rooftile.diagnosis.remedies.alone import times_us
 from rooftile.errors import InvalidInput, Unsupported

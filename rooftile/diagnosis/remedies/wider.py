@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import has_products, times_us
 from rooftile.diagnosis.remedies.observed_step import ObservedStep

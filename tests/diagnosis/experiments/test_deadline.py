@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rooftile.diagnosis import deadline
-from rooftile.diagnosis.deadline import Deadline
-from rooftile.diagnosis.experiments import series
+from rooftile.diagnosis.experiments import deadline, series
 from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.experiments.step import NO_TIME, batch_shares

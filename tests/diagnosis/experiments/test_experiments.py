@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.in_cache.slices import packed, same_pages
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from tests.diagnosis.operators import sample

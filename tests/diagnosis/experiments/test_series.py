@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments import series
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.records import OperatorRow, Sample

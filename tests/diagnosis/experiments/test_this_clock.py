@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftile as rt
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import references

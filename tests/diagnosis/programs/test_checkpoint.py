@@ -59,4 +59,4 @@ def test_bad_arguments(folder: Path) -> None:
         diagnose_checkpoint(folder, context=5000, device="cpu")
     result = CliRunner().invoke(app, ["diagnose"])
     assert isinstance(result.exception, InvalidInput)
-    assert "a script, --checkpoint FOLDER or --tour; give one of them" in str(result.exception)
+    assert "a script, --checkpoint FOLDER, --from TRACE or --tour; give one of them" in str(result.exception)

@@ -35,7 +35,7 @@ def large() -> torch.Tensor:
 
 
 def test_an_elementwise_operator_is_bound_by_memory(large: torch.Tensor) -> None:
-    found = rt.diagnose(lambda: large + 1.5, budget=2)
+    found = rt.diagnose(lambda: large + 1.5, budget=10)
     add = leading(found, "add")
     assert (add.flops, add.bytes) == (large.numel(), 2 * large.nbytes)
     assert add.bound in ("memory", "balanced")
@@ -43,7 +43,7 @@ def test_an_elementwise_operator_is_bound_by_memory(large: torch.Tensor) -> None
 
 def test_a_product_is_bound_by_compute_and_its_work_is_counted() -> None:
     x = torch.randn(768, 768)
-    found = rt.diagnose(lambda: x @ x, budget=2)
+    found = rt.diagnose(lambda: x @ x, budget=10)
     mm = leading(found, "mm")
     assert mm.flops == 2 * 768**3
     # on cores that others keep busy two experiments may differ
@@ -53,7 +53,7 @@ def test_a_product_is_bound_by_compute_and_its_work_is_counted() -> None:
 def test_a_product_with_few_rows_is_measured() -> None:
     """It reads 64 MiB for 32 million multiply-adds, which a core computes far below its roof."""
     weight, x = torch.randn(4096, 4096), torch.randn(1, 4096)
-    found = rt.diagnose(lambda: x @ weight, budget=2)
+    found = rt.diagnose(lambda: x @ weight, budget=10)
     mm = leading(found, "mm")
     assert mm.confidence in ("measured", "confirmed")
     assert (mm.bound, mm.confidence) != ("compute", "confirmed")
@@ -122,15 +122,15 @@ def test_times_of_operators_are_no_more_than_the_step(large: torch.Tensor) -> No
 
 def test_twice_the_batch_is_tried() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-    found = rt.diagnose(model, torch.randn(2048, 512), budget=1)
+    found = rt.diagnose(model, torch.randn(2048, 512), budget=10)
     times = found.step.experiments
     assert times["half_batch_us"] > 0
     assert times["double_batch_us"] > 0
     assert "batch" not in times["why_not"]
     x = torch.randn(8, 512)
-    alone = rt.diagnose(lambda: model(x), budget=1)
+    alone = rt.diagnose(lambda: model(x), budget=5)
     assert alone.step.experiments["why_not"]["batch"] == "the inputs have no first axis in common"
-    strict = rt.diagnose(lambda given: given + torch.ones(8, 512), x, budget=1)
+    strict = rt.diagnose(lambda given: given + torch.ones(8, 512), x, budget=5)
     assert "must match" in strict.step.experiments["why_not"]["batch"]
 
 

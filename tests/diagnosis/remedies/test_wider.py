@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.observed_step import ObservedStep
 from rooftile.diagnosis.remedies.propose import propose

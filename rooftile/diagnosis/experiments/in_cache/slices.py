@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low

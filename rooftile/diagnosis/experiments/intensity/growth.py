@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes, operator_name
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
 from rooftile.diagnosis.experiments.smaller.axes import with_result
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low

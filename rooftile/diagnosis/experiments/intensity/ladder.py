@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from rooftile.diagnosis import deadline as budget
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments import deadline as budget
 from rooftile.diagnosis.experiments.call import RepeatableCall, operator_name
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.smaller.rules import GATHERS
 from rooftile.diagnosis.watching.compiled import GeneratedKernel

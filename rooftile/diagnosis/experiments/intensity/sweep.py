@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from rooftile.diagnosis.deadline import Deadline
 from rooftile.diagnosis.experiments.call import RepeatableCall
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.smaller.axes import CallAxis, piece
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low

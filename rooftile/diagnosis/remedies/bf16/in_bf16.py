@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rooftile.diagnosis.deadline import Deadline
+from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import chosen_shares, narrower_share
 from rooftile.diagnosis.remedies.attentions import FUSED
