@@ -58,7 +58,8 @@ def _verdict(row: results.Row) -> str:
     verdict = row.settings.get("verdict")
     if verdict is None:
         return row.reason
-    share = row.measures.get(f"verdict_{verdict}_percent")
+    # a balanced step has no cause whose share could be told
+    share = None if verdict == "balanced" else row.measures.get(f"verdict_{verdict}_percent")
     return "none" if verdict == "None" else verdict if share is None else f"{verdict} {share:.0f} %"
 
 
