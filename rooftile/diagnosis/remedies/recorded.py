@@ -9,7 +9,7 @@ class RecordedPrices(NamedTuple):
     """Programs on one kind of device for which compile had a price and was tried."""
 
     programs: int
-    within: int  # of them, with a price within the factor of what compile saved
+    within: int  # the number of these programs whose price was within the factor of what compile saved
 
 
 FACTOR = 2

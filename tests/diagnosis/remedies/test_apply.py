@@ -194,5 +194,5 @@ def test_the_packages_numbers_follow_from_the_recorded_programs() -> None:
             ("a", 900.0, 1.0), ("a", 100.0, 51.0), ("b", 100.0, 201.0), ("c", 100.0, -90.0), ("d", 1.0, 1.0), ("e", 10.0, 20.0)
         )
     ]  # fmt: skip
-    # of a program the last row counts, and of d there was no price to see
+    # the last row of a program counts, and d had no price
     assert write_recorded_prices.compared([*rows, {"case": "f", "median_us": 1.0, "measures": {}}]) == (4, 2)

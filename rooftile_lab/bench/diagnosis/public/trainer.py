@@ -33,7 +33,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 class Trainer:
-    """What a step of a trainer does: inputs to the device, the loss, its backward, the clipped update, the schedule."""
+    """Runs the step of a trainer: inputs to the device, the loss, its backward, the clipped update, the schedule."""
 
     def __init__(self, model: nn.Module, device: torch.device, autocast: bool) -> None:
         self.model, self.device, self.autocast = model.to(device).train(), device, autocast
