@@ -66,7 +66,9 @@ def test_no_program_is_run_by_hand_beside_the_commands() -> None:
     def runs(tree: ast.Module) -> bool:
         return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
 
-    assert {name for name, tree in FILES.items() if runs(tree)} == ENTRANCES
+    # the programs that a diagnosis runs are scripts, as a user's are
+    found = {name for name, tree in FILES.items() if runs(tree) and not name.startswith("bench/diagnosis/public/")}
+    assert found == ENTRANCES
 
 
 def test_words_and_numbers_are_separated_by_commas() -> None:
