@@ -131,7 +131,7 @@ def test_a_mislabelled_folder_is_told_of_once(tmp_path: Path, caplog: pytest.Log
         Decoder.from_folder(tmp_path)
         lines = [line for line in caplog.messages if "GPTQ" in line]
         assert len(lines) == times
-    assert f"{tmp_path}: quantization_config says GPTQ version 1, and layers.0.self_attn.q_proj.qzeros are those of" in lines[0]
+    assert f"{tmp_path}: quantization_config says GPTQ version 1, and layers.0.self_attn.q_proj.qzeros belong to" in lines[0]
 
 
 def with_points_of_zero(folder: Path, write) -> Tensor:

@@ -151,7 +151,7 @@ def test_wrong_shapes(checkpoints: Path, tmp_path: Path) -> None:
         name = "model.layers.0.mlp.down_proj.weight"
         tensors[name] = tensors[name].T.contiguous()
 
-    sentence = r"shapes are not those of its config.json: model.layers.0.mlp.down_proj.weight \(48, 40\), due \(40, 48\)"
+    sentence = r"shapes differ from its config.json: model.layers.0.mlp.down_proj.weight \(48, 40\), due \(40, 48\)"
     refused(changed(copied(checkpoints, "llama", tmp_path), change), sentence)
 
 
