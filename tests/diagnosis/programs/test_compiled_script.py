@@ -53,6 +53,6 @@ def test_a_model_is_compiled_once_and_in_one_piece(function: str | None, tmp_pat
     path, log = tmp_path / "train.py", tmp_path / "log"
     path.write_text(SCRIPT.format(log=str(log)))
     found = diagnose_script(str(path), function=function, budget=0.3)
-    # a named function is also called with half and twice its batch, for which one more graph is made
-    assert log.read_text() == ("graph graph " if function else "graph ")
+    # a named function is also called with half and twice its batch where there is time, for which one more graph is made
+    assert log.read_text() in (("graph ", "graph graph ") if function else ("graph ",))
     assert found.step.time_us > 0
