@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from rooftile.diagnosis.programs.unchanged import is_filled
 from rooftile.diagnosis.watching.modes import Modes
 from rooftile.errors import InvalidInput
 
@@ -107,19 +108,11 @@ def _target(thing: Any) -> _Target | None:
         return _Target(thing.__func__.__code__, thing, thing.__self__) if isinstance(thing.__func__, FunctionType) else None
     if isinstance(thing, FunctionType):
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        return _Target(thing.__code__, thing, cells=tuple((name, cell.cell_contents) for name, cell in cells if _is_filled(cell)))
+        return _Target(thing.__code__, thing, cells=tuple((name, cell.cell_contents) for name, cell in cells if is_filled(cell)))
     if isinstance(thing, type) or thing is None:
         return None
     called = type(thing).forward if isinstance(thing, nn.Module) else getattr_static(type(thing), "__call__", None)
     return _Target(called.__code__, thing, thing) if isinstance(called, FunctionType) else None
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 def _call_of(frame: FrameType, name: str) -> ScriptCall:

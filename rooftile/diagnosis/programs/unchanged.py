@@ -91,7 +91,7 @@ def _parts(x: Any) -> tuple[list[Any], bool]:
     if isinstance(x, FunctionType):
         if x.__module__.partition(".")[0] in LIBRARIES:
             return [], False
-        cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in x.__closure__ or () if is_filled(cell)]
         return [*cells, *(x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__)], True
     if isinstance(x, dict):
         return list(x.values()), False
@@ -110,7 +110,8 @@ def _names(code: CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Returns whether a closure's cell holds something yet."""
     try:
         cell.cell_contents  # noqa: B018 - an empty cell raises
     except ValueError:
