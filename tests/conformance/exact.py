@@ -43,7 +43,7 @@ def check(case: Case, phase: str, backend: str, device: torch.device) -> None:
 
 def _times(case: Case, backend: str, device: torch.device) -> int:
     """Returns how many times the plain definition's error a backend may have."""
-    # PyTorch's backward on a GPU computes weights again by blocks of keys, whose last bits differ from those of its forward
+    # PyTorch's backward on a GPU computes weights again by blocks of keys, whose last bits differ from the forward's
     return 4 if backend == "sdpa" and device.type == "cuda" and abs(case.offset) >= 1e6 else 2
 
 

@@ -10,7 +10,7 @@ import time
 
 from rooftile.errors import Unsupported
 
-# what has begun is finished after the end if its runs take no more than this together, as most operators' do
+# an experiment that has begun may end late if its runs take no more than this together, as runs of most operators do
 SHORT_S = 0.2
 # in seconds; tests have a clock of their own here
 clock = time.perf_counter

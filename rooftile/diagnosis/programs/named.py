@@ -92,7 +92,7 @@ def named(name: str | None) -> Iterator[None]:
 
 
 def _global(name: str) -> Any:
-    """Returns what a name of the script stands for now; None without it."""
+    """Returns the object that a global name of the script holds at present; None if there is no such name."""
     first, *rest = name.split(".")
     found = vars(sys.modules["__main__"]).get(first)
     for word in rest:

@@ -20,12 +20,12 @@ from rooftile.runtime.words import answers_foreign_words
 
 
 class Source(IntEnum):
-    """Who says where a step ends; a later one knows better."""
+    """Tells who says where a step ends; each member knows better than the members before it."""
 
     NONE, MODULES, BACKWARD, OPTIMISER, MARKS = range(5)
 
 
-# what is done at a step; None where no step is needed for it any more
+# a role makes the block that one step runs in; None if no step is needed for it any more
 Role = Callable[[], AbstractContextManager[Any] | None]
 
 

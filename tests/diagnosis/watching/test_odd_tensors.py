@@ -53,7 +53,7 @@ def test_a_sparse_gradient_is_counted_and_its_optimiser_too() -> None:
 
     rows = watched(step)
     assert {row.phase for row in rows.values()} == {"forward", "backward", "optimiser"}
-    # the optimiser's square roots are those of the six rows of the gradient
+    # the optimiser takes square roots of the gradient's six rows only
     assert rows["sqrt_"].special == 6 * 4
     assert rows["sqrt_"].bytes == 2 * 6 * 4 * 4
 
