@@ -45,6 +45,7 @@ from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.compiled import NAMESPACE
 from rooftile.diagnosis.watching.idle import IdleTime
+from rooftile.diagnosis.watching.in_order import call_times_us
 from rooftile.diagnosis.watching.steps import Role, StepTimer
 from rooftile.diagnosis.watching.timeline import Profiled, Timeline
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
@@ -67,7 +68,7 @@ Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
 EXPLAINED = 0.95
-MOST_KINDS = 20
+MOST_KINDS = 100
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
@@ -212,8 +213,11 @@ class Observer:
 
     def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
-        us = self._timeline.us_of(operation.op, operation.shapes)
-        return us * operation.calls * self._shrink
+        return self._call_times_us[operation.key] * operation.calls * self._shrink
+
+    @cached_property
+    def _call_times_us(self) -> Mapping[tuple[object, ...], float]:
+        return call_times_us(self._watch.operations, self._timeline)
 
     @property
     def _shrink(self) -> float:

@@ -67,6 +67,12 @@ class RepeatableCall:
         args, kwargs = self.filled(tensors)
         return RepeatableCall(self.function, args, kwargs, self._written)
 
+    def with_argument(self, place: int, value: Any) -> RepeatableCall:
+        """Returns the call with another value of a positional argument that is no tensor."""
+        args = list(self.args)
+        args[place] = value
+        return RepeatableCall(self.function, args, self.kwargs, self._written)
+
     def run(self) -> Any:
         """Runs it and returns its result."""
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,21 +54,22 @@ def diagnose_script(
         raise Finished
 
     steps = Steps(observer.roles, done)
-    call = run(path, arguments, steps, function=function, patience=max(LEAST_PATIENCE, 10 * budget))
-    if call is None:
-        whole = tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
-        whole = compile_price_noted(whole, observer.device, "--apply compile tries it, in one more run of the script")
-        words = f"{path} was run {steps.runs} times until {steps.needed} of its steps had been seen"
-        return whole.noted(words) if steps.runs > 1 else whole
+    with ExitStack() as kept:
+        call = run(path, arguments, steps, kept, function=function, patience=max(LEAST_PATIENCE, 10 * budget))
+        if call is None:
+            whole = tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
+            whole = compile_price_noted(whole, observer.device, "--apply compile tries it, in one more run of the script")
+            words = f"{path} was run {steps.runs} times until {steps.needed} of its steps had been seen"
+            return whole.noted(words) if steps.runs > 1 else whole
 
-    def step(*inputs: Any, **named: Any) -> Any:
-        with call.modes.again():
-            return call.function(*inputs, **named)
+        def step(*inputs: Any, **named: Any) -> Any:
+            with call.modes.again():
+                return call.function(*inputs, **named)
 
-    step.__qualname__ = call.name
-    called = diagnose_call(step, call.args, call.kwargs, apply=apply, budget=budget, ncu=ncu, say=say)
-    _check_device(device, torch.device(called.machine["type"]))
-    return called.noted(call.note) if call.note else called
+        step.__qualname__ = call.name
+        called = diagnose_call(step, call.args, call.kwargs, apply=apply, budget=budget, ncu=ncu, say=say)
+        _check_device(device, torch.device(called.machine["type"]))
+        return called.noted(call.note) if call.note else called
 
 
 def _check_device(expected: str | None, found: torch.device) -> None:
@@ -84,4 +86,5 @@ def _again(path: str, arguments: Sequence[str], trial: Trial) -> None:
     def done() -> None:
         raise Finished
 
-    run(path, arguments, Steps(trial.roles, done))
+    with ExitStack() as kept:
+        run(path, arguments, Steps(trial.roles, done), kept)

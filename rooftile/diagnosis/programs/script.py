@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from rooftile.diagnosis.programs.named import Reached, ScriptCall, named
 from rooftile.diagnosis.watching.dispatched import in_backward, optimiser_steps
 from rooftile.diagnosis.watching.modes import Modes
 from rooftile.diagnosis.watching.steps import Finished, Source, Steps, watching
+from rooftile.diagnosis.watching.unseen import pass_over
 from rooftile.diagnosis.watching.where import user_line
 from rooftile.errors import InvalidInput
 
@@ -40,7 +42,7 @@ FEWEST = 3
 
 
 def run(
-    path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None, patience: float = 600.0
+    path: str, arguments: Sequence[str], steps: Steps, kept: ExitStack, *, function: str | None = None, patience: float = 600.0
 ) -> ScriptCall | None:  # fmt: skip
     """Runs a script until its steps have been seen.
 
@@ -48,6 +50,7 @@ def run(
         path: the script.
         arguments: its own, as in sys.argv[1:].
         steps: what is done at each step that the script marks, or that its optimiser ends.
+        kept: closed when the call is no longer needed: compiled code is bound to how its modules are called.
         function: the name of its step's function, such as "train_step" or "Trainer.step".
         patience: seconds until the first step; and seconds for which a script may call modules without one, until the call of a
             module counts as its step.
@@ -65,7 +68,7 @@ def run(
         raise InvalidInput(f"{path} is not a file; give the path of a Python script")
     while True:
         source, seen = steps.source, steps.seen
-        call = _run_once(path, arguments, steps, function, patience)
+        call = _run_once(path, arguments, steps, kept, function, patience)
         if steps.is_finished:
             return None
         # the part of a script before the first end of a step is not counted as seen, and is a step all the same
@@ -79,7 +82,9 @@ def run(
         steps.run_again()
 
 
-def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> ScriptCall | None:
+def _run_once(
+    path: str, arguments: Sequence[str], steps: Steps, kept: ExitStack, function: str | None, patience: float
+) -> ScriptCall | None:  # fmt: skip
     """Runs the script from its beginning to its end, or until all steps have been seen.
 
     Returns the call that can be made again; None if the script has steps that end with a backward, an optimiser or its marks.
@@ -87,7 +92,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
     calls: list[ScriptCall] = []
     turns = Turns(steps)
     with (
-        _as_main(path, arguments), watching(steps), turns.watched(), _modules(calls, turns, steps, patience),
+        _as_main(path, arguments), watching(steps), turns.watched(), _modules(calls, turns, steps, patience, kept),
         _optimisers(steps, turns), named(function),
     ):  # fmt: skip
         alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
@@ -171,42 +176,60 @@ class _Alarm:
 
 
 @contextmanager
-def _modules(calls: list[ScriptCall], turns: Turns, steps: Steps, patience: float) -> Iterator[None]:
-    """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step."""
+def _modules(calls: list[ScriptCall], turns: Turns, steps: Steps, patience: float, kept: ExitStack) -> Iterator[None]:
+    """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step.
+
+    The function by which modules are called stays until `kept` is closed: a program that was compiled meanwhile would be compiled
+    again without it.
+    """
     original = nn.Module.__call__
     depth = count = 0
     first = 0.0
 
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth, count, first
-        if torch.compiler.is_compiling():
-            # torch.compile(model) holds this function as the model's own call: what follows is no part of the program
-            return original(self, *args, **kwargs)
-        if depth == 0 and not steps.is_stepping:
+    # a compiler may be at work around a call, and would compile these as a part of the program
+    @torch.compiler.disable
+    def begin(caller: FrameType) -> Modes:
+        nonlocal count, first
+        if not steps.is_stepping:
             count += 1
             first = first or time.monotonic()
             if count > MANY_CALLS and time.monotonic() - first > patience:
                 raise Reached(calls[0])
-        if depth == 0 and steps.source <= Source.MODULES and not in_backward():
-            turns.note_call(sys._getframe(1))
-        modes = Modes.now()
+        if steps.source <= Source.MODULES and not in_backward():
+            turns.note_call(caller)
+        return Modes.now()
+
+    @torch.compiler.disable
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes, caller: FrameType) -> None:
+        where = user_line(caller)
+        name = f"the call of {type(module).__name__}{f' at {where}' if where else ''}"
+        calls[:] = [ScriptCall(module, args, kwargs, name, modes)]
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if torch.compiler.is_compiling() or depth:
+            # torch.compile(model) holds this function as the model's own call: what follows is no part of the program
+            return original(self, *args, **kwargs)
+        modes = begin(sys._getframe(1))
         depth += 1
         try:
             result = original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if depth == 0:
-            # a call that has failed would fail again
-            where = user_line(sys._getframe(1))
-            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
-            calls[:] = [ScriptCall(self, args, kwargs, name, modes)]
+        # a call that has failed would fail again
+        keep(self, args, kwargs, modes, sys._getframe(1))
         return result
 
+    # Dynamo passes over PyTorch's own function as well. It would compile this one for each class of module, up to eight of them,
+    # and run the program's other compiled modules, and the ladders of the experiments, without a compiler
+    pass_over(noted)
     nn.Module.__call__ = noted  # type: ignore[method-assign]
+    kept.callback(setattr, nn.Module, "__call__", original)
     try:
         yield
     finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+        # nothing more is noted
+        depth = 1
 
 
 @contextmanager

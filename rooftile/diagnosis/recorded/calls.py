@@ -7,7 +7,9 @@ which a tensor may be missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +75,7 @@ class Calls:
         func = overload_of(event.name(), types) if types and len(types) == len(dims) else None
         if func is None:
             return RecordedCall("", kinds, NOT_COUNTED, dtype)
-        with self._mode, torch.no_grad():
+        with self._mode, torch.no_grad(), _unlogged():
             try:
                 args, kwargs = self._arguments(func, event.args, types, dims, strides)
                 makes = any("Tensor" in str(one.type) for one in func._schema.returns)
@@ -91,6 +93,8 @@ class Calls:
         self, func: OpOverload, recorded: dict[str, Any], types: Sequence[Any], dims: Sequence[Any], strides: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
         words = listed(recorded, "Concrete Inputs") or [""] * len(types)
+        if (lists := [dims[n] for n, word in enumerate(types) if word == "TensorList"]) and not any(lists):
+            raise LookupError("the shapes of its lists were not recorded")
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for n, argument in enumerate(func._schema.arguments):
@@ -110,6 +114,18 @@ class Calls:
         return tuple(args), kwargs
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps PyTorch from logging an operator that fails on its recorded inputs: its row says that it has no counts."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 INPUTS = ("Input type", "Input Dims", "Input Strides", "Concrete Inputs")
 
 
@@ -124,13 +140,16 @@ def overload_of(name: str, types: Sequence[Any]) -> OpOverload | None:
     """Returns the overload of an operator that takes arguments of some types, in the words of a profiler."""
     packet = packet_of(name)
     overloads = [] if packet is None else [getattr(packet, word) for word in packet.overloads()]
-    return next((one for one in overloads if _takes(one, types)), None)
+    fitting = (one for undefined in (False, True) for one in overloads if _takes(one, types, undefined=undefined))
+    return next(fitting, None)
 
 
-def _takes(func: OpOverload, types: Sequence[Any]) -> bool:
+def _takes(func: OpOverload, types: Sequence[Any], *, undefined: bool) -> bool:
+    """Whether an overload takes arguments of some types. undefined: a tensor may have none, as a backward's bias of attention."""
     arguments = func._schema.arguments
     return len(arguments) == len(types) and all(
-        _fits(str(one.type), word) for one, word in zip(arguments, types, strict=True)
+        _fits(str(one.type), word) or (undefined and word == "" and str(one.type) == "Tensor")
+        for one, word in zip(arguments, types, strict=True)
     )  # fmt: skip
 
 

@@ -28,11 +28,14 @@ from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.compiled import NAMESPACE
 from rooftile.diagnosis.watching.idle import IdleTime
+from rooftile.diagnosis.watching.in_order import call_times_us
 from rooftile.diagnosis.watching.timeline import Timeline, outermost, timeline_of
 from rooftile.errors import InvalidInput
 from rooftile.runtime.words import answers_foreign_words
 
 NO_EXPERIMENT = "a trace allows no experiment"
+# ... and the host is slower under a profiler, which a GPU's step shows as overhead
+SLOWER_HOST = f"{NO_EXPERIMENT}, and its profiler slows the host, so the overhead is an upper limit"
 
 
 @answers_foreign_words
@@ -79,11 +82,12 @@ def _diagnosed(trace: RecordedTrace, step: int | None, device_name: str | None) 
     seen = step_of(trace, step)
     machine = machine_of(trace, seen, device_name)
     timeline, operations = _operations(seen)
-    findings = [_finding(operation, timeline, machine) for operation in operations]
+    times_us = call_times_us(operations, timeline)
+    findings = [_finding(operation, times_us[operation.key], timeline, machine) for operation in operations]
     idle = IdleTime(timeline, timeline.wall_us)
     evidence = StepEvidence(
         time_us=timeline.wall_us, spread_us=seen.spread_us or 0.0, idle_us=idle.by_cause, waiting_us=idle.waiting_us,
-        why_not={"experiments": NO_EXPERIMENT},
+        why_not={"experiments": SLOWER_HOST if seen.on_gpu else NO_EXPERIMENT},
     )  # fmt: skip
     kernels = {row: names for row, f in enumerate(findings) if (names := _kernels(timeline, f.operation))}
     found = diagnosis(
@@ -109,12 +113,11 @@ def _operations(step: RecordedStep) -> tuple[Timeline, list[OperatorRow]]:
     return timeline, rows_of(operators, places.of(operators), calls, with_kernels)
 
 
-def _finding(operation: OperatorRow, timeline: Timeline, machine: TraceMachine) -> Finding:
+def _finding(operation: OperatorRow, call_us: float, timeline: Timeline, machine: TraceMachine) -> Finding:
     """Returns the finding of an operator; its verdict is the model's, and says why there is no more."""
     tf32 = in_tf32(_kernels(timeline, operation))
     roofs = roofs_of(operation, machine.device, machine.ceilings, in_tf32=tf32)
-    us = timeline.us_of(operation.op, operation.shapes) * operation.calls
-    found = find(operation, roofs, None, us or None)
+    found = find(operation, roofs, None, call_us * operation.calls or None)
     reason = NO_EXPERIMENT
     if len(operation.key) == 4 and operation.op != BETWEEN:
         reason += ", and this one has no shapes: record it with record_shapes=True"
@@ -160,7 +163,8 @@ def _notes(
     found = [
         f"{trace.name} is a recorded trace, which allows no experiment: every bound is the model's, from counts and ceilings",
         machine.note,
-        "times are as under the profiler, which lengthens the host's part of each operator by a microsecond or two",
+        "times are as under the profiler, which lengthens the host's part of each operator, with shapes and stacks by tens of "
+        "microseconds" + (": the share of overhead, and what a CUDA graph would save, are upper limits" if step.on_gpu else ""),
         "compile, fused operators, narrower dtypes and checkpoints have no price: a trace does not say which operators share a "
         "tensor, and runs nothing",
     ]

@@ -7,7 +7,11 @@ of it. The gain g is the share of the time that goes away with the traffic to ma
     s <= 1/3 and g >= 0.3               memory
     s >= 2/3 and g <= 0.15              compute
     g >= 2/3                            memory, where arithmetic and traffic do not overlap and both are seen
+    s <= 1/3, 0.15 < g < 0.3, and next  memory, if the traffic takes half of the time at its roof
+    to no arithmetic by the counts
     s <= 1/3 and g <= 0.15              a unit that neither experiment touches: the cache, or special functions
+    s >= 2/3, and traffic that takes    compute: a gain of slices is a gain of a library's other programs
+    a quarter of the time at its roof
     between these                       balanced
 
 Counts that leave no doubt come before a number that is missing, and decide between two that are not decided: a call that reaches
@@ -40,6 +44,10 @@ FIXED = 0.5
 # a call that reaches so much of a roof is bound by it, if the other roof takes less than this share of its time; a call that
 # reaches more than this of a roof has a roof that was measured too low
 REACHED, LEFT, ABOVE = 0.75, 0.5, 1.25
+# traffic whose least time is less than this share of a call's time does not bound it
+LITTLE = 0.25
+# arithmetic whose least time is so many times shorter than the traffic's takes none of a call's time
+MANY = 10.0
 # errors of the two numbers in standard errors of T0: g is a ratio of two times, s a difference over half of T0
 GAIN_ERRORS, SLOPE_ERRORS = 2.0, 4.0
 
@@ -79,10 +87,10 @@ def classify(
     if operation.device != "cpu" and operation.op in SYNCHRONISING:
         return _verdict(modelled, "host", None, "measured", "the host waits for the device's number")
     if evidence is None or evidence.slope is evidence.gain is evidence.fixed_us is None:
-        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence))
+        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence, modelled))
     bound, unit = _measured(operation.device, roofs, modelled, evidence)
     if bound is None:
-        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence))
+        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence, modelled))
     confidence = _confidence(bound, modelled, evidence)
     if confidence == "confirmed" and _bounds_within_errors(modelled, operation.device, roofs, evidence, by_counts=False) != {
         bound
@@ -133,11 +141,16 @@ def _measured(
     if doubtless is not None and (s is None or g is None):
         return doubtless
     if modelled.compute_us == 0 and modelled.memory_us:
-        # it moves data and computes nothing: whatever takes its time is on the way of the data
-        return "memory", modelled.memory
+        # it moves data and computes nothing: whatever takes its time is on the way of the data, if not from main memory then
+        # through the cache, as the pieces of rows that a transposition reads
+        is_below = g is not None and g <= STAYS and modelled.memory_us < LEFT * evidence.time_us
+        return "memory", roofs.cache if is_below else modelled.memory
     flat, steep = s is None or s <= FLAT, s is None or s >= STEEP
     falls, stays = g is None or g >= FALLS, g is None or g <= STAYS
     # a number that is missing fits both answers, so one experiment alone decides between the two roofs
+    if s is not None and steep and modelled.memory_us is not None and modelled.memory_us < LITTLE * evidence.time_us:
+        # the gain is of slices, for which a library has other programs
+        return "compute", modelled.compute
     if (flat and falls) or (g is not None and g >= MOST):
         return "memory", modelled.memory
     if s is None and stays and modelled.bound == "memory" and modelled.memory == roofs.cache:
@@ -148,6 +161,8 @@ def _measured(
         return _untouched(modelled, roofs, evidence.time_us)
     if doubtless == ("memory", modelled.memory) and (s is None or s < STEEP):
         return doubtless
+    if flat and not stays and _is_traffic(modelled, evidence.time_us):
+        return "memory", modelled.memory
     if doubtless == ("compute", modelled.compute) and (s is None or s > FLAT) and (g is None or g < FALLS):
         return doubtless
     return "balanced", None
@@ -165,6 +180,12 @@ def _doubtless(modelled: Model) -> tuple[str, str] | None:
         if REACHED * time_us <= us <= ABOVE * time_us and other_us <= LEFT * time_us:
             return bound, unit
     return None
+
+
+def _is_traffic(modelled: Model, time_us: float) -> bool:
+    """Whether traffic takes over half of the time at its roof, and arithmetic next to nothing."""
+    memory_us, compute_us = modelled.memory_us, modelled.compute_us
+    return memory_us is not None and compute_us is not None and memory_us >= LEFT * time_us and compute_us <= memory_us / MANY
 
 
 def _may_be_compute(modelled: Model, time_us: float) -> bool:
@@ -202,7 +223,7 @@ def _confidence(bound: str, modelled: Model, evidence: Evidence) -> str:
     if evidence.slope is None or evidence.gain is None or bound != modelled.bound:
         return "measured"
     is_unclear = evidence.slope > FLAT or STAYS < evidence.gain < FALLS
-    return "measured" if bound == "memory" and is_unclear else "confirmed"
+    return "measured" if is_unclear and (bound == "memory" or evidence.gain > STAYS) else "confirmed"
 
 
 def _below_its_roof(bound: str, modelled: Model, evidence: Evidence) -> bool:
@@ -217,12 +238,17 @@ def _below_its_roof(bound: str, modelled: Model, evidence: Evidence) -> bool:
     return arithmetic_us > CLEAR * modelled.compute_us and modelled.memory_us < CLEAR * arithmetic_us
 
 
-def _reasons(operation: OperatorRow, evidence: Evidence | None) -> str:
+def _reasons(operation: OperatorRow, evidence: Evidence | None, modelled: Model) -> str:
+    reason = "no experiment was made"
     if evidence is not None and evidence.why_not:
-        return "no experiment: " + "; ".join(f"{name}: {reason}" for name, reason in evidence.why_not.items())
-    if operation.flops is None or operation.bytes is None:
-        return "no experiment was made, and no rule counts it"
-    return "no experiment was made"
+        reason = "no experiment: " + "; ".join(f"{name}: {reason}" for name, reason in evidence.why_not.items())
+    elif operation.flops is None or operation.bytes is None:
+        reason += ", and no rule counts it"
+    if modelled.bound is None and modelled.roof_us and modelled.time_us:
+        reason += (
+            f"; it takes {modelled.time_us / modelled.roof_us:.0f} times as long as its roofs allow, which no count explains"
+        )
+    return reason
 
 
 def _numbers(bound: str, confidence: str, modelled: Model, evidence: Evidence) -> str:

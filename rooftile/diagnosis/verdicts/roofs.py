@@ -11,8 +11,9 @@ from rooftile.diagnosis.records import OperatorRow
 
 # one of two roofs is the model's answer only if its time is this many times the other's
 CLEAR = 1.5
-# no roof explains a time more than this many times its own
-FAR = 4.0
+# no roof explains a time more than this many times its own. The fixed part may, as operators differ in it, where the time is at
+# most this many times as long
+FAR, NEAR_FIXED = 4.0, 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ def model(operation: OperatorRow, roofs: Roofs, time_us: float | None = None) ->
     """Returns the modelled times of one call.
 
     time_us: its measured time. A call that is faster than main memory allows found its data in the cache; one that is much
-    slower than all of its roofs is bound by none of them.
+    slower than all of its roofs is bound by none of them: a short one by its fixed part, a long one by what the model does not
+    know, such as a slow kernel.
 
     Example:
         >>> add = Operation(module="", op="aten::add", phase="forward", calls=1, flops=10**6, special=0, bytes=12 * 10**6,
@@ -115,6 +117,8 @@ def _bound(
         return None
     nearer = max(memory_us, compute_us)
     expected_us = nearer + roofs.fixed_us
+    if time_us is not None and time_us > max(FAR * expected_us, NEAR_FIXED * roofs.fixed_us):
+        return None
     if roofs.fixed_us > nearer or (time_us is not None and time_us > FAR * expected_us):
         return waiting(device, time_us if time_us is not None else expected_us, roofs)
     if memory_us >= CLEAR * compute_us:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from rooftile.diagnosis.watching.unseen import pass_over
+
 # the number of nodes that the forward did not make, such as the accumulation of a gradient
 UNNUMBERED = 2**63
 
@@ -35,6 +37,7 @@ class Modules:
         self._warnings.__enter__()
         # torch.compile's wrapper says that hooks of all modules see the module twice
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        pass_over(Modules._begin, Modules._end)
         self._hooks = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -69,11 +72,21 @@ class Modules:
         return self._last
 
     def _begin(self, module: nn.Module, unused: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._call(module)
+
+    def _end(self, *unused: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._return()
+
+    @torch.compiler.disable
+    def _call(self, module: nn.Module) -> None:
         if module not in self._names:
             self._name(module, type(module).__name__)
         self._running.append(self._names[module])
 
-    def _end(self, *unused: Any) -> None:
+    @torch.compiler.disable
+    def _return(self) -> None:
         if self._running:
             self._running.pop()
 

@@ -72,6 +72,7 @@ class Timeline:
     launches: int  # kernels, copies and fills on a GPU, operators on a CPU
     op_us: dict[OpKey, float]  # per call, mean: on a GPU of its kernels, on a CPU of the operator
     op_calls: dict[OpKey, int]
+    calls_us: Mapping[str, tuple[float, ...]]  # the time of each call, by the operator's name, in the order of the calls
     kernels: dict[OpKey, tuple[str, ...]]  # the names of its kernels; none on a CPU
     gaps: tuple[Gap, ...]
     start_ns: int
@@ -193,6 +194,7 @@ def timeline_of(
     operators = outermost(filter(is_wanted, here))
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
+    each: defaultdict[int, float] = defaultdict(float)
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
     launches: list[Launch] = []
     tail_us = replayed_us = copied_us = 0.0
@@ -215,6 +217,7 @@ def timeline_of(
                 work_of.append((launch.start_ns(), kernel.duration_ns() / 1e3, None if op is None else _key(op)))
             if op is not None:
                 total[_key(op)] += kernel.duration_ns() / 1e3
+                each[id(op)] += kernel.duration_ns() / 1e3
                 if len(kernels[_key(op)]) < 8:
                     kernels[_key(op)].append(kernel.name())
         moved = [e for e in device if e.name().startswith(BETWEEN)]
@@ -232,12 +235,17 @@ def timeline_of(
         for op in operators:
             calls[_key(op)] += 1
             total[_key(op)] += op.duration_ns() / 1e3
+            each[id(op)] += op.duration_ns() / 1e3
         spans = union(_span(e) for e in here)
         gaps = [_host_gap(gap, lines) for gap in complement(spans, window)]
         busy, count = length(spans), len(outermost(here))
+    in_order: defaultdict[str, list[float]] = defaultdict(list)
+    for op in operators:
+        in_order[op.name()].append(each[id(op)])
     return Timeline(
         wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
+        calls_us={name: tuple(times) for name, times in in_order.items()},
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
         launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
         copied_us=copied_us,

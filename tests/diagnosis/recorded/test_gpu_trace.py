@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_step_on_two_gpus_is_refused(tmp_path: Path) -> None:
         rt.diagnosis.from_trace(written(tmp_path / "t.json", traceEvents=two), step=4)
 
 
-def test_what_a_trace_does_not_say_is_not_counted(tmp_path: Path) -> None:
+def test_what_a_trace_does_not_say_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lists have no dtypes, masks no values, and operators of another program no rules."""
     dims = [[1000], [1000]]
     made = [
@@ -157,6 +158,8 @@ def test_what_a_trace_does_not_say_is_not_counted(tmp_path: Path) -> None:
             "External id": 3, "Input Dims": [dims, []], "Input type": ["TensorList", "Scalar"],
             "Input Strides": [[[1], [1]], []], "Concrete Inputs": ["", "0"],
         }),
+        # a profiler writes no shapes of the lists that an optimiser takes
+        operator("aten::stack", 30, 3, 8, [[], []], ["TensorList", "Scalar"], ["", "0"]),
         operator("aten::nonzero", 35, 5, 4, [[1000]], ["float"], [""]),
         operator("theirs::rotate", 45, 5, 5, [[1000]], ["float"], [""]),
         operator("aten::mm", 55, 5, 6, [[4, 5], [6, 7]], ["float", "float"], ["", ""]),
@@ -167,10 +170,12 @@ def test_what_a_trace_does_not_say_is_not_counted(tmp_path: Path) -> None:
     assert (found["add"].flops, found["add"].bytes) == (1000, 12_000)
     # two floating dtypes: which one the list has is unknown
     assert (found["cat"].flops, found["cat"].bytes) == (0, None)
-    for name in ("nonzero", "theirs::rotate", "mm"):
+    for name in ("stack", "nonzero", "theirs::rotate", "mm"):
         assert found[name].bytes is None, name
     # at most 30 different rows
     assert found["embedding"].bytes == 30 * 8 * 4 + 30 * 8 + 30 * 8 * 4
+    # PyTorch logs an operator that fails, and the user would see it
+    assert "failed while attempting" not in caplog.text
     one = [made[0], made[1], made[3]]
     found = rows(rt.diagnosis.from_trace(written(tmp_path / "u.json", traceEvents=one)))
     assert found["cat"].bytes == 2 * 2000 * 4
@@ -235,3 +240,16 @@ def test_older_words_of_a_trace_are_read(tmp_path: Path) -> None:
     then = rt.diagnosis.from_trace(written(tmp_path / "then.json", traceEvents=renamed), step=4)
     assert then.ops == now.ops
     assert then.step == now.step
+
+
+def test_an_argument_that_is_no_tensor_at_all_is_left_out(tmp_path: Path) -> None:
+    """The backward of attention takes a bias and lengths, which a program without them leaves undefined."""
+    shape, sizes = [2, 4, 64, 32], [[2, 4, 64, 32]] * 5 + [[2, 4, 64, 1], [], [], [], [], [], [], [], [], [], []]
+    types = [BF16] * 5 + ["float", "long int", "long int", "", "", "", "Scalar", "Scalar", "Scalar", "Scalar", ""]
+    words = [""] * 11 + ["64", "64", "0.", "True", ""]
+    name = "aten::_scaled_dot_product_cudnn_attention_backward"
+    made = [event("user_annotation", "ProfilerStep#0", 0, 1000), operator(name, 5, 50, 1, sizes, types, words)]
+    (op,) = rt.diagnosis.from_trace(written(tmp_path / "t.json", traceEvents=made)).ops
+    pairs = 2 * 4 * 64 * 65 // 2
+    assert op.flops == 2 * (32 + 32) * pairs * 5 // 2
+    assert op.bytes == (5 + 3) * 2 * math.prod(shape) + 2 * 4 * 64 * 4 + 2 * 8

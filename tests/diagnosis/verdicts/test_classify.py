@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.verdicts.classify import classify, settled
-from rooftile.diagnosis.verdicts.roofs import model
+from rooftile.diagnosis.verdicts.roofs import NEAR_FIXED, model
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.runtime import devices
 from tests.diagnosis.machine import Machine, Work, operation
@@ -142,11 +142,18 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         # between: the counts leave no doubt
         (MEMORY, {"slope": 0.34, "gain": 0.6}, "memory", "HBM", "measured"),
         (Work(bytes=7e7, flops=1e6), {"slope": 0.34, "gain": 0.6}, "balanced", None, "measured"),
-        (Work(bytes=7e7, flops=1e6), {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
+        (Work(bytes=7e7, flops=1e6), {"slope": 0.05, "gain": 0.29}, "memory", "HBM", "measured"),
+        (Work(bytes=7e7, flops=1e7), {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
+        (Work(bytes=4.9e7, flops=1e6), {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
         # a cache that is little faster than main memory
         (MEMORY, {"slope": 0.05, "gain": 0.29}, "memory", "HBM", "measured"),
         # no arithmetic at all
         (Work(bytes=7e7, flops=0), {"gain": 0.02}, "memory", "HBM", "measured"),
+        # far from main memory's roof, and no faster without it: a transposition
+        (Work(bytes=2.7e7, flops=0), {"gain": -0.03}, "memory", "L2", "measured"),
+        # slices for which a library has other programs
+        (Work(bytes=1e7, flops=4e7), {"slope": 0.95, "gain": 0.7}, "compute", "fp32", "measured"),
+        (Work(bytes=4e7, flops=4e7), {"slope": 0.95, "gain": 0.7}, "memory", "HBM", "measured"),
         # the cache is little faster than main memory, and no slope says so
         (Work(bytes=7.8e7, flops=2e7), {"gain": 0.02}, "memory", "HBM", "measured"),
         # far below the roof of arithmetic: the cache says nothing for it
@@ -166,7 +173,8 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         # one experiment that does not decide: the roof does if it is reached
         (MEMORY, {"gain": 0.25}, "memory", "HBM", "measured"),
         (COMPUTE, {"gain": 0.25}, "compute", "fp32", "measured"),
-        (Work(bytes=7e7, flops=1e6), {"gain": 0.25}, "balanced", None, "measured"),
+        (Work(bytes=7e7, flops=1e6), {"gain": 0.25}, "memory", "HBM", "measured"),
+        (Work(bytes=7e7, flops=1e7), {"gain": 0.25}, "balanced", None, "measured"),
         (MEMORY, {"fixed_us": 51.0, "slope": 0.05, "gain": 0.6}, "latency", None, "contradicted"),
         (MEMORY, {"fixed_us": 49.9, "slope": 0.05, "gain": 0.6}, "memory", "HBM", "measured"),
         (Work(bytes=1e6, flops=1e6), {"fixed_us": 99.0, "slope": 0.1, "gain": 0.02}, "latency", None, "confirmed"),
@@ -224,11 +232,16 @@ def test_a_missing_experiment_has_its_reason_beside_the_numbers() -> None:
 
 
 def test_a_time_far_from_both_roofs_is_not_explained_by_them() -> None:
-    far = model(operation(Work(bytes=1e6, flops=1e6), device="cuda"), GPU.roofs(), 100.0)
-    assert (far.bound, far.roof_us) == ("latency", 1.0)
-    assert far.roof_share == pytest.approx(0.01)
-    assert model(operation(Work(bytes=1e6, flops=1e6)), GPU.roofs(), 100.0).bound == "overhead"
-    assert classify(operation(MEMORY, device="cuda"), GPU.roofs(), time_us=1e4).bound == "latency"
+    work = Work(bytes=1e6, flops=1e6)
+    near_its_fixed_part, far = 0.9 * NEAR_FIXED * GPU.roofs().fixed_us, 100.0
+    short = model(operation(work, device="cuda"), GPU.roofs(), near_its_fixed_part)
+    assert (short.bound, short.roof_us) == ("latency", 1.0)
+    assert short.roof_share == pytest.approx(1 / near_its_fixed_part)
+    assert model(operation(work), GPU.roofs(), near_its_fixed_part).bound == "overhead"
+    assert model(operation(work, device="cuda"), GPU.roofs(), far).bound is None
+    slow = classify(operation(MEMORY, device="cuda"), GPU.roofs(), time_us=1e4)
+    assert (slow.bound, slow.confidence) == (None, "modelled")
+    assert "it takes 111 times as long as its roofs allow, which no count explains" in slow.confirmed_by
 
 
 @pytest.mark.parametrize("op", ["c10d::allreduce_", "_c10d_functional::all_gather_into_tensor"])
@@ -247,7 +260,7 @@ def test_settled_asks_for_more_runs_near_a_threshold() -> None:
     assert settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6))
     # the roof decides on both sides of 0.3 where it is reached
     assert settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
-    slower = operation(Work(bytes=7e7, flops=1e6), device="cuda")
+    slower = operation(Work(bytes=7e7, flops=1e7), device="cuda")
     assert not settled(slower, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, spread_us=20.0))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, fixed_us=49.9))
