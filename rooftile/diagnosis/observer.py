@@ -69,7 +69,7 @@ Kind = tuple[object, ...]  # as in `Operation.kind`
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
 EXPLAINED = 0.95
 MOST_KINDS = 100
-# bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
+# bytes of copies of inputs on a CPU; on a GPU half of the memory that is free, where an optimiser's lists are large
 SAMPLES_LIMIT = 2 << 30
 NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
@@ -175,7 +175,7 @@ class Observer:
     def _recording(self) -> Record:
         limit = SAMPLES_LIMIT
         if self.device.type == "cuda":
-            limit = torch.cuda.mem_get_info(self.device)[0] // 4
+            limit = torch.cuda.mem_get_info(self.device)[0] // 2
         self._record = Record(self._leading(), limit)
         return self._record
 
@@ -268,14 +268,14 @@ class Observer:
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
         prepare_scales(samples.values(), self.device, self._budget, self._say)
-        self.deadline = Deadline(min(self._budget, 2 * self._budget - (len(self._taken) + OTHER_STEPS) * self._step_s))
-        attentions = self._other_attentions(operations, samples)
         counted: list[dict[str, Any]] = []
         notes: list[str] = []
         if self._ncu and self.device.type == "cuda":
             counted, notes = counters.count(list(samples.values()))
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
+        self.deadline = Deadline(min(self._budget, 2 * self._budget - (len(self._taken) + OTHER_STEPS) * self._step_s))
+        attentions = self._other_attentions(operations, samples)
         padded_us, aligned_us = dict[int, float](), dict[int, float]()
         # the most expensive first, as the budget may end
         kinds = self._kinds()

@@ -49,6 +49,7 @@ def diagnosis(
     apply: Annotated[
         list[str] | None, typer.Option("--apply", help="A remedy to try on these programs, several times: compile, dtype.")
     ] = None,
+    ncu: Annotated[bool, typer.Option("--ncu", help="Compare their verdicts with Nsight Compute's counters.")] = False,
     device: DeviceOption = "auto",
     json: FileOption = None,
 ) -> None:
@@ -61,7 +62,7 @@ def diagnosis(
     """
     if size not in ("toy", "real"):
         raise InvalidInput(f"--size is {size!r}; give toy or real")
-    run_suite("diagnosis", case, device, json, quick=quick, runs=runs, budget=budget, size=size, apply=apply or ())
+    run_suite("diagnosis", case, device, json, quick=quick, runs=runs, budget=budget, size=size, apply=apply or (), ncu=ncu)
 
 
 def server(

@@ -7,6 +7,7 @@ import json
 import runpy
 import socket
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,42 @@ def test_the_page_has_a_line_for_each_program_and_counts_them() -> None:
     assert "failed in diagnose: exit code 1 | memory | **no**" in agreement([failed])
 
 
+def test_a_devices_time_hides_the_hosts() -> None:
+    """A step of 100 µs on a GPU whose host alone takes 60 is the device's; where it takes 90 the host holds it up."""
+    times = {"whole_us": 100.0, "arithmetic_us": 130.0, "factor": 2.0, "overlaps": True}
+    assert Truth(tiny_us=60.0, **times).shares == {"overhead": 0.0, "compute": 0.3, "memory": 0.7}
+    assert Truth(tiny_us=90.0, **times).cause == "overhead"
+    assert Truth(tiny_us=60.0, **times | {"overlaps": False}).cause == "overhead"
+
+
+def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
+    def op(name: str, bound: str, us: float) -> types.SimpleNamespace:
+        return types.SimpleNamespace(module="m", op=name, phase="forward", bytes=8, bound=bound, time_us=us)
+
+    def row(name: str, dram: float, sm: float) -> dict[str, object]:
+        return {
+            "module": "m",
+            "op": name,
+            "phase": "forward",
+            "bytes": 8,
+            "dram_percent": dram,
+            "l2_percent": 5.0,
+            "sm_percent": sm,
+        }
+
+    ops = [op("mm", "compute", 60.0), op("add", "compute", 20.0), op("mul", "balanced", 50.0), op("neg", "memory", 20.0)]
+    counters = [
+        row("mm", 20.0, 90.0),
+        row("add", 80.0, 20.0),
+        row("mul", 90.0, 10.0),
+        row("neg", 30.0, 20.0),
+        row("sin", 90.0, 1.0),
+    ]
+    found = types.SimpleNamespace(ops=ops, counters=counters)
+    assert public_rows.counted(found) == {"counters_agree_percent": 75.0, "counted_operators": 2.0}
+    assert public_rows.counted(types.SimpleNamespace(ops=ops, counters=())) == {}
+
+
 def test_a_program_that_fails_is_a_row_with_its_reason(monkeypatch) -> None:
     def fails(*unused: object) -> None:
         raise Unsupported("exit code 1: no words")
@@ -141,11 +178,11 @@ def test_a_program_that_fails_is_a_row_with_its_reason(monkeypatch) -> None:
     case, say = CASES["graph"], lambda words: None
     monkeypatch.setattr(trial, "truth_of", lambda *unused: (WHOLE, trial.Timed(100.0, 90.0, 3.0)))
     monkeypatch.setattr(trial, "diagnosed", fails)
-    row = public_rows.public_row(SESSION, case, say, "toy", 1.0, ())
+    row = public_rows.public_row(SESSION, case, say, "toy", trial.Settings(1.0))
     assert (row.reason, row.settings["truth"]) == ("failed in diagnose: exit code 1: no words", "memory")
     assert row.measures["tiny_us"] == 5.0
     monkeypatch.setattr(trial, "truth_of", fails)
-    assert public_rows.public_row(SESSION, case, say, "toy", 1.0, ()).reason == "failed alone: exit code 1: no words"
+    assert public_rows.public_row(SESSION, case, say, "toy", trial.Settings(1.0)).reason == "failed alone: exit code 1: no words"
 
 
 def test_a_script_in_a_process_of_its_own() -> None:

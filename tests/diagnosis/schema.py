@@ -55,6 +55,7 @@ COUNTER = fixed(
     {
         "module": STRING, "op": STRING, "phase": STRING, "bytes": optional("integer"), "dram_bytes": NUMBER,
         "l2_bytes": NUMBER, "flops": optional("integer"), "tensor_flops": optional("number"), "kernels": INTEGER,
+        "dram_percent": NUMBER, "l2_percent": NUMBER, "sm_percent": NUMBER,
     }
 )  # fmt: skip
 

@@ -11,6 +11,9 @@ from torch.utils import _pytree as pytree
 from rooftile.diagnosis.records import Sample
 from rooftile.diagnosis.watching.compiled import GeneratedKernel
 
+# arguments that are the size of a tensor's dimension, by their place: the tensor and the dimension
+SIZES = {"native_group_norm": {3: (0, 0)}, "native_group_norm_backward": {5: (0, 0)}}
+
 
 class RepeatableCall:
     """A function with its arguments. `tensors` are those among the arguments, in order, also the ones inside of lists.
@@ -65,6 +68,8 @@ class RepeatableCall:
     def on(self, tensors: Sequence[torch.Tensor]) -> RepeatableCall:
         """Returns the same call on other tensors."""
         args, kwargs = self.filled(tensors)
+        sizes = {place: tensors[which].shape[dim] for place, (which, dim) in SIZES.get(operator_name(self.function), {}).items()}
+        args = tuple(sizes.get(place, value) for place, value in enumerate(args))
         return RepeatableCall(self.function, args, kwargs, self._written)
 
     def with_argument(self, place: int, value: Any) -> RepeatableCall:

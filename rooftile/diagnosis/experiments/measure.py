@@ -35,6 +35,8 @@ from rooftile.errors import Unsupported
 Result = TypeVar("Result")
 # bytes that experiments may take beyond the call's own
 MEMORY = 1 << 30
+# slices that take so many times as long as the whole say nothing of its traffic
+SLOWER = 1.3
 # the least runs that each part needs, of the whole call: its time alone, in the cache, on less data (half, a quarter, ... of a
 # run), and with more to do
 TIMED_RUNS, CACHED_RUNS, SMALLER_RUNS, MORE_RUNS = 4, 8, 4, 10
@@ -102,7 +104,7 @@ class _Measurement:
         cold = self._is_cold(in_context_us)
         samples, fixed = self._sizes(budget_s / 2, cold)
         t0 = median(samples)
-        share = self._attempt(CACHE, lambda: self._cached_share(budget_s / 2, cold))
+        share = self._attempt(CACHE, lambda: _checked(self._cached_share(budget_s / 2, cold)))
         return Evidence(
             time_us=t0, spread_us=error(samples), in_context_us=in_context_us, fixed_us=fixed,
             cached_us=None if share is None else share * t0, gain=None if share is None else 1 - share, why_not=self._why_not,
@@ -153,11 +155,9 @@ class _Measurement:
 
     def _by_growth(self, found: Evidence) -> tuple[Sweep, float | None]:
         """A product's own arithmetic is what grows, so its slope needs no references: 1 is as much time as work."""
-        if found.cached_us is None:
-            raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")
         flops = self._sample.operation.flops or 0
-        # smaller copies of a product may run slower than the product itself, whose whole time bounds its arithmetic
-        arithmetic_us = min(found.cached_us, found.time_us)
+        # where its arithmetic alone is not known, its whole time bounds it
+        arithmetic_us = found.time_us if found.cached_us is None else min(found.cached_us, found.time_us)
         times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, self._deadline, MEMORY)
         return times, times.slope
 
@@ -191,6 +191,13 @@ class _Measurement:
                 torch.cuda.synchronize(self._call.device)
             self._why_not[name] = f"the operator refused: {str(reason).splitlines()[0][:200]}"
         return None
+
+
+def _checked(share: float) -> float:
+    """Returns the share of its time that a call takes in the cache, where a slice in the cache is the same program."""
+    if share > SLOWER:
+        raise Unsupported(f"slices that fit the cache take {share:.1f} times as long as the whole, so they run in another way")
+    return share
 
 
 @contextmanager

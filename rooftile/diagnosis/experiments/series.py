@@ -44,8 +44,9 @@ def measure_all(
 ) -> tuple[dict[Row, Evidence], list[str]]:  # fmt: skip
     """Returns the evidence of each call, and notes about calls that cannot be run again, or not in time.
 
-    First every operator alone, in the cache and on less data; then added arithmetic, of products first, because nothing is
-    compiled for them, else in the given order; then what is not settled once more, until the budget ends.
+    First every operator alone, in the cache and on less data; then added arithmetic: of products first, because nothing is
+    compiled for them, then of operators that need it for a verdict, else in the given order; then what is not settled once more,
+    until the budget ends.
 
     Args:
         recorded: the calls by their names, the most expensive first.
@@ -88,7 +89,7 @@ def _measured(
             late.append(one)
         except (RuntimeError, NotImplementedError) as error:
             notes.append(f"{sample.operation.op} could not be run again: {str(error).splitlines()[0].rstrip('.')}")
-    for row in sorted(found, key=lambda row: not _grows(recorded[row].sample)):
+    for row in sorted(found, key=lambda row: (not _grows(recorded[row].sample), is_settled(row, found[row]))):
         sample = recorded[row].sample
         found[row] = with_intensity(found[row], sample, timers[sample.operation.device], deadline)
     for turn in range(1, AGAIN + 1):

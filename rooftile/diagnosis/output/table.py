@@ -200,6 +200,9 @@ def _remedies(step: StepSummary, remedies: Sequence[Remedy]) -> list[str]:
     return lines
 
 
+BUSY = {"dram_percent": "in main memory", "l2_percent": "in L2", "sm_percent": "in multiprocessors"}
+
+
 def counted(row: Mapping[str, Any]) -> str:
     """Returns one operator's predicted numbers beside the numbers of the counters."""
     words = [
@@ -208,6 +211,8 @@ def counted(row: Mapping[str, Any]) -> str:
     ]
     if row.get("tensor_flops") is not None:
         words.append(f"{count(row['flops'], 'FLOPs')} predicted, {count(row['tensor_flops'], 'FLOPs')} counted in tensor cores")
+    busy = ", ".join(f"{row[key]:.0f} % {name}" for key, name in BUSY.items())
+    words.append(f"of their peak rates {busy}")
     return f"{row['module']} {row['op'].split('::')[-1]}: {'; '.join(words)}".lstrip()
 
 

@@ -37,11 +37,19 @@ class Modules:
         self._warnings.__enter__()
         # torch.compile's wrapper says that hooks of all modules see the module twice
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-        pass_over(Modules._begin, Modules._end)
-        self._hooks = [
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end, always_call=True),
-        ]
+        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+
+        # a compiler may be at work around a call: what it makes of these is no part of the program
+        def before(module: nn.Module, unused: Any) -> None:
+            if not torch.compiler.is_compiling():
+                begin(module)
+
+        def after(*unused: Any) -> None:
+            if not torch.compiler.is_compiling():
+                end()
+
+        pass_over(before, after)
+        self._hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
         return self
 
     def __exit__(self, *unused: object) -> None:
@@ -71,22 +79,12 @@ class Modules:
             self._last = self._modules[max(0, bisect_right(self._nodes, number) - 1)]
         return self._last
 
-    def _begin(self, module: nn.Module, unused: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._call(module)
-
-    def _end(self, *unused: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._return()
-
-    @torch.compiler.disable
-    def _call(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module) -> None:
         if module not in self._names:
             self._name(module, type(module).__name__)
         self._running.append(self._names[module])
 
-    @torch.compiler.disable
-    def _return(self) -> None:
+    def _end(self) -> None:
         if self._running:
             self._running.pop()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rooftile.cost.session import Session
+from rooftile.diagnosis.counts.counters import busiest
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.errors import Unsupported
 from rooftile_lab.bench.diagnosis import trial
@@ -19,16 +19,17 @@ from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.run import Progress
 
 JUDGED = ("measured", "confirmed")
+KEYS = ("module", "op", "phase", "bytes")
 
 
-def public_row(session: Session, case: Case, say: Progress, size: str, budget: float, apply: Sequence[str]) -> Row:
+def public_row(session: Session, case: Case, say: Progress, size: str, asked: trial.Settings) -> Row:
     """Runs a case alone, in the experiments of its truth, and under a diagnosis; a run that fails is the row's reason."""
     load = os.getloadavg()[0]
     # the case runs once at each size on a machine
     named: dict[str, Any] = {
         "suite": "diagnosis", "case": case.name, "backend": "rooftile", "phase": f"step-{size}", "problem": case.follows,
     }  # fmt: skip
-    settings: dict[str, Any] = {"budget_s": budget, "threads": torch.get_num_threads(), "load": round(load, 2)}
+    settings: dict[str, Any] = {"budget_s": asked.budget, "threads": torch.get_num_threads(), "load": round(load, 2)}
     try:
         truth, alone = trial.truth_of(case, size, session.device.type)
     except Unsupported as reason:
@@ -37,7 +38,7 @@ def public_row(session: Session, case: Case, say: Progress, size: str, budget: f
     settings |= {"truth": truth.cause}
     say(f"{case.name}: {truth.cause}, by other experiments")
     try:
-        found, seconds = trial.diagnosed(case, size, budget, apply)
+        found, seconds = trial.diagnosed(case, size, asked)
     except Unsupported as reason:
         row = timed_row(session, [], dtype=session.dtype, settings=settings, reason=f"failed in diagnose: {reason}", **named)
         return with_measures(row, **measures)
@@ -45,7 +46,8 @@ def public_row(session: Session, case: Case, say: Progress, size: str, budget: f
     settings |= {"verdict": str(found.step.bound), "confidence": found.step.confidence, "notes": list(found.notes)}
     row = timed_row(session, [found.step.time_us], dtype=session.dtype, settings=settings, **named)
     shares = {f"verdict_{cause}_percent": 100 * share for cause, share in found.step.shares.items()}
-    return with_measures(row, **measures, **shares, diagnosing_s=seconds, judged_percent=judged(found), **prices(found))
+    measures |= shares | {"diagnosing_s": seconds, "judged_percent": judged(found)} | prices(found) | counted(found)
+    return with_measures(row, **measures)
 
 
 def measures_of(truth: Truth) -> dict[str, float]:
@@ -62,6 +64,20 @@ def judged(found: Diagnosis) -> float:
     """Returns the percent of the operators' time whose verdict an experiment has given; 0 without operators."""
     total = sum(op.time_us for op in found.ops)
     return 100 * sum(op.time_us for op in found.ops if op.confidence in JUDGED) / total if total else 0.0
+
+
+def counted(found: Diagnosis) -> dict[str, float]:
+    """Returns the percent of the counted operators' time whose verdict of memory or compute is the counters', and how many."""
+    times = {True: 0.0, False: 0.0}
+    compared = 0
+    for row in found.counters:
+        ops = [op for op in found.ops if (op.module, op.op, op.phase, op.bytes) == tuple(row[key] for key in KEYS)]
+        bound = busiest(row)
+        if bound and ops and ops[0].bound in ("memory", "compute"):
+            times[ops[0].bound == bound] += ops[0].time_us
+            compared += 1
+    total = sum(times.values())
+    return {"counters_agree_percent": 100 * times[True] / total, "counted_operators": float(compared)} if total else {}
 
 
 def prices(found: Diagnosis) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,7 @@ def truth_of(case: Case, size: str, device: str) -> tuple[Truth, Timed]:
         changed = getattr(run(size, more=other), clock)
     truth = Truth(
         whole_us=getattr(alone, clock), tiny_us=getattr(run("tiny"), clock), part=case.part, without_us=without_us,
-        arithmetic_us=changed, factor=factor,
+        arithmetic_us=changed, factor=factor, overlaps=device == "cuda",
     )  # fmt: skip
     return truth, alone
 
@@ -84,13 +84,23 @@ def factor_of(dtype: str, device: str, other: Mapping[str, str]) -> float:
     return float(getattr(changed, clock) / getattr(script_run(path, asked), clock))
 
 
-def diagnosed(case: Case, size: str, budget: float, apply: Sequence[str] = ()) -> tuple[Diagnosis, float]:
+class Settings(NamedTuple):
+    """The settings of a diagnosis: its budget in seconds, the remedies that it tries, and whether counters check it."""
+
+    budget: float
+    apply: Sequence[str] = ()
+    ncu: bool = False
+
+
+def diagnosed(case: Case, size: str, settings: Settings) -> tuple[Diagnosis, float]:
     """Diagnoses a case as a user does. Returns what rank 0 found, and the seconds that it took."""
-    limit = LATE * budget + START_S * (1 + len(apply))
+    budget, apply, ncu = settings
+    limit = LATE * budget + START_S * (1 + len(apply) + ncu)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [*_launcher(case.ranks), "-m", "rooftile", "diagnose", str(case.path), "--budget", str(budget)]
         command += [word for name in apply for word in ("--apply", name)]
+        command += ["--ncu"] * ncu
         began = time.perf_counter()
         _run([*command, "--json", str(file), "--", *case.arguments, "--size", size], limit, {})
         seconds = time.perf_counter() - began

@@ -15,6 +15,8 @@ UNCLEAR = "unclear"
 LEAST, AHEAD = 0.4, 1.3
 # a program cannot take longer without a part of it: the machine was too busy
 BUSIER = 1.15
+# the host holds a device up if it alone takes so much of the time
+HOST_BOUND = 0.85
 # products that are slower by less than this say nothing
 SLOWER = 1.5
 
@@ -24,6 +26,7 @@ class Truth:
     """The times of a step of one program, in µs. An experiment that was not made is None.
 
     `arithmetic_us` is the time with products that take `factor` times as long; `part` is what leaving out a part would prove.
+    `overlaps`: the host asks a device for work ahead of time, so that its own time shows only where it is nearly all of it.
     """
 
     whole_us: float
@@ -32,6 +35,7 @@ class Truth:
     without_us: float | None = None
     arithmetic_us: float | None = None
     factor: float = 1.0
+    overlaps: bool = False
 
     @property
     def shares(self) -> dict[str, float]:
@@ -40,7 +44,7 @@ class Truth:
         Without the experiment on arithmetic the rest cannot be divided into compute and memory: it counts as unclear.
         """
         rest_us = self.whole_us if self.without_us is None else min(self.without_us, self.whole_us)
-        overhead_us = min(self.tiny_us, rest_us)
+        overhead_us = 0.0 if self.overlaps and self.tiny_us < HOST_BOUND * rest_us else min(self.tiny_us, rest_us)
         found = {"overhead": overhead_us}
         if self.part:
             found[self.part] = self.whole_us - rest_us

@@ -20,6 +20,7 @@ import torch
 import rooftile as rt
 from rooftile.cost.session import Session
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile_lab.bench.diagnosis import trial
 from rooftile_lab.bench.diagnosis.cases import CASES
 from rooftile_lab.bench.diagnosis.counters import OPERATORS, counted_row
 from rooftile_lab.bench.diagnosis.programs import PROGRAMS
@@ -37,7 +38,7 @@ APPLY = ("graph", "compile", "attention", "dtype")
 
 def measure(
     session: Session, names: Sequence[str], say: Progress, *, runs: int = 3, budget: float = 60.0, size: str = "toy",
-    apply: Sequence[str] = (),
+    apply: Sequence[str] = (), ncu: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each program and operator.
 
@@ -49,13 +50,14 @@ def measure(
         budget: seconds for the experiments of a run.
         size: of the programs after public ones, "toy" or "real".
         apply: remedies to try on them.
+        ncu: their verdicts are compared with the counters of Nsight Compute.
     """
     for name in names:
         say(name)
         if name in COUNTED:
             yield counted_row(session, name, COUNTED[name])
         elif name in CASES:
-            yield public_row(session, CASES[name], say, size, budget, apply)
+            yield public_row(session, CASES[name], say, size, trial.Settings(budget, apply, ncu))
         else:
             yield diagnosed(session, name, say, runs, budget)
 

@@ -11,11 +11,14 @@ import torch
 from rooftile.diagnosis.counts import counters
 from rooftile.diagnosis.records import OperatorRow, Sample
 
-PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_srcunit_tex.sum"
-"","","byte","byte","byte"
-"0","first","4,000","1,000","9,000"
-"1","second","96","4","100"
-"""
+METRICS = (*counters.DRAM, counters.L2, counters.TIME, *counters.BUSY.values())
+ROWS = [
+    ("ID", "Kernel Name", *METRICS),
+    ("", "", "byte", "byte", "byte", "ns", "%", "%", "%"),
+    ("0", "first", "4,000", "1,000", "9,000", "3,000", "80", "40", "20"),
+    ("1", "second", "96", "4", "100", "1,000", "40", "20", "60"),
+]
+PRINTED = "".join(",".join(f'"{word}"' for word in row) + "\n" for row in ROWS)
 
 
 def sample() -> Sample:
@@ -50,6 +53,19 @@ def test_a_row_for_each_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (row,) = rows
     assert (row["bytes"], row["dram_bytes"], row["l2_bytes"], row["kernels"]) == (5000, 5100, 32 * 9100, 2)
     assert row["tensor_flops"] is None
+    # each kernel counts by its time
+    assert (row["dram_percent"], row["l2_percent"], row["sm_percent"]) == (70.0, 35.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("dram", "l2", "sm", "bound"),
+    [
+        (80, 40, 20, "memory"), (20, 70, 30, "memory"), (20, 40, 90, "compute"), (70, 40, 65, None), (30, 20, 10, None),
+        (10, 10, 39, None),
+    ],
+)  # fmt: skip
+def test_the_bound_by_what_was_busy(dram: float, l2: float, sm: float, bound: str | None) -> None:
+    assert counters.busiest({"dram_percent": dram, "l2_percent": l2, "sm_percent": sm}) == bound
 
 
 @pytest.mark.parametrize(
@@ -75,7 +91,7 @@ def test_without_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_recorded_operator_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, results = tmp_path / "samples.pt", []
-    torch.save([("aten::add", "Tensor", (torch.ones(3), 2), {})], path)
+    torch.save(("aten::add", "Tensor", (torch.ones(3), 2), {}), path)
     monkeypatch.setattr(counters.ncu, "show_once", lambda work: results.append(work()))
-    counters.main(str(path), "0")
+    counters.main(str(path))
     assert torch.equal(results[0], torch.full((3,), 3.0))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rooftile.diagnosis.experiments import measure
 from rooftile.diagnosis.experiments.call import RepeatableCall, held_bytes
 from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.in_cache.slices import packed, same_pages
@@ -195,6 +196,41 @@ def test_axes_of_attention_with_a_bias_and_of_a_single_query() -> None:
     # fewer key heads than heads: only the keys can be cut
     assert places(one[:1], k[:1, :3], k[:1, :3]) == [(9, ((1, 2), (2, 2)))]
     assert places(q, k, k, torch.randn(5, 9)) == []
+
+
+def test_a_size_among_the_arguments_is_cut_with_its_tensor() -> None:
+    x, weight = torch.randn(6, 8, 5), torch.randn(8)
+    out, mean, rstd = aten.native_group_norm.default(x, weight, weight, 6, 8, 5, 2, 1e-5)
+    forward = RepeatableCall(aten.native_group_norm.default, (x, weight, weight, 6, 8, 5, 2, 1e-5))
+    args = (torch.ones_like(out), x, mean, rstd, weight, 6, 8, 5, 2, [True, True, True])
+    backward = RepeatableCall(aten.native_group_norm_backward.default, args)
+    for call in (forward, backward):
+        (axis,) = axes(call)
+        small = axis.cut(call, 2).run()
+        assert len(small[0]) == 2
+        torch.testing.assert_close(small[0], call.run()[0][:2])
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_axes_of_pooling_are_images_and_channels(overlapping: bool) -> None:
+    x, size = torch.randn(3, 4, 8, 8), [3, 3] if overlapping else [2, 2]
+    stride, padding = ([1, 1], [1, 1]) if overlapping else ([2, 2], [0, 0])
+    rest = (size, stride, padding, False, True, None)
+    forward = RepeatableCall(aten.avg_pool2d.default, (x, *rest))
+    backward = RepeatableCall(aten.avg_pool2d_backward.default, (forward.run(), x, *rest))
+    upsample = RepeatableCall(aten.upsample_nearest2d.default, (x, [16, 16], None, None))
+    for call in (forward, backward, upsample):
+        found = axes(call)[:2]
+        assert [axis.size for axis in found] == [3, 4]
+        for axis in found:
+            axis.cut(call, 2).run()
+
+
+def test_a_slice_that_is_another_program_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "cached_share", lambda *unused, **named: 2.4)
+    found = alone(sample(aten.add.Tensor, torch.ones(1 << 20), 1.0), HostTimer(), 0.2)
+    assert found.gain is found.cached_us is None
+    assert "take 2.4 times as long as the whole" in found.why_not["cache"]
 
 
 def test_axes_of_a_recurrent_layer_are_time_and_batch() -> None:

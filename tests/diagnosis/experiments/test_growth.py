@@ -1,4 +1,4 @@
-"""What grows so that arithmetic does: a product's side, a convolution's channels, attention's pairs without its mask."""
+"""More arithmetic: along a product's side, a convolution's channels, or over the pairs that a mask leaves out."""
 
 from __future__ import annotations
 

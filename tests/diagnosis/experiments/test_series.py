@@ -50,6 +50,15 @@ def test_products_need_no_compiler_and_go_first(monkeypatch: pytest.MonkeyPatch)
     assert done == ["mm.default", "add.Tensor"]
 
 
+def test_a_slope_that_a_verdict_needs_is_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(series, "alone", lambda *rest: Evidence(time_us=1.0, spread_us=0.0, in_context_us=None))
+    monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(sample.args[1]) or e)
+    rows = {n: recorded(torch.ops.aten.add.Tensor, torch.ones(3), n) for n in range(4)}
+    measure_all(rows, CPU, Deadline(5), lambda row, e: row in (0, 2))
+    assert done == [1, 3, 0, 2]
+
+
 def test_an_unsettled_operator_is_measured_again_and_the_exacter_times_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     spreads = iter([0.5, 0.1, 0.3])
     monkeypatch.setattr(

@@ -28,7 +28,7 @@ STEP = StepEvidence(
 
 COUNTED = {
     "module": "head", "op": "aten::mm", "phase": "forward", "bytes": 1000, "dram_bytes": 1010.0, "l2_bytes": 2500.0,
-    "flops": 10, "tensor_flops": None, "kernels": 1,
+    "flops": 10, "tensor_flops": None, "kernels": 1, "dram_percent": 81.0, "l2_percent": 60.0, "sm_percent": 20.0,
 }  # fmt: skip
 
 
@@ -149,7 +149,8 @@ def test_the_table_fits_its_width_and_says_everything() -> None:
     assert "no rule has their formula: mine::kernel" in words
     assert "Note: two ranks." in words
     assert "gain: the share of the time that goes away with its traffic to main memory" in words
-    assert "head mm: 1 kB predicted, 1.01 kB counted in main memory and 2.5 kB in L2 " in words
+    assert "head mm: 1 kB predicted, 1.01 kB counted in main memory and 2.5 kB in L2;" in words
+    assert "of their peak rates 81 % in main memory, 60 % in L2, 20 % in multiprocessors" in words
     assert "CUDA graph: saves 45.6 ms (85 %), tried;" in words
     assert "together at most" in words
     assert "nan" not in words.lower()

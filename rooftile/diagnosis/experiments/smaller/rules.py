@@ -102,6 +102,11 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "write_kv_and_rotate": _ours(0, 1, 2, 5, 6, 7, tensors=8),
     # the weight may have as many channels as there are images
     "convolution_backward": _ours(0, 1),
+    "native_group_norm": _ours(0),
+    "native_group_norm_backward": _ours(0, 1, 2, 3),
+    "avg_pool2d": lambda t: [((0, 0),), ((0, 1),)],
+    "avg_pool2d_backward": _pairs(0, 1),
+    "upsample_nearest2d": lambda t: [((0, 0),), ((0, 1),)],
     "native_batch_norm": _ours(0),
     "cudnn_batch_norm": _ours(0),
     "native_batch_norm_backward": _ours(0, 1),
@@ -130,7 +135,7 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
 CHECK_SIZES = frozenset(
     {
         "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
-        "native_layer_norm_backward", "_fused_rms_norm", "native_group_norm", "_to_copy", "copy_", "cat", "native_dropout",
+        "native_layer_norm_backward", "_fused_rms_norm", "_to_copy", "copy_", "cat", "native_dropout",
         "cumsum", "tril", "triu", "max_pool2d_with_indices", "upsample_nearest2d",
     }
 )  # fmt: skip
