@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from rooftile.diagnosis.remedies.attentions import StepAttention, find_attention
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
 from rooftile.diagnosis.remedies.observed_step import WORTH, ObservedStep
-from rooftile.diagnosis.remedies.prices import NOT_TRIED
+from rooftile.diagnosis.remedies.prices import NOT_TRIED, WITH_OTHERS
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
@@ -46,6 +46,8 @@ from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.compiled import NAMESPACE
 from rooftile.diagnosis.watching.idle import IdleTime
 from rooftile.diagnosis.watching.in_order import call_times_us
+from rooftile.diagnosis.watching.mean_step import mean_step
+from rooftile.diagnosis.watching.processes import are_several
 from rooftile.diagnosis.watching.steps import Role, StepTimer
 from rooftile.diagnosis.watching.timeline import Profiled, Timeline
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
@@ -142,7 +144,9 @@ class Observer:
 
     @property
     def _is_late(self) -> bool:
-        return len(self._taken) >= LEAST_TIMED_STEPS and sum(self._taken) / 1e6 > IN_TIMES * self._budget
+        # processes that meet in their steps make as many as each other
+        too_long = sum(self._taken) / 1e6 > IN_TIMES * self._budget and not are_several()
+        return len(self._taken) >= LEAST_TIMED_STEPS and too_long
 
     def _timing(self) -> StepTimer | None:
         return None if self._is_late else StepTimer(self.device, self._taken, self._launched)
@@ -161,7 +165,7 @@ class Observer:
     def _third(self) -> AbstractContextManager[None] | None:
         """Warms up once more, but not where that takes long and nothing is measured meanwhile."""
         is_slow = deadline.clock() - self._second > SLOW * self._budget
-        return None if is_slow and self.device.type == "cpu" else self._peak()
+        return None if is_slow and self.device.type == "cpu" and not are_several() else self._peak()
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
@@ -179,9 +183,20 @@ class Observer:
         self._record = Record(self._leading(), limit)
         return self._record
 
-    @property
+    @cached_property
     def _timeline(self) -> Timeline:
+        if self._is_noisy and self._differ_by_waits:
+            return mean_step([one.timeline for _, one in self._profiles if hasattr(one, "timeline")])
         return self._profiled.timeline
+
+    @cached_property
+    def _differ_by_waits(self) -> bool:
+        """Whether the program's own waits make its steps differ, and not other programs."""
+        timelines = [one.timeline for _, one in self._profiles if hasattr(one, "timeline")]
+        waits = [IdleTime(one, one.wall_us).waiting_us for one in timelines]
+        rests = [one.wall_us - wait for one, wait in zip(timelines, waits, strict=True)]
+        differ = max(waits) - min(waits)
+        return differ > NOISY * median(self._taken) and differ > max(rests) - min(rests)
 
     @cached_property
     def _is_noisy(self) -> bool:
@@ -192,12 +207,15 @@ class Observer:
     def _chosen(self) -> tuple[float, Profiled]:
         """The time of a step, and the profile of one that took as long.
 
-        On a quiet machine it is the median of all, and the profile in the middle. Else it is the quickest stretch: a profile and
-        the two timed steps around it.
+        On a quiet machine it is the median of all, and the profile in the middle; where a program's steps wait for unequal times,
+        the mean of all. Else it is the quickest stretch: a profile and the two timed steps around it.
         """
         whole = [(at, one) for at, one in self._profiles if hasattr(one, "timeline")]
+        middle = sorted((one for _, one in whole), key=lambda one: one.timeline.wall_us)[len(whole) // 2]
         if not self._is_noisy:
-            return median(self._taken), sorted((one for _, one in whole), key=lambda one: one.timeline.wall_us)[len(whole) // 2]
+            return median(self._taken), middle
+        if self._differ_by_waits:
+            return mean(self._taken), middle
         around = {at: sum(near) / len(near) for at, _ in whole if (near := self._taken[max(0, at - 1) : at + 1])}
         at, quickest = min(whole, key=lambda item: around.get(item[0], 0.0) + item[1].timeline.wall_us)
         # with a profiler it takes no less than without
@@ -427,7 +445,7 @@ class Observer:
         """The time of the step as a CUDA graph; None, with the reason, if it cannot be captured."""
         step = self._resized(1.0) if self._resized is not None else None
         if step is None:
-            why_not["graph"] = NOT_TRIED
+            why_not["graph"] = WITH_OTHERS if are_several() else NOT_TRIED
             return None
         operators: Counter[str] = Counter()
         for operation in self._watch.operations:
@@ -441,7 +459,7 @@ class Observer:
     def _batches_us(self, why_not: dict[str, str]) -> tuple[float | None, float | None]:
         """The times of the step with half and twice the batch; None where it cannot be run, with the reason."""
         if self._resized is None or (step := self._resized(1.0)) is None:
-            why_not["batch"] = NO_INPUTS
+            why_not["batch"] = WITH_OTHERS if are_several() else NO_INPUTS
             return None, None
         if self._mode == "compiled":
             why_not["batch"] = "its code would be compiled again for another batch, which takes longer than the experiment"
@@ -465,6 +483,11 @@ class Observer:
     def _noise(self) -> list[str]:
         if not self._is_noisy:
             return []
+        if self._differ_by_waits:
+            return [
+                f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because they wait for unequal times: "
+                f"all times are means, of a step of {duration(self._step_us)}"
+            ]
         return [
             f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because other programs kept the machine "
             f"busy or the steps differ; all times are of a stretch in which a step took {duration(self._step_us)}"

@@ -27,7 +27,7 @@ FREE = frozenset(
     names(
         """detach detach_ alias _unsafe_view _reshape_alias empty empty_like empty_strided new_empty new_empty_strided resize_
         record_stream set_ is_coalesced _indices _values indices values crow_indices col_indices ccol_indices row_indices
-        sparse_dim dense_dim _nnz _dimI _dimV"""
+        sparse_dim dense_dim _nnz _dimI _dimV is_pinned"""
     )
 )
 

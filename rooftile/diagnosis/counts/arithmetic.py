@@ -45,7 +45,7 @@ MOVING = frozenset(
         _local_scalar_dense item is_nonzero expand_copy permute_copy im2col col2im unfold_backward as_strided_scatter resize_
         split_with_sizes_copy _foreach_zero_ _foreach_copy_ _pin_memory _assert_async _assert_scalar index_copy_ index_fill_
         index_copy tril_indices triu_indices eye linspace meshgrid masked_scatter masked_scatter_backward searchsorted
-        bucketize"""
+        bucketize _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward all_gather_copy_in chunk_cat"""
     )
 )
 

@@ -247,6 +247,11 @@ def _pool_backward(given: dict[str, Any], result: Tensor) -> int:
     return distinct([given["grad_output"], given["indices"], result])
 
 
+def _shape_of_input_only(given: dict[str, Any], result: Tensor) -> int:
+    """The input of the forward gives the gradient a shape only."""
+    return distinct([given["grad_output"], result])
+
+
 def _index_add(given: dict[str, Any], result: Tensor) -> int:
     rows = _rows(given["self"], given["index"], given["dim"])
     return 2 * rows + distinct([given["index"], given["source"]])
@@ -268,6 +273,8 @@ RULES: dict[str, Callable[[dict[str, Any], Any], int]] = {
     "nll_loss_backward": _nll_loss_backward,
     "nll_loss2d_backward": _nll_loss_backward,
     "max_pool2d_with_indices_backward": _pool_backward,
+    "avg_pool2d_backward": _shape_of_input_only,
+    "_adaptive_avg_pool2d_backward": _shape_of_input_only,
     "scatter_": _scatter,
     "scatter_add_": _scatter_add,
     "scatter": _scatter_copy,

@@ -65,9 +65,12 @@ def _evidence(bound: str, step: StepSummary, ops: Sequence[Op]) -> str:
         named = {"sync": "waiting for the device", "copy": "copying between host and device"}
         waits += [f"{percent(us / step.time_us)} {named[cause]}" for cause, us in step.idle_us.items() if us and cause in named]
         return ", ".join(waits) or "nothing ran meanwhile"
+    exchange_us = step.idle_us.get("exchange", 0.0)
+    if bound == "communication" and exchange_us:
+        return f"{percent(exchange_us / step.time_us)} waiting for what other processes send"
     its = [op for op in ops if op.bound == bound]
     if bound == "overhead" and step.launches:
-        gaps_us = max(0.0, sum(step.idle_us.values()) - step.shares.get("host", 0.0) * step.time_us)
+        gaps_us = step.between_us
         between = f", {duration(gaps_us)} between them" if gaps_us else ""
         return f"{step.launches:,} operators{between}"
     total = sum(op.time_us for op in its)

@@ -44,13 +44,19 @@ class StepSummary:
     bytes: int | None
     peak_bytes: int | None
     busy_us: float | None
-    idle_us: dict[str, float]  # by cause: host, sync, copy, dependency
+    idle_us: dict[str, float]  # by cause: host, exchange, sync, copy, dependency
     overhead_share: float | None
     bound: str | None
     shares: dict[str, float]
     confidence: str
     experiments: dict[str, Any]  # graph_us, half_batch_us, double_batch_us, why_not
     host_us: dict[str, float] = field(default_factory=dict)  # the host's time on something else than operators, by place
+
+    @property
+    def between_us(self) -> float:
+        """The time in which nothing ran because the next operator was not asked for yet; waits for data or others are no such."""
+        waits_us = self.idle_us.get("exchange", 0.0) + self.shares.get("host", 0.0) * self.time_us
+        return max(0.0, sum(self.idle_us.values()) - waits_us)
 
     def __repr__(self) -> str:
         return f"Step({duration(self.time_us or 0.0)}, {self.bound or 'without a verdict'}, {self.confidence})"

@@ -105,12 +105,13 @@ def _asked_for(ops: Sequence[Op]) -> str:
 def _held_up(step: StepSummary, ops: Sequence[Op]) -> str:
     launches, waits = "", step.shares.get("host", 0.0)
     if step.launches:
-        # a wait for data or the device is no time between two of them
-        each = max(0.0, sum(step.idle_us.values()) - waits * step.time_us) / step.launches
+        each = step.between_us / step.launches
         unit, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
         gaps = f", {duration(each)} between {them}" if step.idle_us and step.launches > 1 else ""
         launches = f" ({step.launches:,} {unit if step.launches > 1 else unit[:-1]}{gaps})"
     host = f", {percent(waits)} waiting for data or a synchronisation" if waits >= 0.005 else ""
+    exchange = step.idle_us.get("exchange", 0.0) / (step.time_us or 1.0)
+    host += f", {percent(exchange)} waiting for other processes" if exchange >= 0.005 else ""
     if step.overhead_share is None:
         return f"overhead unknown{launches}{host}"
     return f"{percent(step.overhead_share)} overhead{launches}{host}"

@@ -16,6 +16,7 @@ from rooftile.diagnosis.programs.arguments import arguments_of
 from rooftile.diagnosis.programs.unchanged import state_of, unchanged
 from rooftile.diagnosis.remedies.apply import Trial, check, compile_price_noted, tried
 from rooftile.diagnosis.remedies.remedy import COMPILE
+from rooftile.diagnosis.watching.processes import are_several
 from rooftile.diagnosis.watching.steps import Steps
 from rooftile.errors import InvalidInput
 
@@ -97,9 +98,11 @@ def diagnose_call(
     step = called(function)
     assert step is not None
     found: list[Diagnosis] = []
-    observer = Observer(
-        name, budget, lambda factor: called(function, factor), pads="pad" in apply, ncu=ncu, compiles=compiles, say=say
-    )
+    # other processes make no more steps than they are asked for
+    alone = not are_several()
+    compiles = compiles and alone
+    resized = (lambda factor: called(function, factor)) if alone else None
+    observer = Observer(name, budget, resized, pads="pad" in apply, ncu=ncu, compiles=compiles, say=say)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, (*args, *kwargs.values()))):
         while steps.seen < steps.needed:

@@ -18,6 +18,8 @@ PAD_TO = 64
 TILE = (128, 128)
 # a program's own steps are not captured, which says nothing about whether they could be
 NOT_TRIED = "the program runs its own steps; name the function of one by --step to have it captured"
+# ... and a step of several processes is made by all of them together
+WITH_OTHERS = "the step meets other processes, which would have to make it as often"
 
 # the line to try for each narrower dtype
 NARROWER = {
@@ -37,7 +39,7 @@ def cuda_graph(step: StepEvidence, *, busy_us: float, launches: int, node_us: fl
     """
     graph_us = busy_us + launches * node_us if step.graph_us is None else step.graph_us
     reason = step.why_not.get("graph")
-    first = f"first make it capturable ({reason}); then " if reason and reason != NOT_TRIED else ""
+    first = f"first make it capturable ({reason}); then " if reason and reason not in (NOT_TRIED, WITH_OTHERS) else ""
     saved_us = step.time_us - step.waiting_us - graph_us
     return _remedy(
         name=GRAPH,

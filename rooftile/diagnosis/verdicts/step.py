@@ -14,7 +14,7 @@ GROWS = 1.6
 HALF = 0.5
 # a part of a CPU's step that neither operators nor gaps explain is unknown if it is more than this
 UNEXPLAINED = 0.02
-CAUSES = ("host", "sync", "copy", "dependency")
+CAUSES = ("host", "exchange", "sync", "copy", "dependency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ def classify_step(step: StepEvidence, findings: Sequence[Finding]) -> StepVerdic
 
 def _overhead_share(step: StepEvidence, findings: Sequence[Finding]) -> float | None:
     if step.graph_us is not None:
-        return min(1.0, max(0.0, 1 - step.graph_us / step.time_us))
+        # no graph has in it what the host waits for
+        return min(1.0, max(0.0, 1 - (step.graph_us + _waits_us(step)) / step.time_us))
     gaps_us = max(0.0, step.idle_us.get("host", 0.0) - step.waiting_us)
     on_cpu = [f for f in findings if f.operation.device == "cpu"]
     fixed_us = sum(f.fixed_us * f.operation.calls for f in on_cpu)
@@ -69,9 +70,14 @@ def _overhead_share(step: StepEvidence, findings: Sequence[Finding]) -> float | 
     return min(1.0, (gaps_us + fixed_us) / step.time_us)
 
 
+def _waits_us(step: StepEvidence) -> float:
+    """The time in which the host waits for data, the device or a copy."""
+    return step.waiting_us + step.idle_us.get("sync", 0.0) + step.idle_us.get("copy", 0.0)
+
+
 def _shares(step: StepEvidence, findings: Sequence[Finding], overhead: float) -> dict[str, float]:
-    waits_us = step.waiting_us + step.idle_us.get("sync", 0.0) + step.idle_us.get("copy", 0.0)
-    host = min(1.0 - overhead, waits_us / step.time_us)
+    host = min(1.0 - overhead, _waits_us(step) / step.time_us)
+    exchange = min(1.0 - overhead - host, step.idle_us.get("exchange", 0.0) / step.time_us)
     times: dict[str, float] = {}
     for f in findings:
         # the fixed parts of a CPU's operators are in the overhead already
@@ -83,8 +89,8 @@ def _shares(step: StepEvidence, findings: Sequence[Finding], overhead: float) ->
             of_itself = f.operation.device == "cpu" and bound == "overhead"
             bound = bound if of_itself else "unknown" if modelled in ("overhead", "host") else modelled
         times[bound] = times.get(bound, 0.0) + max(0.0, f.time_us - fixed_us)
-    rest, total = 1.0 - overhead - host, sum(times.values())
-    shares = {"overhead": overhead, "host": host}
+    rest, total = 1.0 - overhead - host - exchange, sum(times.values())
+    shares = {"overhead": overhead, "host": host, "communication": exchange}
     explained, on_cpu = rest, bool(findings) and all(f.operation.device == "cpu" for f in findings)
     # a GPU's kernels are the rest of its step; a CPU may have been busy with something else, which no operator explains
     if on_cpu and rest - total / step.time_us > UNEXPLAINED:

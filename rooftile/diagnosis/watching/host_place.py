@@ -106,10 +106,8 @@ def work_of_the_host(
             busy[place] += 1
     total_us = sum(end - start for start, end in gaps) / 1e3
     count = sum(idle.values())
-    return {
-        place: total_us * number / count for place, number in idle.most_common()
-        if place.where and busy[place] <= BESIDE_OPERATORS * number
-    }  # fmt: skip
+    own = {place: number for place, number in idle.most_common() if place.where and busy[place] <= BESIDE_OPERATORS * number}
+    return {place: total_us * number / count for place, number in own.items()}
 
 
 def _covers(spans: Sequence[Interval], at: int) -> bool:

@@ -36,13 +36,27 @@ class IdleTime:
         """The part of the host's gaps that waits for something else than launches."""
         # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
         single = [gap.us * self.shrink for gap in self.timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
-        return min(max(sum(single), sum(self.host_work.values())), self.by_cause.get("host", 0.0))
+        return min(max(sum(single) / self.timeline.steps, sum(self.host_work.values())), self.by_cause.get("host", 0.0))
 
     @property
     def host_work(self) -> dict[HostPlace, float]:
-        """The time that the host spends on something else than operators, by place, where it is a part of the step."""
-        work = {place: us * self.shrink for place, us in self.timeline.host_work.items()}
-        return {place: us for place, us in work.items() if us >= HOST_SHARE * self.step_us}
+        """The time that the host spends on something else than operators, by place, where it is a part of the step.
+
+        Lines of one file that are short, and together a part of it, are one place.
+        """
+        least_us = HOST_SHARE * self.step_us
+        found: dict[HostPlace, float] = {}
+        short: dict[str, list[float]] = {}
+        for place, us in ((place, us * self.shrink) for place, us in self.timeline.host_work.items()):
+            if us >= least_us:
+                found[place] = us
+            else:
+                short.setdefault(place.where.rpartition(":")[0], []).append(us)
+        return found | {
+            HostPlace(f"{len(times)} short lines of {file}"): sum(times)
+            for file, times in short.items()
+            if sum(times) >= least_us
+        }
 
     @property
     def waits(self) -> dict[HostPlace, float]:
@@ -56,7 +70,7 @@ class IdleTime:
         found: dict[str, float] = {}
         for gap in self.timeline.gaps:
             if gap.cause == cause and gap.where and (cause != "host" or gap.us > self._long_us):
-                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self.shrink
+                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self.shrink / self.timeline.steps
         return found
 
     def notes(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rooftile.diagnosis.watching.preempted import preempted_us
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -151,7 +152,8 @@ def step() -> Iterator[None]:
 class StepTimer:
     """Times the step that runs in its block, device and host together; the time in µs is added to `taken`.
 
-    The time until the host has asked for all of it is added to `launched`.
+    Time in which other programs kept a CPU's thread from running is left out. The time until the host has asked for all of it is
+    added to `launched`.
     """
 
     def __init__(self, device: torch.device, taken: list[float], launched: list[float] | None = None) -> None:
@@ -160,6 +162,7 @@ class StepTimer:
 
     def __enter__(self) -> StepTimer:
         wait_for(self._device)
+        self._preempted_us = preempted_us()
         self._start = time.perf_counter()
         return self
 
@@ -167,7 +170,10 @@ class StepTimer:
         launched = time.perf_counter()
         wait_for(self._device)
         if error[0] is None:
-            self._taken.append((time.perf_counter() - self._start) * 1e6)
+            us = (time.perf_counter() - self._start) * 1e6
+            # a GPU goes on meanwhile
+            lost_us = preempted_us() - self._preempted_us if self._device.type == "cpu" else 0.0
+            self._taken.append(max(us - lost_us, us / 100))
             if self._launched is not None:
                 self._launched.append((launched - self._start) * 1e6)
 

@@ -3,6 +3,7 @@
 A gap is a time in which nothing runs: no kernel on a GPU, no operator on a CPU. It has one cause:
 
     host        the host had not asked for the next kernel yet: Python, a data loader, a sleep
+    exchange    ... because it waited for other processes, whose exchange ran meanwhile
     sync        ... because it waited for the device: .item(), a copy to the host
     copy        a copy between host and device runs, and no kernel
     dependency  the next kernel had been asked for in time, and the device was late
@@ -29,7 +30,9 @@ from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, wat
 from rooftile.diagnosis.watching.host_place import HostPlace, HostSampler, work_of_the_host
 from rooftile.diagnosis.watching.intervals import Interval, Near, complement, length, union
 
-CAUSES = ("host", "sync", "copy", "dependency")
+CAUSES = ("host", "exchange", "sync", "copy", "dependency")
+# exchanges between processes that a CPU's library makes in threads of its own
+EXCHANGES = ("gloo:", "mpi:", "ucc:")
 # names of CUDA's functions that wait for the device
 WAITING = ("Synchronize", "cudaMemcpy")
 # copies between host and device; one within the device is work like a kernel's
@@ -80,6 +83,7 @@ class Timeline:
     tail_us: float = 0.0  # the host's time after the last of them
     replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
     host_work: Mapping[HostPlace, float] = field(default_factory=dict)  # in µs, of gaps whose cause is the host
+    steps: int = 1  # that `gaps` are of
     copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
 
     def us_of(self, op: str, shapes: tuple[tuple[int, ...], ...]) -> float:
@@ -105,7 +109,7 @@ class Timeline:
         """The time without work by cause."""
         found = dict.fromkeys(CAUSES, 0.0)
         for gap in self.gaps:
-            found[gap.cause] += gap.us
+            found[gap.cause] += gap.us / self.steps
         return found
 
     @property
@@ -114,7 +118,7 @@ class Timeline:
         found: Counter[str] = Counter()
         for gap in self.gaps:
             if gap.where:
-                found[gap.where] += gap.us  # type: ignore[assignment]
+                found[gap.where] += gap.us / self.steps  # type: ignore[assignment]
         return dict(found.most_common())
 
 
@@ -237,7 +241,8 @@ def timeline_of(
             total[_key(op)] += op.duration_ns() / 1e3
             each[id(op)] += op.duration_ns() / 1e3
         spans = union(_span(e) for e in here)
-        gaps = [_host_gap(gap, lines) for gap in complement(spans, window)]
+        exchanges = Near(union(_span(e) for e in host if e.name().startswith(EXCHANGES)))
+        gaps = [_host_gap(gap, exchanges, lines) for gap in complement(spans, window)]
         busy, count = length(spans), len(outermost(here))
     in_order: defaultdict[str, list[float]] = defaultdict(list)
     for op in operators:
@@ -307,8 +312,9 @@ class _Around:
         return op if n >= 0 and at <= op.start_ns() + op.duration_ns() else None
 
 
-def _host_gap(gap: Interval, lines: Lines) -> Gap:
-    return Gap(*gap, "host", _line_during(gap, lines))
+def _host_gap(gap: Interval, exchanges: Near, lines: Lines) -> Gap:
+    waits = 2 * exchanges.within(gap) > gap[1] - gap[0]
+    return Gap(*gap, "exchange" if waits else "host", _line_during(gap, lines))
 
 
 def _line_during(gap: Interval, lines: Lines) -> str:

@@ -290,3 +290,29 @@ def test_a_recurrent_layer_counts_its_matrices_once_a_token(kind: str) -> None:
     assert by_phase["forward"] == due
     # the gradients of the first state are not asked for
     assert 2 * due * 0.8 <= by_phase["backward"] <= 2 * due
+
+
+def test_a_gradient_of_pooling_reads_no_input() -> None:
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    with Watch() as watch:
+        F.avg_pool2d(x, 2).square().sum().backward()
+    backward = next(op for op in watch.operations if op.op == "aten::avg_pool2d_backward")
+    assert backward.bytes == 4 * (2 * 3 * 4 * 4 + x.numel())
+
+
+def test_a_jagged_tensor_is_padded_without_arithmetic() -> None:
+    values, offsets = torch.randn(7, 4), torch.tensor([0, 3, 7])
+    with Watch() as watch:
+        padded = torch.ops.aten._jagged_to_padded_dense_forward(values, [offsets], [5], 0.0)
+        torch.ops.aten._padded_dense_to_jagged_forward(padded, [offsets], 7)
+    there, back = watch.operations
+    assert (there.flops, back.flops) == (0, 0)
+    assert there.bytes == back.bytes == 4 * (7 * 4 + 2 * 5 * 4) + 8 * 3
+
+
+def test_a_series_of_unknown_length_is_not_counted() -> None:
+    x = torch.rand(5)
+    with Watch() as watch:
+        torch.igamma(x, x + 0)
+    op = watch.operations[-1]
+    assert (op.op, op.flops, op.special, op.bytes) == ("aten::igamma", None, None, 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,49 @@ def test_torchrun(tmp_path: Path) -> None:
         assert collective["bound"] == "communication"
     assert done.stdout.count("Step ") == 1
     assert "is the slowest, by" in done.stdout or "all take the same time within 5 %" in done.stdout
+
+
+IN_PYTHON = """
+import sys
+import time
+import torch
+import torch.distributed as dist
+import rooftile as rt
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(64, 64))
+optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_step(x):
+    optimiser.zero_grad()
+    # one process is slower than its budget allows
+    time.sleep(0.1 if dist.get_rank() else 0.0)
+    model(x).square().mean().backward()
+    optimiser.step()
+
+
+found = rt.diagnose(train_step, torch.randn(32, 64), budget=0.3)
+print(f"rank {dist.get_rank()}", found.step.experiments["why_not"]["batch"], found.step.idle_us, flush=True)
+train_step(torch.randn(32, 64))
+dist.destroy_process_group()
+"""
+
+
+def test_a_call_in_each_of_several_processes(tmp_path: Path) -> None:
+    """No process makes a step that the others do not make, whatever its budget allows."""
+    script = tmp_path / "train.py"
+    script.write_text(IN_PYTHON)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in (0, 1):
+        assert f"rank {rank} the step meets other processes, which would have to make it as often" in done.stdout
+    # the faster one waits for what the slower one sends
+    line = next(line for line in done.stdout.splitlines() if line.startswith("rank 0"))
+    assert float(re.search(r"'exchange': ([\d.]+)", line)[1]) > 5e4, line
 
 
 def test_ranks_are_told_apart_beyond_noise() -> None:

@@ -15,7 +15,7 @@ from rooftile.drawing.units import duration, percent
 WIDTH = 480
 ROW = 44
 NAMES = {
-    "busy": "busy", "host": "waiting for the host", "sync": "a synchronisation", "copy": "a copy",
+    "busy": "busy", "host": "waiting for the host", "exchange": "other processes", "sync": "a synchronisation", "copy": "a copy",
     "dependency": "a kernel that was late", "rest": "not explained",
 }  # fmt: skip
 # a part below this share is not worth a word
