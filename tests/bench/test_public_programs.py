@@ -169,6 +169,8 @@ def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
     found = types.SimpleNamespace(ops=ops, counters=counters)
     assert public_rows.counted(found) == {"counters_agree_percent": 75.0, "counted_operators": 2.0}
     assert public_rows.counted(types.SimpleNamespace(ops=ops, counters=())) == {}
+    step = types.SimpleNamespace(time_us=200.0, idle_us={"host": 20.0, "copy": 10.0})
+    assert public_rows.adds_up(types.SimpleNamespace(ops=ops, step=step)) == 90.0
 
 
 def test_a_program_that_fails_is_a_row_with_its_reason(monkeypatch) -> None:

@@ -46,7 +46,8 @@ def public_row(session: Session, case: Case, say: Progress, size: str, asked: tr
     settings |= {"verdict": str(found.step.bound), "confidence": found.step.confidence, "notes": list(found.notes)}
     row = timed_row(session, [found.step.time_us], dtype=session.dtype, settings=settings, **named)
     shares = {f"verdict_{cause}_percent": 100 * share for cause, share in found.step.shares.items()}
-    measures |= shares | {"diagnosing_s": seconds, "judged_percent": judged(found)} | prices(found) | counted(found)
+    measures |= shares | {"diagnosing_s": seconds, "judged_percent": judged(found), "adds_up_percent": adds_up(found)}
+    measures |= prices(found) | counted(found)
     return with_measures(row, **measures)
 
 
@@ -64,6 +65,12 @@ def judged(found: Diagnosis) -> float:
     """Returns the percent of the operators' time whose verdict an experiment has given; 0 without operators."""
     total = sum(op.time_us for op in found.ops)
     return 100 * sum(op.time_us for op in found.ops if op.confidence in JUDGED) / total if total else 0.0
+
+
+def adds_up(found: Diagnosis) -> float:
+    """Returns the percent of the step that its operators and gaps are together."""
+    parts_us = sum(op.time_us for op in found.ops) + sum(found.step.idle_us.values())
+    return 100 * parts_us / found.step.time_us
 
 
 def counted(found: Diagnosis) -> dict[str, float]:
