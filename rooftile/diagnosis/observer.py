@@ -78,6 +78,8 @@ NO_INPUTS = "the program makes its own inputs; name the function of one step by 
 IN_BF16 = 0.25
 # the most of the budget that is kept for the experiments on the whole step, and for trying compiled code
 IN_STEPS, IN_COMPILING = 0.25, 0.33
+# ... and for compiling other attentions on a GPU
+IN_ATTENTIONS = 0.15
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -241,18 +243,28 @@ class Observer:
     def _shrink(self) -> float:
         """The share of an operator's time under the profiler that it takes without.
 
-        A CPU's operators take a little longer when they are recorded. A GPU's kernels do not: there the time between them grows.
+        A CPU's operators take a little longer when they are recorded: what the gaps leave of a step without. A GPU's kernels do
+        not: there the time between them grows.
         """
+        busy_us = self._timeline.busy_us
         if self.device.type == "cpu":
-            return min(1.0, self._step_us / self._timeline.wall_us)
-        return min(1.0, self._step_us / self._timeline.busy_us) if self._timeline.busy_us else 1.0
+            idle_us = sum(self._timeline.idle_us.values()) * self._shrink_of_gaps
+            return min(1.0, (self._step_us - idle_us) / busy_us) if busy_us else 1.0
+        return min(1.0, self._step_us / busy_us) if busy_us else 1.0
 
     @property
     def _shrink_of_gaps(self) -> float:
-        """The share of the idle time under the profiler that a step has without: what the operators leave of it."""
+        """The share of the idle time under the profiler that a step has without.
+
+        On a GPU it is what the kernels leave of the step. On a CPU the profiler takes as long for each event: in the gap before
+        an operator, or in the operator around it.
+        """
         idle_us = sum(self._timeline.idle_us.values())
-        if self.device.type == "cpu" or not idle_us:
-            return self._shrink
+        if not idle_us:
+            return 1.0
+        if self.device.type == "cpu":
+            each_us = max(0.0, self._timeline.wall_us - self._step_us) / max(self._timeline.recorded, 1)
+            return max(0.0, 1 - each_us * self._timeline.launches / idle_us)
         return max(0.0, self._step_us - self._timeline.busy_us) / idle_us
 
     def _kinds(self) -> dict[Kind, list[int]]:
@@ -289,11 +301,10 @@ class Observer:
         counted: list[dict[str, Any]] = []
         notes: list[str] = []
         if self._ncu and self.device.type == "cuda":
-            counted, notes = counters.count(list(samples.values()))
+            counted, notes = counters.count([samples[kind] for kind in self._kinds() if kind in samples])
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
         self.deadline = Deadline(min(self._budget, 2 * self._budget - (len(self._taken) + OTHER_STEPS) * self._step_s))
-        attentions = self._other_attentions(operations, samples)
         padded_us, aligned_us = dict[int, float](), dict[int, float]()
         # the most expensive first, as the budget may end
         kinds = self._kinds()
@@ -316,6 +327,7 @@ class Observer:
             return settled(operation, roofs, found) and classify(operation, roofs, found).confidence != "contradicted"
 
         evidence, refused = measure_all(recorded, self.device, self.deadline.but(self._kept_s), is_settled)
+        attentions = self._other_attentions(samples)
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
@@ -375,13 +387,14 @@ class Observer:
 
     @property
     def _kept_s(self) -> float:
-        """The time that experiments on operators leave for the whole step: as a graph, with other batches, compiled."""
+        """The time that experiments on operators leave: for the step as a graph, with other batches, compiled; for attentions."""
+        attentions_s = IN_ATTENTIONS * self._budget if self.device.type == "cuda" and self._attentions else 0.0
         if self._resized is None:
-            return 0.0
+            return attentions_s
         wholes = [name for name in NEEDED_STEPS if name != "graph" or self.device.type == "cuda"]
         steps_s = min(sum(NEEDED_STEPS[name] for name in wholes) * self._step_s, IN_STEPS * self._budget)
         compiles = self._compiles and self._mode == "eager" and self.compiling_s <= IN_COMPILING * self._budget
-        return steps_s + (self.compiling_s if compiles else 0.0)
+        return attentions_s + steps_s + (self.compiling_s if compiles else 0.0)
 
     def _queue(self) -> Queue | None:
         """The launches of the step on a GPU, at the pace that the host has without a profiler."""
@@ -408,23 +421,30 @@ class Observer:
             for operation in self._watch.operations
         ]  # fmt: skip
 
+    @cached_property
+    def _attentions(self) -> list[StepAttention]:
+        """The attentions of the step, if they take a part of its time."""
+        operations = self._watch.operations
+        found = find_attentions(operations, self._watch.calls)
+        worth = sum(self._us(operations[row]) for one in found for row in one.rows)
+        return found if worth >= ATTENTION_SHARE * self._step_us else []
+
     def _other_attentions(
-        self, operations: Sequence[OperatorRow], samples: Mapping[Kind, Sample]
+        self, samples: Mapping[Kind, Sample]
     ) -> list[tuple[StepAttention, Mapping[str, float], str]]:  # fmt: skip
-        """The attentions of the step that take a part of its time, with the times of others on the same shapes."""
-        times_us = [self._us(operation) for operation in operations]
+        """The step's attentions with the times of others on the same shapes."""
+        operations = self._watch.operations
         timed: dict[tuple[object, ...], tuple[Mapping[str, float], str] | None] = {}
         found = []
-        for one in find_attentions(operations, self._watch.calls):
+        for one in self._attentions:
             kind = (one.q, one.k, one.v, one.backward)
             if kind not in timed:
                 sample = samples.get(operations[one.main].kind)
-                call_us = sum(times_us[row] for row in one.rows) / one.calls
+                call_us = sum(self._us(operations[row]) for row in one.rows) / one.calls
                 timed[kind] = time_ours(one, sample, self.device, call_us, self.deadline) if sample is not None else None
             if (others := timed[kind]) is not None:
                 found.append((one, *others))
-        worth = sum(times_us[row] for one, *_ in found for row in one.rows)
-        return found if worth >= ATTENTION_SHARE * self._step_us else []
+        return found
 
     def _evidence(self) -> StepEvidence:
         us, idle = self._step_us, self._idle

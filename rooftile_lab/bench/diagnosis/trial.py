@@ -21,7 +21,8 @@ from rooftile.errors import Unsupported
 from rooftile_lab.bench.diagnosis.cases import FOLDER, Case
 from rooftile_lab.bench.diagnosis.truth import Truth
 
-# products in vectors of 128 bits, in bf16 without AMX's tiles; on a GPU fp32 products in tensor cores
+# products in vectors of 128 bits, in bf16 without AMX's tiles; on a GPU fp32 products in tensor cores, and convolutions without
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 BF16_WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 OTHER_ARITHMETIC = {
     "cpu": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -61,8 +62,9 @@ def truth_of(case: Case, size: str, device: str) -> tuple[Truth, Timed]:
     without_us = getattr(run(size), clock) if case.without else None
     changed, factor = None, 1.0
     if device == "cpu" or not (case.narrow or case.narrow_on_gpu):
-        other = BF16_WITHOUT_TILES if case.narrow else OTHER_ARITHMETIC[device]
-        factor = factor_of("bf16" if case.narrow else "fp32", device, other)
+        convolves = case.convolves and device == "cuda"
+        other = BF16_WITHOUT_TILES if case.narrow else WITHOUT_TF32 if convolves else OTHER_ARITHMETIC[device]
+        factor = factor_of("bf16" if case.narrow else "fp32", device, other, convolves=convolves)
         changed = getattr(run(size, more=other), clock)
     truth = Truth(
         whole_us=getattr(alone, clock), tiny_us=getattr(run("tiny"), clock), part=case.part, without_us=without_us,
@@ -76,9 +78,12 @@ def clock_of(device: str, *, waits: bool = False) -> str:
     return "wall_us" if waits or device == "cuda" else "cpu_us"
 
 
-def factor_of(dtype: str, device: str, other: Mapping[str, str]) -> float:
-    """Measures how many times as long a matrix product takes in an environment with other arithmetic."""
-    path, asked = FOLDER / "product.py", ["--dtype", dtype, "--size", "real" if device == "cuda" else "toy"]
+def factor_of(dtype: str, device: str, other: Mapping[str, str], *, convolves: bool = False) -> float:
+    """Measures how many times as long a matrix product, or a convolution, takes in an environment with other arithmetic."""
+    path, asked = (
+        FOLDER / "product.py",
+        ["--dtype", dtype, "--size", "real" if device == "cuda" else "toy", *["--convolution"] * convolves],
+    )
     clock = clock_of(device)
     changed = script_run(path, asked, more=other)
     return float(getattr(changed, clock) / getattr(script_run(path, asked), clock))
