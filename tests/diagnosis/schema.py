@@ -25,7 +25,7 @@ STRING, NUMBER, INTEGER = {"type": "string"}, {"type": "number"}, {"type": "inte
 REASONS = {"type": "object", "additionalProperties": STRING}
 NUMBERS = {"type": "object", "additionalProperties": NUMBER}
 BOUND = {"enum": ["memory", "compute", "overhead", "latency", "communication", "host", "balanced", None]}
-UNIT = {"enum": ["HBM", "L2", "DRAM", "cache", "tensor", "fp32", "fp64", "special", "int", "link", None]}
+UNIT = {"enum": ["HBM", "L2", "DRAM", "cache", "addresses", "tensor", "fp32", "fp64", "special", "int", "link", None]}
 CONFIDENCE = {"enum": ["confirmed", "measured", "modelled", "contradicted"]}
 
 OP = fixed(

@@ -33,7 +33,7 @@ from rooftile.diagnosis.records import Sample
 from rooftile.errors import Unsupported
 
 Result = TypeVar("Result")
-# bytes that experiments may take beyond the call's own
+# bytes that experiments may take beyond the call's own; on a GPU also a quarter of the memory that is free
 MEMORY = 1 << 30
 # runs of the smallest call, from the cache
 WARM_RUNS = 5
@@ -165,7 +165,9 @@ class _Measurement:
         flops = self._sample.operation.flops or 0
         # where its arithmetic alone is not known, its whole time bounds it
         arithmetic_us = found.time_us if found.cached_us is None else min(found.cached_us, found.time_us)
-        times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, self._deadline, MEMORY)
+        on_gpu = self._call.device.type == "cuda"
+        memory = max(MEMORY, torch.cuda.mem_get_info(self._call.device)[0] // 4) if on_gpu else MEMORY
+        times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, self._deadline, memory)
         return times, times.slope
 
     def _laddered(self, found: Evidence) -> tuple[Sweep, float | None]:

@@ -51,6 +51,9 @@ MANY = 10.0
 # errors of the two numbers in standard errors of T0: g is a ratio of two times, s a difference over half of T0
 GAIN_ERRORS, SLOPE_ERRORS = 2.0, 4.0
 
+# the unit of a call that moves data and is no faster from the cache, far below the roof of main memory
+ADDRESSES = "addresses"
+
 COLLECTIVES = ("c10d::", "c10d_functional::", "_c10d_functional::", "symm_mem::")
 SYNCHRONISING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 
@@ -60,7 +63,7 @@ class Verdict:
     """The bound of one operator, and how sure it is."""
 
     bound: str | None  # one of BOUNDS; None if nothing is known
-    unit: str | None  # "HBM", "L2", "DRAM", "cache", "tensor", "fp32", "fp64", "special", "int", "link"
+    unit: str | None  # "HBM", "L2", "DRAM", "cache", "addresses", "tensor", "fp32", "fp64", "special", "int", "link"
     modelled_bound: str | None
     confidence: str  # one of CONFIDENCES
     confirmed_by: str  # the numbers, or the reason why there are none
@@ -134,17 +137,17 @@ def _measured(
     s, g, fixed_us = evidence.slope, evidence.gain, evidence.fixed_us
     if fixed_us is not None and fixed_us > FIXED * evidence.time_us:
         return waiting(device, evidence.time_us, roofs), None
-    if s is None and g is None:
-        # a fixed part of less than half leaves the choice of a roof to the model
-        return None, None
     doubtless = _doubtless(modelled) if by_counts else None
+    if s is None and g is None:
+        # a fixed part of less than half leaves the choice of a roof to the model, unless the counts leave no doubt
+        return doubtless or (None, None)
     if doubtless is not None and (s is None or g is None):
         return doubtless
     if modelled.compute_us == 0 and modelled.memory_us:
-        # it moves data and computes nothing: whatever takes its time is on the way of the data, if not from main memory then
-        # through the cache, as the pieces of rows that a transposition reads
+        # it moves data and computes nothing: whatever takes its time is on the way of the data, if not main memory then the
+        # addresses, as of the pieces of rows that a transposition reads
         is_below = g is not None and g <= STAYS and modelled.memory_us < LEFT * evidence.time_us
-        return "memory", roofs.cache if is_below else modelled.memory
+        return "memory", ADDRESSES if is_below else modelled.memory
     flat, steep = s is None or s <= FLAT, s is None or s >= STEEP
     falls, stays = g is None or g >= FALLS, g is None or g <= STAYS
     # a number that is missing fits both answers, so one experiment alone decides between the two roofs

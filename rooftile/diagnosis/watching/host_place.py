@@ -29,6 +29,7 @@ class HostPlace(NamedTuple):
     where: str = ""  # the user's line; "" unknown
     function: str = ""  # a library's, called there: "PIL.Image.Image.resize"; "" where the line itself runs
     loads: str = ""  # "here" inside of a DataLoader without workers, "workers" where it waits for its workers
+    is_own: bool = False  # a line of the script itself, and no function of a library
 
     @property
     def words(self) -> str:
@@ -53,7 +54,7 @@ def place_in(frame: FrameType | None) -> HostPlace:
         elif code.co_qualname.startswith("_SingleProcessDataLoaderIter"):
             loads = loads or "here"
         callee, frame = frame, frame.f_back
-    return HostPlace(where, function, loads)
+    return HostPlace(where, function, loads, found and not function)
 
 
 class HostSampler:
@@ -89,24 +90,29 @@ def work_of_the_host(
 ) -> dict[HostPlace, float]:  # fmt: skip
     """Returns the time in µs that the host spends on something else than operators, by place, longest first.
 
-    Many gaps count as well as a long one: their samples share the time of all. Gaps that are as short as the time between two
-    operators may be are left out.
+    Many gaps count as well as a long one: their samples share the time of all. In gaps that are as short as the time between two
+    operators may be only the script's own lines count, not the functions of a library on its way to them.
 
     Args:
         seen: the samples, in the order of time.
         gaps: in which the device has nothing to do because of the host; they do not overlap, and are sorted.
         operators: in which operators run on the host; likewise.
     """
-    gaps = [gap for gap in gaps if gap[1] - gap[0] > BETWEEN_NS]
+    long = [gap for gap in gaps if gap[1] - gap[0] > BETWEEN_NS]
     idle, busy = Counter[HostPlace](), Counter[HostPlace]()
+    count = 0
     for at, place in seen:
         if _covers(gaps, at):
-            idle[place] += 1
+            count += 1
+            idle[place] += place.is_own or _covers(long, at)
         elif _covers(operators, at):
             busy[place] += 1
     total_us = sum(end - start for start, end in gaps) / 1e3
-    count = sum(idle.values())
-    own = {place: number for place, number in idle.most_common() if place.where and busy[place] <= BESIDE_OPERATORS * number}
+    own = {
+        place: number
+        for place, number in idle.most_common()
+        if number and place.where and busy[place] <= BESIDE_OPERATORS * number
+    }
     return {place: total_us * number / count for place, number in own.items()}
 
 

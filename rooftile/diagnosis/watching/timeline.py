@@ -37,8 +37,9 @@ EXCHANGES = ("gloo:", "mpi:", "ucc:")
 WAITING = ("Synchronize", "cudaMemcpy")
 # copies between host and device; one within the device is work like a kernel's
 BETWEEN = ("Memcpy HtoD", "Memcpy DtoH")
-# a range of the autograd engine around a whole node, in which Python may run or another process be waited for
-ENGINE = "autograd::engine::"
+# ranges of the autograd engine around a whole node and of FSDP around its hooks, in which Python may run or another process be
+# waited for
+RANGES = ("autograd::engine::", "FSDP::")
 
 Lines = Sequence[tuple[int, HostPlace]]
 OpKey = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name, and the shapes of its tensors
@@ -195,7 +196,7 @@ def timeline_of(
     """
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
     around = min(window[0], asking[0]), max(window[1], asking[1])
-    here = [e for e in host if "::" in e.name() and not e.name().startswith(ENGINE) and _inside(e, around)]
+    here = [e for e in host if "::" in e.name() and not e.name().startswith(RANGES) and _inside(e, around)]
     operators = outermost(filter(is_wanted, here))
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()

@@ -150,7 +150,7 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         # no arithmetic at all
         (Work(bytes=7e7, flops=0), {"gain": 0.02}, "memory", "HBM", "measured"),
         # far from main memory's roof, and no faster without it: a transposition
-        (Work(bytes=2.7e7, flops=0), {"gain": -0.03}, "memory", "L2", "measured"),
+        (Work(bytes=2.7e7, flops=0), {"gain": -0.03}, "memory", "addresses", "measured"),
         # slices for which a library has other programs
         (Work(bytes=1e7, flops=4e7), {"slope": 0.95, "gain": 0.7}, "compute", "fp32", "measured"),
         (Work(bytes=4e7, flops=4e7), {"slope": 0.95, "gain": 0.7}, "memory", "HBM", "measured"),
@@ -170,6 +170,10 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         (MEMORY, {"slope": 0.05}, "memory", "HBM", "measured"),
         (MEMORY, {"gain": 0.6}, "memory", "HBM", "measured"),
         (COMPUTE, {"gain": 0.02}, "compute", "fp32", "measured"),
+        # only its fixed part was measured, and the counts leave no doubt
+        (MEMORY, {"fixed_us": 1.0}, "memory", "HBM", "measured"),
+        (COMPUTE, {"fixed_us": 1.0}, "compute", "fp32", "measured"),
+        (Work(bytes=7e7, flops=1e6), {"fixed_us": 1.0}, "memory", "HBM", "modelled"),
         # one experiment that does not decide: the roof does if it is reached
         (MEMORY, {"gain": 0.25}, "memory", "HBM", "measured"),
         (COMPUTE, {"gain": 0.25}, "compute", "fp32", "measured"),

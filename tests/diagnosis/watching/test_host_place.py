@@ -31,8 +31,10 @@ def test_many_short_gaps_count_and_the_way_to_operators_does_not() -> None:
     found = work_of_the_host(seen, gaps, operators)
     assert found == {PIL: pytest.approx(8000 * 30 / 40)}
     assert work_of_the_host([], gaps, operators) == {}
-    # as short as the time between two operators
-    assert work_of_the_host([(20, PIL)], [(0, 200_000)], []) == {}
+    # as short as the time between two operators: only the script's own line is no library on its way to the next
+    own, short = HostPlace("env.py:4", is_own=True), [(0, 200_000), (300_000, 500_000)]
+    assert work_of_the_host([(20, PIL)], short, []) == {}
+    assert work_of_the_host([(20, PIL), (40, own), (60, own), (400_000, MODEL)], short, []) == {own: pytest.approx(200.0)}
     # a place without a line is nobody's
     assert work_of_the_host([(1, HostPlace())], gaps, operators) == {}
 
@@ -52,6 +54,8 @@ def test_a_place_is_the_users_line_and_the_function_that_it_calls() -> None:
     assert found[0].words == f"{found[0].function}, called at {found[0].where}"
     # the line itself
     assert place_in(sys._getframe()).function == ""
+    assert place_in(sys._getframe()).is_own
+    assert not found[0].is_own
 
 
 def test_the_sampler_sees_the_thread_that_enters_it() -> None:
