@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rooftile.diagnosis.counts import counters
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile_lab.bench.diagnosis import public_rows, trial
 from rooftile_lab.bench.diagnosis.cases import CASES, FOLDER
+from rooftile_lab.bench.diagnosis.public.course import Course
 from rooftile_lab.bench.diagnosis.truth import Truth, agrees
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.suites import SUITES
@@ -143,6 +145,49 @@ def test_a_devices_time_hides_the_hosts() -> None:
     assert Truth(tiny_us=60.0, **times | {"overlaps": False}).cause == "overhead"
 
 
+def test_kernels_are_told_apart_by_their_counters(monkeypatch) -> None:
+    names = (counters.TIME, *counters.BUSY.values())
+    kernels = [(30e3, 80, 20, 10), (20e3, 10, 20, 90), (10e3, 20, 20, 10), (5e3, 10, 70, 20)]
+    asked: list[object] = []
+
+    def read(metrics, module, *arguments, clocks):
+        asked.extend([module, *arguments])
+        return [dict(zip(names, (float(value) for value in kernel), strict=True)) for kernel in kernels]
+
+    monkeypatch.setattr(trial.ncu, "kernels", read)
+    found = trial.counted(CASES["trainer-lora"], "real")
+    assert found == {"memory": 35.0, "compute": 20.0, "unclear": 10.0}
+    assert asked == ["rooftile_lab.bench.diagnosis.public.trainer", "--way", "lora", "--size", "real", "--counted"]
+    # the time without a kernel is the host's
+    truth = Truth(whole_us=100.0, counted_us=found)
+    assert truth.shares == pytest.approx({"memory": 0.35, "compute": 0.2, "unclear": 0.1, "overhead": 0.35})
+    slower = Truth(whole_us=52.0, counted_us=found)
+    assert slower.shares == pytest.approx({"memory": 35 / 65, "compute": 20 / 65, "unclear": 10 / 65, "overhead": 0.0})
+    without = Truth(whole_us=200.0, without_us=100.0, part="input", counted_us=found)
+    assert (without.shares["input"], without.cause) == (0.5, "input")
+
+    def fails(*unused, **named):
+        raise RuntimeError("ncu failed: no rights")
+
+    monkeypatch.setattr(trial.ncu, "kernels", fails)
+    with pytest.raises(Unsupported, match="no rights"):
+        trial.counted(CASES["graph"], "real")
+
+
+def test_one_step_is_shown_to_a_profiler(monkeypatch) -> None:
+    shown: list[str] = []
+    profiler = types.SimpleNamespace(
+        cudaProfilerStart=lambda: shown.append("start"), cudaProfilerStop=lambda: shown.append("stop")
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: profiler)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--counted"])
+    course = Course()
+    while course.goes_on():
+        shown.append("step")
+    assert shown == ["step"] * 3 + ["start", "step", "stop"]
+
+
 def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
     def op(name: str, bound: str, us: float) -> types.SimpleNamespace:
         return types.SimpleNamespace(module="m", op=name, phase="forward", bytes=8, bound=bound, time_us=us)
@@ -159,14 +204,14 @@ def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
         }
 
     ops = [op("mm", "compute", 60.0), op("add", "compute", 20.0), op("mul", "balanced", 50.0), op("neg", "memory", 20.0)]
-    counters = [
+    rows = [
         row("mm", 20.0, 90.0),
         row("add", 80.0, 20.0),
         row("mul", 90.0, 10.0),
         row("neg", 30.0, 20.0),
         row("sin", 90.0, 1.0),
     ]
-    found = types.SimpleNamespace(ops=ops, counters=counters)
+    found = types.SimpleNamespace(ops=ops, counters=rows)
     assert public_rows.counted(found) == {"counters_agree_percent": 75.0, "counted_operators": 2.0}
     assert public_rows.counted(types.SimpleNamespace(ops=ops, counters=())) == {}
     step = types.SimpleNamespace(time_us=200.0, idle_us={"host": 20.0, "copy": 10.0})

@@ -22,7 +22,6 @@ class Case:
     ranks: int = 1
     narrow: bool = False  # its products are in bf16, on a GPU too
     narrow_on_gpu: bool = False
-    convolves: bool = False  # its arithmetic is in convolutions, which a GPU computes in TF32
 
     @property
     def path(self) -> Path:
@@ -47,14 +46,13 @@ CASES = {
         Case(name="trainer-lora", follows="Trainer with PEFT", script="trainer", arguments=("--way", "lora")),
         Case(name="trainer-checkpointing", follows="Trainer", script="trainer", arguments=("--way", "checkpointing")),
         Case(name="trainer-autocast", follows="Trainer", script="trainer", arguments=("--way", "autocast"), narrow=True),
-        Case(name="unet", follows="diffusers' training of a UNet", script="unet", convolves=True),
+        Case(name="unet", follows="diffusers' training of a UNet", script="unet"),
         Case(
             name="resnet-loader", follows="PyTorch's ImageNet example", script="resnet", without="loader", part="input",
-            convolves=True,
         ),
         Case(
             name="resnet-workers", follows="PyTorch's ImageNet example", script="resnet", arguments=("--workers", "2"),
-            without="loader", part="input", waits=True, convolves=True,
+            without="loader", part="input", waits=True,
         ),
         Case(name="lstm-by-hand", follows="word_language_model", script="lstm"),
         Case(name="graph", follows="pygcn", script="graph"),

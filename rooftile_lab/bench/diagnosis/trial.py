@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rooftile.diagnosis.counts import counters, ncu
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.errors import Unsupported
 from rooftile_lab.bench.diagnosis.cases import FOLDER, Case
-from rooftile_lab.bench.diagnosis.truth import Truth
+from rooftile_lab.bench.diagnosis.truth import UNCLEAR, Truth
 
-# products in vectors of 128 bits, in bf16 without AMX's tiles; on a GPU fp32 products in tensor cores, and convolutions without
-WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+PUBLIC = "rooftile_lab.bench.diagnosis.public"
+# products in vectors of 128 bits, in bf16 without AMX's tiles; on a GPU fp32 products in tensor cores
 BF16_WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 OTHER_ARITHMETIC = {
     "cpu": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -61,10 +63,12 @@ def truth_of(case: Case, size: str, device: str) -> tuple[Truth, Timed]:
     alone = run(size, whole=True)
     without_us = getattr(run(size), clock) if case.without else None
     changed, factor = None, 1.0
+    if device == "cuda" and shutil.which("ncu") is not None:
+        counted_us = counted(case, size)
+        return Truth(whole_us=getattr(alone, clock), part=case.part, without_us=without_us, counted_us=counted_us), alone
     if device == "cpu" or not (case.narrow or case.narrow_on_gpu):
-        convolves = case.convolves and device == "cuda"
-        other = BF16_WITHOUT_TILES if case.narrow else WITHOUT_TF32 if convolves else OTHER_ARITHMETIC[device]
-        factor = factor_of("bf16" if case.narrow else "fp32", device, other, convolves=convolves)
+        other = BF16_WITHOUT_TILES if case.narrow else OTHER_ARITHMETIC[device]
+        factor = factor_of("bf16" if case.narrow else "fp32", device, other)
         changed = getattr(run(size, more=other), clock)
     truth = Truth(
         whole_us=getattr(alone, clock), tiny_us=getattr(run("tiny"), clock), part=case.part, without_us=without_us,
@@ -78,12 +82,26 @@ def clock_of(device: str, *, waits: bool = False) -> str:
     return "wall_us" if waits or device == "cuda" else "cpu_us"
 
 
-def factor_of(dtype: str, device: str, other: Mapping[str, str], *, convolves: bool = False) -> float:
-    """Measures how many times as long a matrix product, or a convolution, takes in an environment with other arithmetic."""
-    path, asked = (
-        FOLDER / "product.py",
-        ["--dtype", dtype, "--size", "real" if device == "cuda" else "toy", *["--convolution"] * convolves],
-    )
+def counted(case: Case, size: str) -> dict[str, float]:
+    """Returns the µs of the kernels of one step by what Nsight Compute saw busy: "memory", "compute", or neither clearly.
+
+    Raises Unsupported if the counters cannot be read.
+    """
+    metrics = (counters.TIME, *counters.BUSY.values())
+    try:
+        kernels = ncu.kernels(metrics, f"{PUBLIC}.{case.script}", *case.arguments, "--size", size, "--counted", clocks="none")
+    except RuntimeError as error:
+        raise Unsupported(str(error).splitlines()[-1][:300]) from error
+    found: dict[str, float] = {}
+    for kernel in kernels:
+        cause = counters.busiest({name: kernel[metric] for name, metric in counters.BUSY.items()}) or UNCLEAR
+        found[cause] = found.get(cause, 0.0) + kernel[counters.TIME] / 1e3
+    return found
+
+
+def factor_of(dtype: str, device: str, other: Mapping[str, str]) -> float:
+    """Measures how many times as long a matrix product takes in an environment with other arithmetic."""
+    path, asked = FOLDER / "product.py", ["--dtype", dtype, "--size", "real" if device == "cuda" else "toy"]
     clock = clock_of(device)
     changed = script_run(path, asked, more=other)
     return float(getattr(changed, clock) / getattr(script_run(path, asked), clock))

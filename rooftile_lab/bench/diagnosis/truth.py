@@ -3,10 +3,12 @@
 without     a part of it is left out: the loader, the environment, the exchange between processes
 tiny        every size is as small as it can be, and the number of operators stays
 arithmetic  the processor's matrix products are made slower or faster by a known factor, by the libraries' environment
+counters    on a GPU with Nsight Compute, in place of the last two: what each kernel of a step kept busy; no kernel is overhead
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 CAUSES = ("memory", "compute", "overhead", "host", "input", "communication")
@@ -27,15 +29,17 @@ class Truth:
 
     `arithmetic_us` is the time with products that take `factor` times as long; `part` is what leaving out a part would prove.
     `overlaps`: the host asks a device for work ahead of time, so that its own time shows only where it is nearly all of it.
+    `counted_us` is the kernels' time by what counters saw busy.
     """
 
     whole_us: float
-    tiny_us: float
+    tiny_us: float | None = None
     part: str = ""
     without_us: float | None = None
     arithmetic_us: float | None = None
     factor: float = 1.0
     overlaps: bool = False
+    counted_us: Mapping[str, float] | None = None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -44,6 +48,9 @@ class Truth:
         Without the experiment on arithmetic the rest cannot be divided into compute and memory: it counts as unclear.
         """
         rest_us = self.whole_us if self.without_us is None else min(self.without_us, self.whole_us)
+        if self.counted_us is not None:
+            return self._counted_shares(self.counted_us, rest_us)
+        assert self.tiny_us is not None
         overhead_us = 0.0 if self.overlaps and self.tiny_us < HOST_BOUND * rest_us else min(self.tiny_us, rest_us)
         found = {"overhead": overhead_us}
         if self.part:
@@ -55,6 +62,15 @@ class Truth:
             grown_us = (self.arithmetic_us - rest_us) / (self.factor - 1)
             found["compute"] = min(max(grown_us, 0.0), left_us)
             found["memory"] = left_us - found["compute"]
+        return {cause: us / self.whole_us for cause, us in found.items()}
+
+    def _counted_shares(self, counted_us: Mapping[str, float], rest_us: float) -> dict[str, float]:
+        device_us = sum(counted_us.values())
+        # under the counters, kernels may be a little slower
+        each = min(1.0, rest_us / device_us)
+        found = {cause: us * each for cause, us in counted_us.items()} | {"overhead": rest_us - device_us * each}
+        if self.part:
+            found[self.part] = self.whole_us - rest_us
         return {cause: us / self.whole_us for cause, us in found.items()}
 
     @property

@@ -30,6 +30,7 @@ class Course:
         parser = argparse.ArgumentParser()
         parser.add_argument("--size", choices=SIZES, default="toy")
         parser.add_argument("--steps", type=int, default=24)
+        parser.add_argument("--counted", action="store_true", help="show one step to Nsight Compute, and end")
         parser.add_argument("--without", choices=("", *parts), default="")
         for name, default in options.items():
             flag = "--" + name.replace("_", "-")
@@ -54,6 +55,8 @@ class Course:
 
     def goes_on(self) -> bool:
         """Takes the time, and returns whether another step is due; prints the times if none is."""
+        if self.options.counted:
+            return self._shows_one()
         if self.device.type == "cuda" and len(self._wall) in (WARM_UPS, self.options.steps):
             torch.cuda.synchronize()
         self._wall.append(time.perf_counter())
@@ -62,6 +65,18 @@ class Course:
             return True
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps({"wall_us": self._us(self._wall), "cpu_us": self._us(self._own)}), flush=True)
+        return False
+
+    def _shows_one(self) -> bool:
+        """Begins to show the step after the first three to a profiler, and ends with it."""
+        self._wall.append(0.0)
+        if len(self._wall) <= WARM_UPS:
+            return True
+        torch.cuda.synchronize()
+        if len(self._wall) == WARM_UPS + 1:
+            torch.cuda.cudart().cudaProfilerStart()
+            return True
+        torch.cuda.cudart().cudaProfilerStop()
         return False
 
     def _us(self, ticks: list[float]) -> float:
