@@ -160,7 +160,10 @@ class Observer:
     def _profiling(self) -> Profiled | None:
         if self._profiles and self._is_late:
             return None
-        made = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+        made = Profiled(
+            self.device, lambda: {operation.op for operation in self._watch.operations},
+            lambda: {operation.where for operation in self._watch.operations},
+        )  # fmt: skip
         self._profiles.append((len(self._taken), made))
         return made
 

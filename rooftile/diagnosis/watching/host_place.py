@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class HostPlace(NamedTuple):
     where: str = ""  # the user's line; "" unknown
     function: str = ""  # a library's, called there: "PIL.Image.Image.resize"; "" where the line itself runs
     loads: str = ""  # "here" inside of a DataLoader without workers, "workers" where it waits for its workers
-    is_own: bool = False  # a line of the script itself, and no function of a library
+    is_own: bool = False  # a line of the script itself, and no function that it calls
 
     @property
     def words(self) -> str:
@@ -40,6 +40,7 @@ class HostPlace(NamedTuple):
 def place_in(frame: FrameType | None) -> HostPlace:
     """Returns the place of a thread whose innermost frame is given."""
     where, function, loads = user_line(frame), "", ""
+    is_own_line = frame is not None and is_own(frame.f_code.co_filename)
     callee, found = None, False
     while frame is not None:
         code = frame.f_code
@@ -54,7 +55,7 @@ def place_in(frame: FrameType | None) -> HostPlace:
         elif code.co_qualname.startswith("_SingleProcessDataLoaderIter"):
             loads = loads or "here"
         callee, frame = frame, frame.f_back
-    return HostPlace(where, function, loads, found and not function)
+    return HostPlace(where, function, loads, is_own_line)
 
 
 class HostSampler:
@@ -86,17 +87,20 @@ class HostSampler:
 
 
 def work_of_the_host(
-    seen: Sequence[tuple[int, HostPlace]], gaps: Sequence[Interval], operators: Sequence[Interval]
+    seen: Sequence[tuple[int, HostPlace]], gaps: Sequence[Interval], operators: Sequence[Interval],
+    asking: Collection[str] = (),
 ) -> dict[HostPlace, float]:  # fmt: skip
     """Returns the time in µs that the host spends on something else than operators, by place, longest first.
 
     Many gaps count as well as a long one: their samples share the time of all. In gaps that are as short as the time between two
-    operators may be only the script's own lines count, not the functions of a library on its way to them.
+    operators may be only the script's own lines count that ask for no operator: a sample cannot see a short operator, only what
+    comes before and after it.
 
     Args:
         seen: the samples, in the order of time.
         gaps: in which the device has nothing to do because of the host; they do not overlap, and are sorted.
         operators: in which operators run on the host; likewise.
+        asking: the lines that ask for operators.
     """
     long = [gap for gap in gaps if gap[1] - gap[0] > BETWEEN_NS]
     idle, busy = Counter[HostPlace](), Counter[HostPlace]()
@@ -104,7 +108,7 @@ def work_of_the_host(
     for at, place in seen:
         if _covers(gaps, at):
             count += 1
-            idle[place] += place.is_own or _covers(long, at)
+            idle[place] += (place.is_own and place.where not in asking) or _covers(long, at)
         elif _covers(operators, at):
             busy[place] += 1
     total_us = sum(end - start for start, end in gaps) / 1e3

@@ -18,7 +18,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -130,14 +130,17 @@ class Profiled:
     Args:
         device: where the step runs.
         names: gives the operators whose times are wanted, such as "aten::mm".
+        lines: gives the lines that ask for operators.
     """
 
     timeline: Timeline
     trace: bytes
 
-    def __init__(self, device: torch.device, names: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self, device: torch.device, names: Callable[[], Iterable[str]], lines: Callable[[], Iterable[str]] = tuple
+    ) -> None:  # fmt: skip
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._names = names
+        self._names, self._asking = names, lines
 
     def __enter__(self) -> Profiled:
         # the profiler's library writes to the terminal when it starts
@@ -169,8 +172,9 @@ class Profiled:
             names = frozenset(self._names())
             host = self._start, host_end
             self.timeline = timeline_of(
-                events, (self._start, end), host, self._lines.seen, self._on_gpu, lambda e: e.name() in names
-            )
+                events, (self._start, end), host, self._lines.seen, self._on_gpu, lambda e: e.name() in names,
+                frozenset(self._asking()),
+            )  # fmt: skip
             self.trace = pack(self._profiler)
 
 
@@ -182,7 +186,7 @@ def _named(kernel: GeneratedKernel, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def timeline_of(
     events: Sequence[Any], window: Interval, asking: Interval, lines: Lines, on_gpu: bool,
-    is_wanted: Callable[[Any], bool],
+    is_wanted: Callable[[Any], bool], asking_lines: Collection[str] = (),
 ) -> Timeline:  # fmt: skip
     """Returns the timeline of a step from the events of a profiler, or from events of a trace, which answer the same questions.
 
@@ -193,6 +197,7 @@ def timeline_of(
         lines: samples of the host's place.
         on_gpu: where the step runs.
         is_wanted: whether an event is an operator whose time is wanted; of operators in each other the outermost is taken.
+        asking_lines: the lines that ask for operators.
     """
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
     around = min(window[0], asking[0]), max(window[1], asking[1])
@@ -257,7 +262,7 @@ def timeline_of(
         launched=tuple(launches), tail_us=tail_us, recorded=0 if on_gpu else len(here), replayed_us=replayed_us,
         copied_us=copied_us,
         host_work=work_of_the_host(
-            lines, [gap[:2] for gap in gaps if gap.cause == "host"], union(_span(e) for e in here)
+            lines, [gap[:2] for gap in gaps if gap.cause == "host"], union(_span(e) for e in here), asking_lines
         ),
     )  # fmt: skip
 

@@ -34,7 +34,10 @@ def test_many_short_gaps_count_and_the_way_to_operators_does_not() -> None:
     # as short as the time between two operators: only the script's own line is no library on its way to the next
     own, short = HostPlace("env.py:4", is_own=True), [(0, 200_000), (300_000, 500_000)]
     assert work_of_the_host([(20, PIL)], short, []) == {}
-    assert work_of_the_host([(20, PIL), (40, own), (60, own), (400_000, MODEL)], short, []) == {own: pytest.approx(200.0)}
+    samples = [(20, PIL), (40, own), (60, own), (400_000, MODEL)]
+    assert work_of_the_host(samples, short, []) == {own: pytest.approx(200.0)}
+    # its samples may be of the time before and after short operators
+    assert work_of_the_host(samples, short, [], asking={"env.py:4"}) == {}
     # a place without a line is nobody's
     assert work_of_the_host([(1, HostPlace())], gaps, operators) == {}
 
