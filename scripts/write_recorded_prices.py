@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 
 def compared(rows: Iterable[dict[str, Any]]) -> RecordedPrices:
-    """Returns the comparison for the last row of each program; a price that is too small to be shown is none."""
-    last = {row["case"]: row for row in rows}
+    """Returns the comparison for the last row of each program that tried it; a price that is too small to be shown is none."""
+    last = {row["case"]: row for row in rows if "compile_measured_us" in row["measures"]}
     pairs = [
         (row["measures"]["compile_predicted_us"], row["measures"]["compile_measured_us"]) for row in last.values()
         if row["measures"].get("compile_predicted_us", 0.0) >= WORTH * row["median_us"]
