@@ -244,31 +244,17 @@ class Observer:
 
     @property
     def _shrink(self) -> float:
-        """The share of an operator's time under the profiler that it takes without.
-
-        A CPU's operators take a little longer when they are recorded: what the gaps leave of a step without. A GPU's kernels do
-        not: there the time between them grows.
-        """
-        busy_us = self._timeline.busy_us
-        if self.device.type == "cpu":
-            idle_us = sum(self._timeline.idle_us.values()) * self._shrink_of_gaps
-            return min(1.0, (self._step_us - idle_us) / busy_us) if busy_us else 1.0
-        return min(1.0, self._step_us / busy_us) if busy_us else 1.0
+        """The share of an operator's time under the profiler that it takes without: all of it, if it is no more than the step."""
+        return min(1.0, self._step_us / self._timeline.busy_us) if self._timeline.busy_us else 1.0
 
     @property
     def _shrink_of_gaps(self) -> float:
-        """The share of the idle time under the profiler that a step has without.
+        """The share of the idle time under the profiler that a step has without: what the operators leave of the step.
 
-        On a GPU it is what the kernels leave of the step. On a CPU the profiler takes as long for each event: in the gap before
-        an operator, or in the operator around it.
+        The profiler takes its time between operators, and so does the thread that samples lines.
         """
         idle_us = sum(self._timeline.idle_us.values())
-        if not idle_us:
-            return 1.0
-        if self.device.type == "cpu":
-            each_us = max(0.0, self._timeline.wall_us - self._step_us) / max(self._timeline.recorded, 1)
-            return max(0.0, 1 - each_us * self._timeline.launches / idle_us)
-        return max(0.0, self._step_us - self._timeline.busy_us) / idle_us
+        return min(1.0, max(0.0, self._step_us - self._timeline.busy_us) / idle_us) if idle_us else 1.0
 
     def _kinds(self) -> dict[Kind, list[int]]:
         """The rows of each kind of operation. The kinds that take the most time are first."""

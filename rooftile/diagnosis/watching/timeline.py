@@ -84,7 +84,6 @@ class Timeline:
     tail_us: float = 0.0  # the host's time after the last of them
     replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
     host_work: Mapping[HostPlace, float] = field(default_factory=dict)  # in µs, of gaps whose cause is the host
-    recorded: int = 0  # events of operators on a CPU, also of operators in each other
     steps: int = 1  # that `gaps` are of
     copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
 
@@ -259,7 +258,7 @@ def timeline_of(
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
         calls_us={name: tuple(times) for name, times in in_order.items()},
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
-        launched=tuple(launches), tail_us=tail_us, recorded=0 if on_gpu else len(here), replayed_us=replayed_us,
+        launched=tuple(launches), tail_us=tail_us, replayed_us=replayed_us,
         copied_us=copied_us,
         host_work=work_of_the_host(
             lines, [gap[:2] for gap in gaps if gap.cause == "host"], union(_span(e) for e in here), asking_lines
