@@ -189,8 +189,9 @@ def test_one_step_is_shown_to_a_profiler(monkeypatch) -> None:
 
 
 def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
-    def op(name: str, bound: str, us: float) -> types.SimpleNamespace:
-        return types.SimpleNamespace(module="m", op=name, phase="forward", bytes=8, bound=bound, time_us=us)
+    def op(name: str, bound: str, us: float, unit: str = "") -> types.SimpleNamespace:
+        # a row of the table has the bytes of all its calls, and a counted one of one call
+        return types.SimpleNamespace(module="m", op=name, phase="forward", bytes=24, calls=3, bound=bound, time_us=us, unit=unit)
 
     def row(name: str, dram: float, sm: float) -> dict[str, object]:
         return {
@@ -204,7 +205,9 @@ def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
         }
 
     ops = [op("mm", "compute", 60.0), op("add", "compute", 20.0), op("mul", "balanced", 50.0), op("neg", "memory", 20.0)]
+    ops += [op("copy", "memory", 40.0, "addresses")]
     rows = [
+        row("copy", 20.0, 75.0),
         row("mm", 20.0, 90.0),
         row("add", 80.0, 20.0),
         row("mul", 90.0, 10.0),
@@ -212,10 +215,10 @@ def test_verdicts_are_compared_with_what_counters_saw(monkeypatch) -> None:
         row("sin", 90.0, 1.0),
     ]
     found = types.SimpleNamespace(ops=ops, counters=rows)
-    assert public_rows.counted(found) == {"counters_agree_percent": 75.0, "counted_operators": 2.0}
+    assert public_rows.counted(found) == {"counters_agree_percent": pytest.approx(100 * 100 / 120), "counted_operators": 3.0}
     assert public_rows.counted(types.SimpleNamespace(ops=ops, counters=())) == {}
     step = types.SimpleNamespace(time_us=200.0, idle_us={"host": 20.0, "copy": 10.0})
-    assert public_rows.adds_up(types.SimpleNamespace(ops=ops, step=step)) == 90.0
+    assert public_rows.adds_up(types.SimpleNamespace(ops=ops, step=step)) == 110.0
 
 
 def test_a_program_that_fails_is_a_row_with_its_reason(monkeypatch) -> None:

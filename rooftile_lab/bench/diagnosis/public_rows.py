@@ -10,6 +10,7 @@ import torch
 from rooftile.cost.session import Session
 from rooftile.diagnosis.counts.counters import busiest
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.verdicts.classify import ADDRESSES
 from rooftile.errors import Unsupported
 from rooftile_lab.bench.diagnosis import trial
 from rooftile_lab.bench.diagnosis.cases import Case
@@ -19,7 +20,7 @@ from rooftile_lab.bench.rows import timed_row, with_measures
 from rooftile_lab.bench.run import Progress
 
 JUDGED = ("measured", "confirmed")
-KEYS = ("module", "op", "phase", "bytes")
+KEYS = ("module", "op", "phase")
 
 
 def public_row(session: Session, case: Case, say: Progress, size: str, asked: trial.Settings) -> Row:
@@ -74,14 +75,18 @@ def adds_up(found: Diagnosis) -> float:
 
 
 def counted(found: Diagnosis) -> dict[str, float]:
-    """Returns the percent of the counted operators' time whose verdict of memory or compute is the counters', and how many."""
+    """Returns the percent of the counted operators' time whose verdict of memory or compute is the counters', and how many.
+
+    Addresses are computed by the multiprocessors.
+    """
     times = {True: 0.0, False: 0.0}
     compared = 0
     for row in found.counters:
-        ops = [op for op in found.ops if (op.module, op.op, op.phase, op.bytes) == tuple(row[key] for key in KEYS)]
+        ops = [op for op in found.ops if (op.module, op.op, op.phase) == tuple(row[key] for key in KEYS)]
+        op = next((op for op in ops if op.bytes == (row["bytes"] or 0) * op.calls), None)
         bound = busiest(row)
-        if bound and ops and ops[0].bound in ("memory", "compute"):
-            times[ops[0].bound == bound] += ops[0].time_us
+        if bound and op is not None and op.bound in ("memory", "compute"):
+            times[bound == ("compute" if op.unit == ADDRESSES else op.bound)] += op.time_us
             compared += 1
     total = sum(times.values())
     return {"counters_agree_percent": 100 * times[True] / total, "counted_operators": float(compared)} if total else {}
