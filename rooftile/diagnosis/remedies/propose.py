@@ -212,9 +212,7 @@ def _overhead_us(seen: ObservedStep) -> float:
     """The time of a step that launches take: between the operators of a CPU, and while a GPU waits for the host."""
     if seen.device.type == "cpu":
         return max(0.0, seen.step.idle_us.get("host", 0.0) - seen.step.waiting_us)
-    overhead_us = (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
-    # what a graph of the step lacks is also what the host waits for
-    return overhead_us if seen.step.graph_us is None else max(0.0, overhead_us - seen.step.waiting_us)
+    return (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
 
 
 def _attentions(seen: ObservedStep) -> list[Remedy | None]:

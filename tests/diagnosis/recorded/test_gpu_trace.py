@@ -40,7 +40,7 @@ def test_the_gaps_of_a_step_have_their_causes(file: Path) -> None:
     found = rt.diagnosis.from_trace(file, step=4)
     # step 3's kernel ends 100 us into the step of the host
     assert found.step.time_us == pytest.approx(900)
-    assert found.step.idle_us == pytest.approx({"host": 145 + 50, "sync": 110, "copy": 120, "dependency": 40})
+    assert found.step.idle_us == pytest.approx({"host": 145 + 50, "exchange": 0, "sync": 110, "copy": 120, "dependency": 40})
     assert found.step.busy_us == pytest.approx(300 + 50 + 20 + 20 + 45)
     assert found.step.launches == 5
     assert (found.program.step.split(",")[0], found.program.command) == ("ProfilerStep#4 of rank 3 of 8 (nccl)", "trace.json")

@@ -328,4 +328,4 @@ def test_neither_a_batch_nor_a_graph_saves_what_the_host_waits_for(waiting_us: f
 def test_launches_take_no_part_of_the_hosts_other_work(device: str) -> None:
     step = StepEvidence(time_us=1000, waiting_us=700, idle_us={"host": 800.0}, graph_us=200.0 if device == "cuda" else None)
     its = SimpleNamespace(device=torch.device(device), step=step, findings=[])
-    assert propose._overhead_us(its) == 100.0
+    assert propose._overhead_us(its) == pytest.approx(100.0)
