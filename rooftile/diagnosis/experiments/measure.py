@@ -139,7 +139,7 @@ class _Measurement:
         if not smaller_calls:
             return taken[1.0], None
         at_zero_us = fixed_us(list(taken), [median(samples) for samples in taken.values()])
-        if cold:
+        if cold and at_zero_us < median(taken[1.0]) / 2:
             # a step's next call finds the operator's code in the cache, which a cold run of nearly no data does not
             least = min(smaller_calls, key=lambda made: made.share).call
             at_zero_us = min(at_zero_us, median(self._timer.once(least, cold=False) for _ in range(WARM_RUNS)))

@@ -124,7 +124,7 @@ def _slope(call: RepeatableCall, timer: Timer, counts: tuple[int, ...]) -> float
     # the operator itself runs in many kernels outside of a compiler, so its own time is the time of its first rung
     own = ladder.rung(0)
     # on a machine that has never compiled, the first kernel alone may take longer than all the others
-    deadline = Deadline(NEEDED_S[call.device.type] / 2)
+    deadline = Deadline(NEEDED_S[call.device.type])
     time_us = median(timer.once(own, cold=True) for _ in range(5))
     found = sweep(ladder, call, axes(call), timer, time_us, deadline, steps=(1 / 2, 1 / 4), counts=counts)
     if found.slope is None:
