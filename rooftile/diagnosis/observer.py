@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from rooftile.diagnosis.experiments.step import NEEDED_STEPS, batch_shares, repl
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
-from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import OperatorRow, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.apply import expected_s
@@ -43,13 +42,12 @@ from rooftile.diagnosis.verdicts.above import is_above, why_above
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watching.chosen_step import ChosenStep
 from rooftile.diagnosis.watching.compiled import NAMESPACE
-from rooftile.diagnosis.watching.idle import IdleTime
 from rooftile.diagnosis.watching.in_order import call_times_us
-from rooftile.diagnosis.watching.mean_step import mean_step
 from rooftile.diagnosis.watching.processes import are_several
 from rooftile.diagnosis.watching.steps import Role, StepTimer
-from rooftile.diagnosis.watching.timeline import Profiled, Timeline
+from rooftile.diagnosis.watching.timeline import Profiled
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
 from rooftile.errors import Unsupported
 from rooftile.hardware import ceilings
@@ -57,8 +55,6 @@ from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 
 PROFILED_STEPS = 3
-# quartiles of a step's times that are further apart than this share of it: the times of a quiet stretch are taken then
-NOISY = 0.1
 # timed steps at least, and one profiled; more only as long as all timed steps take no more than a quarter of the budget
 LEAST_TIMED_STEPS, IN_TIMES = 3, 0.25
 # steps of the program beside the timed ones: what they take beyond the budget the experiments have less, so that the page is
@@ -138,6 +134,8 @@ class Observer:
     def _beginning(self) -> AbstractContextManager[None]:
         # a better way to tell steps apart may have been found, after some of another kind
         self._taken, self._launched, self._profiles = [], [], []
+        for name in ("_step", "_call_times_us"):
+            self.__dict__.pop(name, None)
         return nullcontext()
 
     def _finding_devices(self) -> Devices:
@@ -189,72 +187,16 @@ class Observer:
         return self._record
 
     @cached_property
-    def _timeline(self) -> Timeline:
-        if self._is_noisy and self._differ_by_waits:
-            return mean_step([one.timeline for _, one in self._profiles if hasattr(one, "timeline")])
-        return self._profiled.timeline
-
-    @cached_property
-    def _differ_by_waits(self) -> bool:
-        """Whether the program's own waits make its steps differ, and not other programs."""
-        timelines = [one.timeline for _, one in self._profiles if hasattr(one, "timeline")]
-        waits = [IdleTime(one, one.wall_us).waiting_us for one in timelines]
-        rests = [one.wall_us - wait for one, wait in zip(timelines, waits, strict=True)]
-        differ = max(waits) - min(waits)
-        return differ > NOISY * median(self._taken) and differ > max(rests) - min(rests)
-
-    @cached_property
-    def _is_noisy(self) -> bool:
-        first, _, third = quantiles(self._taken, n=4)
-        return third - first > NOISY * median(self._taken)
-
-    @cached_property
-    def _chosen(self) -> tuple[float, Profiled]:
-        """The time of a step, and the profile of one that took as long.
-
-        On a quiet machine it is the median of all, and the profile in the middle; where a program's steps wait for unequal times,
-        the mean of all. Else it is the quickest stretch: a profile and the two timed steps around it.
-        """
-        whole = [(at, one) for at, one in self._profiles if hasattr(one, "timeline")]
-        middle = sorted((one for _, one in whole), key=lambda one: one.timeline.wall_us)[len(whole) // 2]
-        if not self._is_noisy:
-            return median(self._taken), middle
-        if self._differ_by_waits:
-            return mean(self._taken), middle
-        around = {at: sum(near) / len(near) for at, _ in whole if (near := self._taken[max(0, at - 1) : at + 1])}
-        at, quickest = min(whole, key=lambda item: around.get(item[0], 0.0) + item[1].timeline.wall_us)
-        # with a profiler it takes no less than without
-        return min(around.get(at, quickest.timeline.wall_us), quickest.timeline.wall_us), quickest
-
-    @property
-    def _step_us(self) -> float:
-        return self._chosen[0]
-
-    @property
-    def _profiled(self) -> Profiled:
-        return self._chosen[1]
+    def _step(self) -> ChosenStep:
+        return ChosenStep(self._taken, self._profiles)
 
     def _us(self, operation: OperatorRow) -> float:
         """The time of all calls of an operation in the profiled step."""
-        return self._call_times_us[operation.key] * operation.calls * self._shrink
+        return self._call_times_us[operation.key] * operation.calls * self._step.shrink
 
     @cached_property
     def _call_times_us(self) -> Mapping[tuple[object, ...], float]:
-        return call_times_us(self._watch.operations, self._timeline)
-
-    @property
-    def _shrink(self) -> float:
-        """The share of an operator's time under the profiler that it takes without: all of it, if it is no more than the step."""
-        return min(1.0, self._step_us / self._timeline.busy_us) if self._timeline.busy_us else 1.0
-
-    @property
-    def _shrink_of_gaps(self) -> float:
-        """The share of the idle time under the profiler that a step has without: what the operators leave of the step.
-
-        The profiler takes its time between operators, and so does the thread that samples lines.
-        """
-        idle_us = sum(self._timeline.idle_us.values())
-        return min(1.0, max(0.0, self._step_us - self._timeline.busy_us) / idle_us) if idle_us else 1.0
+        return call_times_us(self._watch.operations, self._step.timeline)
 
     def _kinds(self) -> dict[Kind, list[int]]:
         """The rows of each kind of operation. The kinds that take the most time are first."""
@@ -300,7 +242,7 @@ class Observer:
         narrower, too_late = dict[int, float](), frozenset[int]()
         call_us = {kind: self._us(operations[rows[0]]) / operations[rows[0]].calls for kind, rows in kinds.items()}
         if bf16_may_gain(measured):
-            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * self._step_us}
+            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * self._step.us}
             until = self.deadline.within(IN_BF16 * self._budget)
             narrower, too_late = shares_in_bf16(operations, worth, samples, call_us, self.device, until)
         until = self.deadline.within(IN_BF16 * self._budget)
@@ -336,18 +278,18 @@ class Observer:
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         left = missing(
-            step_us=step.time_us, profiled_us=self._timeline.wall_us,
-            operators_us=sum(finding.time_us for finding in findings) - self._timeline.copied_us * self._shrink,
-            idle_us=sum(step.idle_us.values()), replayed_us=self._timeline.replayed_us * self._shrink,
+            step_us=step.time_us, profiled_us=self._step.timeline.wall_us,
+            operators_us=sum(finding.time_us for finding in findings) - self._step.timeline.copied_us * self._step.shrink,
+            idle_us=sum(step.idle_us.values()), replayed_us=self._step.timeline.replayed_us * self._step.shrink,
             on_gpu=self.device.type == "cuda",
         )  # fmt: skip
         seen = ObservedStep(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             wider=in_fp32,
-            kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
+            kept=self._watch.kept, busy_us=self._step.timeline.busy_us * self._step.shrink, launches=self._step.timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
             queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
-            sync_us=self._idle.lines("sync"), waits=self._idle.waits, threads=torch.get_num_threads(),
+            sync_us=self._step.idle.lines("sync"), waits=self._step.idle.waits, threads=torch.get_num_threads(),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
@@ -361,13 +303,13 @@ class Observer:
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
             busy_us=seen.busy_us, kernels=kernels, counters=counted,
-            notes=[*self._noise(), *self._idle.notes(), *left, *notes, *refused],
-            trace=Trace(self._profiled.trace, findings),
+            notes=[*self._step.noise(), *self._step.idle.notes(), *left, *notes, *refused],
+            trace=Trace(self._step.profiled.trace, findings),
         )  # fmt: skip
 
     @property
     def _step_s(self) -> float:
-        return self._step_us / 1e6
+        return self._step.us / 1e6
 
     @property
     def compiling_s(self) -> float:
@@ -387,15 +329,15 @@ class Observer:
 
     def _queue(self) -> Queue | None:
         """The launches of the step on a GPU, at the pace that the host has without a profiler."""
-        timeline = self._timeline
+        timeline = self._step.timeline
         if not timeline.launched:
             return None
-        launches = tuple(one._replace(device_us=one.device_us * self._shrink) for one in timeline.launched)
+        launches = tuple(one._replace(device_us=one.device_us * self._step.shrink) for one in timeline.launched)
         return Queue(launches, timeline.tail_us).paced(median(self._launched))
 
     @property
     def _mode(self) -> str:
-        if self._timeline.replayed_us > self._timeline.busy_us / 2:
+        if self._step.timeline.replayed_us > self._step.timeline.busy_us / 2:
             return "graph"
         is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
         return "compiled" if is_compiled else "eager"
@@ -416,7 +358,7 @@ class Observer:
         operations = self._watch.operations
         found = find_attentions(operations, self._watch.calls)
         worth = sum(self._us(operations[row]) for one in found for row in one.rows)
-        return found if worth >= ATTENTION_SHARE * self._step_us else []
+        return found if worth >= ATTENTION_SHARE * self._step.us else []
 
     def _other_attentions(
         self, samples: Mapping[Kind, Sample]
@@ -436,7 +378,7 @@ class Observer:
         return found
 
     def _evidence(self) -> StepEvidence:
-        us, idle = self._step_us, self._idle
+        us, idle = self._step.us, self._step.idle
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
         on_gpu = self.device.type == "cuda"
@@ -460,7 +402,7 @@ class Observer:
         for operation in self._watch.operations:
             operators[operation.op] += operation.calls
         try:
-            return self._step_us * replayed_share(step, self.device, operators, step_s=self._step_s, deadline=self.deadline)
+            return self._step.us * replayed_share(step, self.device, operators, step_s=self._step_s, deadline=self.deadline)
         except Unsupported as reason:
             why_not["graph"] = str(reason)
             return None
@@ -477,30 +419,13 @@ class Observer:
         shares, reason = batch_shares(step, others, self.device, self._step_s, self.deadline)
         if len(others) < 2 or reason:
             why_not["batch"] = reason or "the inputs have no first axis in common"
-        half, double = (self._step_us * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
+        half, double = (self._step.us * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
         return half, double
-
-    @property
-    def _idle(self) -> IdleTime:
-        return IdleTime(self._timeline, self._step_us, self._shrink_of_gaps)
 
     def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
         """The names of the kernels of each row."""
-        names = [self._timeline.kernels_of(f.operation.op, f.operation.shapes) for f in findings]
+        names = [self._step.timeline.kernels_of(f.operation.op, f.operation.shapes) for f in findings]
         return {row: its for row, its in enumerate(names) if its}
-
-    def _noise(self) -> list[str]:
-        if not self._is_noisy:
-            return []
-        if self._differ_by_waits:
-            return [
-                f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because they wait for unequal times: "
-                f"all times are means, of a step of {duration(self._step_us)}"
-            ]
-        return [
-            f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}, because other programs kept the machine "
-            f"busy or the steps differ; all times are of a stretch in which a step took {duration(self._step_us)}"
-        ]
 
 
 def _command() -> str:

@@ -35,7 +35,7 @@ def times_of(monkeypatch, capsys, path, arguments) -> dict[str, float]:
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-    # what Inductor makes of a program is tested elsewhere, and takes a minute
+    # Inductor takes a minute, and other tests run what it generates
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     runpy.run_path(str(path), run_name="__main__")
     return json.loads(capsys.readouterr().out.splitlines()[-1])

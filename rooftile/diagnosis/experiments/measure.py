@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 MEMORY = 1 << 30
 # runs of the smallest call, from the cache
 WARM_RUNS = 5
-# slices that take so many times as long as the whole say nothing of its traffic
+# slices that take more than 1.3 times as long as the whole call run in another way, and show nothing of its traffic
 SLOWER = 1.3
 # the least runs that each part needs, of the whole call: its time alone, in the cache, on less data (half, a quarter, ... of a
 # run), and with more to do
@@ -163,7 +163,7 @@ class _Measurement:
     def _by_growth(self, found: Evidence) -> tuple[Sweep, float | None]:
         """A product's own arithmetic is what grows, so its slope needs no references: 1 is as much time as work."""
         flops = self._sample.operation.flops or 0
-        # where its arithmetic alone is not known, its whole time bounds it
+        # the call's whole time bounds its arithmetic, where the time from the cache is not known
         arithmetic_us = found.time_us if found.cached_us is None else min(found.cached_us, found.time_us)
         on_gpu = self._call.device.type == "cuda"
         memory = max(MEMORY, torch.cuda.mem_get_info(self._call.device)[0] // 4) if on_gpu else MEMORY

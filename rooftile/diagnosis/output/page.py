@@ -39,7 +39,7 @@ FACTS = {
     "operator us": ("one small operator and its result", "µs"),
     "node us": ("a kernel of nothing in a CUDA graph", "µs"), "date": ("measured", ""),
 }  # fmt: skip
-# whose ceilings they are: the words after a roof, a heading, and a sentence
+# these name the ceilings' source: the words after a roof, a heading, and a sentence
 SOURCES = {
     "measured": (
         " of this machine, measured", "This machine, and its measured ceilings", "Ceilings are measured on this machine",

@@ -13,7 +13,7 @@ from rooftile.errors import InvalidInput
 
 DeviceType = torch._C._autograd.DeviceType
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# what a diagnosis reads, and the words of older versions of torch
+# a diagnosis reads these names; older versions of torch wrote others
 CATEGORIES = {name: name for name in ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver", *DEVICE)} | {
     "Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset",
 }  # fmt: skip

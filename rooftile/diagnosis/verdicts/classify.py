@@ -46,7 +46,7 @@ FIXED = 0.5
 REACHED, LEFT, ABOVE = 0.75, 0.5, 1.25
 # traffic whose least time is less than this share of a call's time does not bound it
 LITTLE = 0.25
-# arithmetic whose least time is so many times shorter than the traffic's takes none of a call's time
+# arithmetic takes none of a call's time if its least time is this many times shorter than the least time of the traffic
 MANY = 10.0
 # errors of the two numbers in standard errors of T0: g is a ratio of two times, s a difference over half of T0
 GAIN_ERRORS, SLOPE_ERRORS = 2.0, 4.0

@@ -11,7 +11,7 @@ from rooftile.diagnosis.watching.timeline import Timeline
 
 
 def mean_step(timelines: Sequence[Timeline]) -> Timeline:
-    """Returns one timeline with mean times, and the gaps of all steps; launches and kernels are those of the step in the middle.
+    """Returns one timeline with mean times, the gaps of all steps, and the launches and kernels of the median step.
 
     Two workers of a loader take turns, so that every second step waits: no single step is like the program.
     """

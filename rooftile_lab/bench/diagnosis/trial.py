@@ -137,7 +137,7 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _run(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> str:
-    # as many threads as this process has
+    # the other process computes with as many threads as this one
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | dict(more)
     # a session of its own, so that no process of torchrun or of a loader is left when it hangs
     with subprocess.Popen(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.verdicts.step import StepEvidence, classify_step
 from rooftile.diagnosis.watching import preempted, steps
+from rooftile.diagnosis.watching.chosen_step import ChosenStep
 from rooftile.diagnosis.watching.host_place import HostPlace
 from rooftile.diagnosis.watching.idle import IdleTime
 from rooftile.diagnosis.watching.mean_step import mean_step
@@ -58,13 +58,12 @@ def test_steps_that_wait_in_turns_are_their_mean() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_step_is_the_mean_where_its_own_waits_differ(waits: bool) -> None:
-    observer = Observer("a step", 1.0)
     slow = timeline(66e3, (46e3, "host")) if waits else timeline(66e3)
     profiles = [slow, timeline(20e3), slow]
-    observer._profiles = [(2 * n, SimpleNamespace(timeline=one)) for n, one in enumerate(profiles)]
-    observer._taken = [20e3, 66e3, 20e3, 66e3, 20e3, 66e3]
-    assert observer._step_us == pytest.approx(43e3 if waits else 20e3)
-    assert ("wait for unequal times" if waits else "other programs") in observer._noise()[0]
+    step = ChosenStep([20e3, 66e3] * 3, [(2 * n, SimpleNamespace(timeline=one)) for n, one in enumerate(profiles)])
+    assert step.us == pytest.approx(43e3 if waits else 20e3)
+    assert step.timeline.wall_us == pytest.approx(sum(one.wall_us for one in profiles) / 3 if waits else 20e3)
+    assert ("wait for unequal times" if waits else "other programs") in step.noise()[0]
 
 
 def event(name: str, start_us: float, us: float, thread: int = 1) -> SimpleNamespace:

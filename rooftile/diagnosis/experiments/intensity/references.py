@@ -113,8 +113,8 @@ def _measure(dtype: torch.dtype, timer: Timer, device: torch.device) -> Referenc
     steep = _slope(chain, timer, (MULTIPLY_ADDS // 2, MULTIPLY_ADDS // 4))
     if steep - flat < DISTINCT:
         raise Unsupported(
-            f"an addition ({flat:.2f}) and 256 multiply-adds ({steep:.2f}) have nearly the same slope here, because the machine "
-            "is busy with something else"
+            f"an addition has slope {flat:.2f} here and 256 multiply-adds {steep:.2f}, which are no scale for others: the "
+            "machine may be busy with something else"
         )
     return References(round(flat, 4), round(steep, 4))
 
