@@ -22,12 +22,12 @@ from rooftile.diagnosis.experiments import deadline
 from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all, prepare_scales
-from rooftile.diagnosis.experiments.step import NEEDED_STEPS, batch_shares, replayed_share
+from rooftile.diagnosis.experiments.step import batch_shares, needed_steps, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.json_rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import OperatorRow, Sample
-from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
+from rooftile.diagnosis.remedies.alone import aligned_saving_us, can_be_padded, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.apply import expected_s
 from rooftile.diagnosis.remedies.attentions import StepAttention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
@@ -46,7 +46,7 @@ from rooftile.diagnosis.watching.chosen_step import ChosenStep
 from rooftile.diagnosis.watching.compiled import NAMESPACE
 from rooftile.diagnosis.watching.in_order import call_times_us
 from rooftile.diagnosis.watching.processes import are_several
-from rooftile.diagnosis.watching.steps import Role, StepTimer
+from rooftile.diagnosis.watching.steps import Lead, Role, StepTimer
 from rooftile.diagnosis.watching.timeline import Profiled
 from rooftile.diagnosis.watching.watch import Devices, Record, Watch
 from rooftile.errors import Unsupported
@@ -59,9 +59,11 @@ PROFILED_STEPS = 3
 LEAST_TIMED_STEPS, IN_TIMES = 3, 0.25
 # steps of the program beside the timed ones: what they take beyond the budget the experiments have less, so that the page is
 # there after twice the budget
-OTHER_STEPS = 4 + PROFILED_STEPS
+OTHER_STEPS = 5 + PROFILED_STEPS
 # the share of the budget for a step that is warmed up twice only
 SLOW = 0.05
+# steps that take no longer are longer by a part of it when the caches are cold
+SHORT_US = 100e3
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -120,9 +122,12 @@ class Observer:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [self._beginning, self._finding_devices, self._third]
+        # once a GPU was profiled, its driver takes longer for each launch
+        on_gpu: list[Role] = [self._lead, self._timing_on_gpu] * (2 * PROFILED_STEPS + 1)
         # a profiled step between two timed ones meets the same machine: others may keep it busy for a while, or steps grow
-        turn: list[Role] = [self._timing, self._timing, self._profiling]
-        return [*warm_ups, self._watching, *turn * PROFILED_STEPS, self._timing, self._recording]
+        turn: list[Role] = [self._warming, self._timing_on_cpu, self._timing_on_cpu, self._profiling]
+        last: list[Role] = [self._warming, self._timing_on_cpu, self._recording]
+        return [*warm_ups, self._watching, *on_gpu, *turn * PROFILED_STEPS, *last]
 
     @property
     def device(self) -> torch.device:
@@ -148,8 +153,19 @@ class Observer:
         too_long = sum(self._taken) / 1e6 > IN_TIMES * self._budget and not are_several()
         return len(self._taken) >= LEAST_TIMED_STEPS and too_long
 
-    def _timing(self) -> StepTimer | None:
-        return None if self._is_late else StepTimer(self.device, self._taken, self._launched)
+    def _lead(self) -> Lead | None:
+        return None if self._is_late or self.device.type != "cuda" else Lead(self.device, self._launched)
+
+    def _timing_on_gpu(self) -> StepTimer | None:
+        return None if self._is_late or self.device.type != "cuda" else StepTimer(self.device, self._taken, led=True)
+
+    def _warming(self) -> AbstractContextManager[None] | None:
+        """Runs a short step after a watched or a profiled one, which leaves nothing of the program in a CPU's caches."""
+        is_long = bool(self._taken) and self._taken[-1] > SHORT_US and not are_several()
+        return None if self._is_late or is_long or self.device.type == "cuda" else nullcontext()
+
+    def _timing_on_cpu(self) -> StepTimer | None:
+        return None if self._is_late or self.device.type == "cuda" else StepTimer(self.device, self._taken)
 
     def _watching(self) -> Watch:
         self._watch = Watch()
@@ -263,7 +279,9 @@ class Observer:
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
             us = self._us(operation) / operation.calls
-            if sample is None or operation.op not in PRODUCTS or not self.deadline.allows_rest(4 * us / 1e6):
+            if sample is None or operation.op not in PRODUCTS or not can_be_padded(sample):
+                continue
+            if not self.deadline.allows_rest(4 * us / 1e6):
                 continue
             if self._pads:
                 saved_us = padded_saving_us(sample, self.device)
@@ -322,8 +340,7 @@ class Observer:
         attentions_s = IN_ATTENTIONS * self._budget if self.device.type == "cuda" and self._attentions else 0.0
         if self._resized is None:
             return attentions_s
-        wholes = [name for name in NEEDED_STEPS if name != "graph" or self.device.type == "cuda"]
-        steps_s = min(sum(NEEDED_STEPS[name] for name in wholes) * self._step_s, IN_STEPS * self._budget)
+        steps_s = min(needed_steps(self.device) * self._step_s, IN_STEPS * self._budget)
         compiles = self._compiles and self._mode == "eager" and self.compiling_s <= IN_COMPILING * self._budget
         return attentions_s + steps_s + (self.compiling_s if compiles else 0.0)
 

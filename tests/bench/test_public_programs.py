@@ -146,8 +146,9 @@ def test_a_devices_time_hides_the_hosts() -> None:
 
 
 def test_kernels_are_told_apart_by_their_counters(monkeypatch) -> None:
-    names = (counters.TIME, *counters.BUSY.values())
-    kernels = [(30e3, 80, 20, 10), (20e3, 10, 20, 90), (10e3, 20, 20, 10), (5e3, 10, 70, 20)]
+    names = (counters.TIME, *trial.MEMORY.values(), *trial.SM)
+    # main memory, L2, instructions, tensor cores
+    kernels = [(30e3, 80, 20, 10, 0), (20e3, 10, 20, 15, 90), (10e3, 20, 20, 10, 0), (5e3, 10, 70, 20, 0)]
     asked: list[object] = []
 
     def read(metrics, module, *arguments, clocks):

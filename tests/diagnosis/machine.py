@@ -124,6 +124,12 @@ def enqueued(asked: list[Asked], tail_us: float = 0.0, *, depth: int = 1024) -> 
     return now + tail_us, max(now + tail_us, device_free)
 
 
+def steady_us(asked: list[Asked], tail_us: float = 0.0) -> float:
+    """Returns the time of a step after others, whose first kernels are asked for while the device is at the step before."""
+    second = [replace(asked[0], host_us=asked[0].host_us + tail_us), *asked[1:]]
+    return enqueued([*asked, *second], tail_us)[1] - enqueued(asked, tail_us)[1]
+
+
 def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> OperatorRow:
     """Returns the counted operation of a simulated operator."""
     return OperatorRow(

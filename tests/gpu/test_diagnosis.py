@@ -137,6 +137,22 @@ def test_a_copy_on_the_device_is_work() -> None:
     assert found.step.idle_us["copy"] < 0.1 * found.step.time_us
 
 
+def test_a_step_takes_the_time_that_it_takes_after_others() -> None:
+    """The host works for a while before each step's first kernel, and the device is at the last step meanwhile."""
+    x = random(8192, 8192)
+
+    def step() -> None:
+        time.sleep(0.004)
+        for _ in range(12):
+            x @ x
+
+    found = rt.diagnose(step, budget=3)
+    kernels_us = sum(op.time_us for op in found.ops)
+    assert kernels_us > 8_000
+    assert found.step.time_us < kernels_us + 2_000
+    assert found.step.bound == "compute"
+
+
 def test_many_small_kernels_are_overhead_and_a_graph_takes_it_away() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2000):

@@ -70,8 +70,13 @@ def count(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def busiest(row: Mapping[str, Any]) -> str | None:
-    """Returns "memory" or "compute" by what a counted row says was busy; None where neither was clearly busier."""
-    memory, compute = max(row["dram_percent"], row["l2_percent"]), row["sm_percent"]
+    """Returns "memory" or "compute" by what a counted row says was busy; None where neither was clearly busier.
+
+    The L2 counts where neither main memory nor the multiprocessors were busy: it also feeds those, tile after tile.
+    """
+    memory, compute = row["dram_percent"], row["sm_percent"]
+    if max(memory, compute) < BUSIEST:
+        memory = max(memory, row["l2_percent"])
     if max(memory, compute) < BUSIEST or max(memory, compute) < AHEAD * min(memory, compute):
         return None
     return "memory" if memory > compute else "compute"

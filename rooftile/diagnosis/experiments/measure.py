@@ -37,6 +37,8 @@ Result = TypeVar("Result")
 MEMORY = 1 << 30
 # runs of the smallest call, from the cache
 WARM_RUNS = 5
+# what a call takes more, at most, because its code is not in the caches
+COLD_CODE_US = 30.0
 # slices that take more than 1.3 times as long as the whole call run in another way, and show nothing of its traffic
 SLOWER = 1.3
 # the least runs that each part needs, of the whole call: its time alone, in the cache, on less data (half, a quarter, ... of a
@@ -139,10 +141,12 @@ class _Measurement:
         if not smaller_calls:
             return taken[1.0], None
         at_zero_us = fixed_us(list(taken), [median(samples) for samples in taken.values()])
-        if cold and at_zero_us < median(taken[1.0]) / 2:
-            # a step's next call finds the operator's code in the cache, which a cold run of nearly no data does not
+        if cold:
+            # a step's next call finds the operator's code in the cache, which a cold run of nearly no data does not; a call that
+            # is nearly all fixed part may not find it either
             least = min(smaller_calls, key=lambda made: made.share).call
-            at_zero_us = min(at_zero_us, median(self._timer.once(least, cold=False) for _ in range(WARM_RUNS)))
+            warm_us = median(self._timer.once(least, cold=False) for _ in range(WARM_RUNS))
+            at_zero_us = min(at_zero_us, warm_us if 2 * at_zero_us < median(taken[1.0]) else max(warm_us, COLD_CODE_US))
         return taken[1.0], at_zero_us
 
     def _cached_share(self, budget_s: float, cold: bool) -> float:

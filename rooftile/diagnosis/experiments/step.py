@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -13,18 +14,46 @@ from rooftile.diagnosis.experiments import deadline as budget
 from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.watching.dispatched import Dispatched
-from rooftile.diagnosis.watching.steps import StepTimer
+from rooftile.diagnosis.watching.steps import Lead, StepTimer
 from rooftile.diagnosis.watching.watch import name_of
 from rooftile.errors import Unsupported
 
 Work = Callable[[], None]
-WARM_UPS, RUNS = 3, 7
+WARM_UPS = 3
+
+
+class _Turns(NamedTuple):
+    """How often works take turns: to warm up, then timed; a GPU runs each `runs` times in a turn."""
+
+    warm_ups: int
+    timed: int
+    runs: int
+
+    @property
+    def steps(self) -> int:
+        return self.runs * (self.warm_ups + self.timed)
+
+
+TURNS = {"cpu": _Turns(3, 7, 1), "cuda": _Turns(1, 5, 2)}
 # ... at least, where steps are slow
-LEAST_WARM_UPS, LEAST_RUNS = 1, 3
-# all steps of an experiment in which two works take turns, in time of the step itself: twice the batch takes two
-NEEDED_STEPS = {"graph": 3 * WARM_UPS + 2 * RUNS + 2, "batch": 3.5 * (WARM_UPS + RUNS + 1)}
+LEAST = {"cpu": _Turns(1, 3, 1), "cuda": _Turns(1, 3, 2)}
 NO_TIME = "the budget has no time for as many steps as it takes: a larger --budget has"
-LEAST_STEPS = {"graph": WARM_UPS + 2 + 2 * (LEAST_WARM_UPS + LEAST_RUNS), "batch": 3.5 * (LEAST_WARM_UPS + LEAST_RUNS + 1)}
+
+
+def needed_steps(device: torch.device) -> float:
+    """Returns how many of its own steps a step's experiments take."""
+    turns = TURNS[device.type]
+    return _batch_steps(turns) + (_graph_steps(turns) if device.type == "cuda" else 0.0)
+
+
+def _graph_steps(turns: _Turns) -> float:
+    # it is captured twice
+    return WARM_UPS + 2 + 2 * turns.steps
+
+
+def _batch_steps(turns: _Turns) -> float:
+    # half the batch, the batch and twice the batch
+    return 3.5 * (turns.steps + 1)
 
 
 def batch_shares(
@@ -42,7 +71,7 @@ def batch_shares(
         deadline: nothing runs that is not expected to end by then.
     """
     works, reason = {1.0: step}, ""
-    if not deadline.allows_rest(LEAST_STEPS["batch"] * step_s):
+    if not deadline.allows_rest(_batch_steps(LEAST[device.type]) * step_s):
         return {}, NO_TIME
     for factor, other in others.items():
         try:
@@ -79,7 +108,7 @@ def replayed_share(
     data to it; or if it calls other operators while it is captured, as a program may: its graph says nothing about the step then.
     """
     deadline = deadline or Deadline()
-    if not deadline.allows_rest(LEAST_STEPS["graph"] * step_s):
+    if not deadline.allows_rest(_graph_steps(LEAST[device.type]) * step_s):
         raise Unsupported(NO_TIME)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -124,18 +153,22 @@ def _in_turns(works: Sequence[Work], device: torch.device, deadline: Deadline) -
     Raises Unsupported if the deadline comes before there are enough turns.
     """
     taken: list[list[float]] = [[] for _ in works]
-    least, turn_s = LEAST_WARM_UPS + LEAST_RUNS, 0.0
-    for turn in range(WARM_UPS + RUNS):
+    turns, fewest = TURNS[device.type], LEAST[device.type]
+    least, turn_s = fewest.warm_ups + fewest.timed, 0.0
+    for turn in range(turns.warm_ups + turns.timed):
         if turn < least and not deadline.allows_rest((least - turn) * turn_s):
             raise Unsupported(NO_TIME)
         if turn >= least and not deadline.allows(turn_s):
             break
         began = budget.clock()
         for work, own in zip(works, taken, strict=True):
-            with StepTimer(device, own):
+            if led := device.type == "cuda":
+                with Lead(device):
+                    work()
+            with StepTimer(device, own, led=led):
                 work()
         turn_s = budget.clock() - began
-    return [median(own[min(WARM_UPS, len(own) - LEAST_RUNS) :]) for own in taken]
+    return [median(own[min(turns.warm_ups, len(own) - fewest.timed) :]) for own in taken]
 
 
 def _first_line(error: Exception) -> str:

@@ -59,7 +59,7 @@ def diagnose_script(
         if call is None:
             whole = tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
             whole = compile_price_noted(whole, observer.device, "--apply compile tries it, in one more run of the script")
-            words = f"{path} was run {steps.runs} times until {steps.needed} of its steps had been seen"
+            words = f"{path} was run {steps.runs} times until enough of its steps had been seen"
             return whole.noted(words) if steps.runs > 1 else whole
 
         def step(*inputs: Any, **named: Any) -> Any:

@@ -115,6 +115,8 @@ def _run_once(
         except InvalidInput:
             raise
         except Exception as error:
+            if steps.is_own_work:
+                raise
             reason = f"{path} failed with {type(error).__name__}: {error} ({_line_of(error)})"
             if not calls or steps.source > Source.MODULES:
                 raise InvalidInput(f"{reason} before enough of its steps had been seen; run it by itself first") from error

@@ -69,6 +69,11 @@ def _once_us(work: Callable[[], Any], device: torch.device, launching_us: float)
     return start.elapsed_time(stop) * 1e3, launched_us
 
 
+def can_be_padded(sample: Sample) -> bool:
+    """Returns whether both factors of a recorded product are dense."""
+    return all(factor.layout == torch.strided for factor in _factors(sample))
+
+
 def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_TO) -> float:
     """Times a recorded product (M, K) @ (K, N) and the same with K and N padded; returns the time saved in µs.
 

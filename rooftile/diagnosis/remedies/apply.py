@@ -25,7 +25,7 @@ from rooftile.diagnosis.experiments.deadline import Deadline
 from rooftile.diagnosis.records import OperatorRow
 from rooftile.diagnosis.remedies import recorded
 from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, COMPILE, DTYPE, GRAPH, PAD, Remedy
-from rooftile.diagnosis.watching.steps import Finished, Role, StepTimer
+from rooftile.diagnosis.watching.steps import Finished, Lead, Role, StepTimer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import enabled
 
@@ -52,7 +52,7 @@ def expected_s(operations: Sequence[OperatorRow], device: torch.device, step_s: 
     """Returns how long it is expected to take to compile a step with these operators, and to compare the two."""
     in_modules = [operation for operation in operations if operation.module]
     calls = sum(operation.calls for operation in in_modules or operations)
-    return COMPILER_S + CALL_S[device.type] * calls + (1 + WARM_UPS + LOOKS + 2 * LEAST_PAIRS) * step_s
+    return COMPILER_S + CALL_S[device.type] * calls + (1 + WARM_UPS + LOOKS + 4 * LEAST_PAIRS) * step_s
 
 
 class Trial:
@@ -79,12 +79,14 @@ class Trial:
     @property
     def roles(self) -> list[Role]:
         """One for each step."""
-        timed = [self._timed_before, self._timed_after] * TIMED_STEPS
+        timed: list[Role] = [self._timed_before, self._timed_after] * TIMED_STEPS
+        if self._is_led:
+            timed = [self._leading_before, self._timed_before, self._leading_after, self._timed_after] * TIMED_STEPS
         return [self._finding, *([self.changed] * WARM_UPS), *([self._looking] * LOOKS), *timed]
 
     def is_changed(self, number: int) -> bool:
         """Whether the change is there in a step; the first has the number 0."""
-        return self.roles[number] not in (self._finding, self._timed_before)
+        return self.roles[number] not in (self._finding, self._leading_before, self._timed_before)
 
     @property
     def saved_us(self) -> float:
@@ -109,7 +111,7 @@ class Trial:
 
     def _in_time(self) -> None:
         """Ends the trial where the deadline allows no more steps: with the pairs that there are, if they tell something."""
-        if self._deadline.allows(2 * self._step_us / 1e6):
+        if self._deadline.allows((4 if self._is_led else 2) * self._step_us / 1e6):
             return
         if len(self._after) < LEAST_PAIRS:
             raise Unsupported("the budget ended before enough steps had run with it")
@@ -171,15 +173,31 @@ class Trial:
         self._compiled.append((module, torch.compile(module._call_impl)))
         return self._compiled[-1][1]
 
+    @property
+    def _is_led(self) -> bool:
+        return self._device.type == "cuda"
+
+    @contextmanager
+    def _leading_before(self) -> Iterator[None]:
+        self._in_time()
+        with Lead(self._device):
+            yield
+
     @contextmanager
     def _timed_before(self) -> Iterator[None]:
-        self._in_time()
-        with StepTimer(self._device, self._before):
+        if not self._is_led:
+            self._in_time()
+        with StepTimer(self._device, self._before, led=self._is_led):
+            yield
+
+    @contextmanager
+    def _leading_after(self) -> Iterator[None]:
+        with self.changed(), Lead(self._device):
             yield
 
     @contextmanager
     def _timed_after(self) -> Iterator[None]:
-        with self.changed(), StepTimer(self._device, self._after):
+        with self.changed(), StepTimer(self._device, self._after, led=self._is_led):
             yield
 
 

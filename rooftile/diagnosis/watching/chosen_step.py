@@ -19,7 +19,8 @@ class ChosenStep:
     """One step of those that were timed without a profiler and with it.
 
     On a quiet machine its time is the median of all, and its profile the one in the middle; where a program's steps wait for
-    unequal times, it is the mean of all. Else it is the quickest stretch: a profile and the two timed steps around it.
+    unequal times, it is the mean of all. Else it is the quickest stretch: a profile and the two timed steps around it; the median
+    again where all profiles came later.
 
     Args:
         taken: the times of the steps without a profiler, in µs.
@@ -68,10 +69,9 @@ class ChosenStep:
         differ = f"steps took {duration(min(self._taken))} to {duration(max(self._taken))}"
         if self._differ_by_waits:
             return [f"{differ}, because they wait for unequal times: all times are means, of a step of {duration(self.us)}"]
-        return [
-            f"{differ}, because other programs kept the machine busy or the steps differ; all times are of a stretch in which a "
-            f"step took {duration(self.us)}"
-        ]
+        differ += ", because other programs kept the machine busy or the steps differ"
+        times = "of a stretch in which a step took" if self._are_between else "medians, of a step of"
+        return [f"{differ}; all times are {times} {duration(self.us)}"]
 
     @property
     def _timelines(self) -> list[Timeline]:
@@ -81,6 +81,11 @@ class ChosenStep:
     def _is_noisy(self) -> bool:
         first, _, third = quantiles(self._taken, n=4)
         return third - first > NOISY * median(self._taken)
+
+    @property
+    def _are_between(self) -> bool:
+        """Whether the profiles were made between the timed steps, and not after all of them."""
+        return len({at for at, _ in self._profiles}) > 1
 
     @cached_property
     def _differ_by_waits(self) -> bool:
@@ -98,6 +103,8 @@ class ChosenStep:
             return median(self._taken), middle
         if self._differ_by_waits:
             return mean(self._taken), middle
+        if not self._are_between:
+            return median(self._taken), middle
         around = {at: mean(near) for at, _ in self._profiles if (near := self._taken[max(0, at - 1) : at + 1])}
         at, quickest = min(self._profiles, key=lambda item: around.get(item[0], 0.0) + item[1].timeline.wall_us)
         # with a profiler it takes no less than without

@@ -47,6 +47,7 @@ class Steps:
         self._process = os.getpid()
         self.source = Source.NONE
         self.is_finished = False  # no more steps are asked for, with all seen or not
+        self.is_own_work = False  # what runs, or has failed, is the diagnosis and not the program
 
     @property
     def needed(self) -> int:
@@ -78,7 +79,8 @@ class Steps:
     def begin(self) -> None:
         if not self.is_elsewhere and self.seen < len(self._roles):
             role = nullcontext() if self._is_first else self._next_role()
-            role.__enter__()
+            with self._own_work():
+                role.__enter__()
             self._open = role
 
     def _next_role(self) -> AbstractContextManager[Any]:
@@ -90,13 +92,22 @@ class Steps:
         role, self._open = self._open, None
         if role is None or self.is_elsewhere:
             return
-        role.__exit__(None, None, None)
+        with self._own_work():
+            role.__exit__(None, None, None)
         if self._is_first:
             self._is_first = False
             return
         self.seen += 1
         if self.seen == len(self._roles):
-            self._done()
+            with self._own_work():
+                self._done()
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        self.is_own_work = True
+        yield
+        # an error leaves it set: the program is not to blame
+        self.is_own_work = False
 
     def boundary(self) -> None:
         """One step ends here, and the next begins."""
@@ -152,30 +163,57 @@ def step() -> Iterator[None]:
 class StepTimer:
     """Times the step that runs in its block, device and host together; the time in µs is added to `taken`.
 
-    Time in which other programs kept a CPU's thread from running is left out. The time until the host has asked for all of it is
-    added to `launched`.
+    Time in which other programs kept a CPU's thread from running is left out.
+
+    led: a `Lead` on this GPU came right before; the time begins where the device has ended its step.
     """
 
-    def __init__(self, device: torch.device, taken: list[float], launched: list[float] | None = None) -> None:
-        self._device = device
-        self._taken, self._launched = taken, launched
+    def __init__(self, device: torch.device, taken: list[float], *, led: bool = False) -> None:
+        self._device, self._taken, self._led = device, taken, led
 
     def __enter__(self) -> StepTimer:
-        wait_for(self._device)
+        if self._led:
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._begin.record()
+        else:
+            wait_for(self._device)
         self._preempted_us = preempted_us()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        launched = time.perf_counter()
+        if self._led:
+            self._end.record()
         wait_for(self._device)
-        if error[0] is None:
-            us = (time.perf_counter() - self._start) * 1e6
-            # a GPU goes on meanwhile
-            lost_us = preempted_us() - self._preempted_us if self._device.type == "cpu" else 0.0
-            self._taken.append(max(us - lost_us, us / 100))
-            if self._launched is not None:
-                self._launched.append((launched - self._start) * 1e6)
+        if error[0] is not None:
+            return
+        us = (time.perf_counter() - self._start) * 1e6
+        if self._led:
+            us = self._begin.elapsed_time(self._end) * 1e3
+        # a GPU goes on meanwhile
+        lost_us = preempted_us() - self._preempted_us if self._device.type == "cpu" else 0.0
+        self._taken.append(max(us - lost_us, us / 100))
+
+
+class Lead:
+    """Runs a step right before a timed one on a GPU, and does not wait for its end.
+
+    A program asks a GPU for its next step while the device is at the last one. A step that begins with nothing to do would take
+    longer than the program's own, by the host's time before its first kernels. The time until the host has asked for all of it
+    is added to `launched`.
+    """
+
+    def __init__(self, device: torch.device, launched: list[float] | None = None) -> None:
+        self._device, self._launched = device, launched
+
+    def __enter__(self) -> Lead:
+        wait_for(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None and self._launched is not None:
+            self._launched.append((time.perf_counter() - self._start) * 1e6)
 
 
 def wait_for(device: torch.device) -> None:

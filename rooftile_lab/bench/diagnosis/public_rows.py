@@ -77,7 +77,7 @@ def adds_up(found: Diagnosis) -> float:
 def counted(found: Diagnosis) -> dict[str, float]:
     """Returns the percent of the counted operators' time whose verdict of memory or compute is the counters', and how many.
 
-    Addresses are computed by the multiprocessors.
+    Addresses are computed by the multiprocessors, for words in memory: either may be the busier one.
     """
     times = {True: 0.0, False: 0.0}
     compared = 0
@@ -86,7 +86,7 @@ def counted(found: Diagnosis) -> dict[str, float]:
         op = next((op for op in ops if op.bytes == (row["bytes"] or 0) * op.calls), None)
         bound = busiest(row)
         if bound and op is not None and op.bound in ("memory", "compute"):
-            times[bound == ("compute" if op.unit == ADDRESSES else op.bound)] += op.time_us
+            times[op.unit == ADDRESSES or bound == op.bound] += op.time_us
             compared += 1
     total = sum(times.values())
     return {"counters_agree_percent": 100 * times[True] / total, "counted_operators": float(compared)} if total else {}

@@ -33,6 +33,10 @@ OTHER_ARITHMETIC = {
 # a diagnosis hangs if it takes longer than LATE times its budget and START_S together
 LATE, START_S = 6.0, 150.0
 RUN_S = 300.0
+# all of these fit into one pass over a kernel; a second pass would save and restore a program's memory around each kernel
+OF_PEAK = ".pct_of_peak_sustained_elapsed"
+MEMORY = {"dram_percent": "dram__bytes.sum" + OF_PEAK, "l2_percent": "lts__t_sectors.avg" + OF_PEAK}
+SM = ("sm__inst_issued.avg" + OF_PEAK, "sm__pipe_tensor_cycles_active.avg" + OF_PEAK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +91,15 @@ def counted(case: Case, size: str) -> dict[str, float]:
 
     Raises Unsupported if the counters cannot be read.
     """
-    metrics = (counters.TIME, *counters.BUSY.values())
+    metrics = (counters.TIME, *MEMORY.values(), *SM)
     try:
         kernels = ncu.kernels(metrics, f"{PUBLIC}.{case.script}", *case.arguments, "--size", size, "--counted", clocks="none")
     except RuntimeError as error:
         raise Unsupported(str(error).splitlines()[-1][:300]) from error
     found: dict[str, float] = {}
     for kernel in kernels:
-        cause = counters.busiest({name: kernel[metric] for name, metric in counters.BUSY.items()}) or UNCLEAR
+        busy = {name: kernel[metric] for name, metric in MEMORY.items()} | {"sm_percent": max(kernel[metric] for metric in SM)}
+        cause = counters.busiest(busy) or UNCLEAR
         found[cause] = found.get(cause, 0.0) + kernel[counters.TIME] / 1e3
     return found
 
@@ -149,6 +154,7 @@ def _run(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> str
             os.killpg(process.pid, signal.SIGKILL)
             raise Unsupported(f"it had not ended after {seconds:.0f} s") from late
     if process.returncode:
-        lines = [line for line in complained.splitlines() if line.strip()] or ["no words"]
-        raise Unsupported(f"exit code {process.returncode}: {lines[-1][:300]}")
+        # a sentence may be wrapped
+        lines = [line.strip() for line in complained.splitlines() if line.strip()] or ["no words"]
+        raise Unsupported(f"exit code {process.returncode}: {' '.join(lines[-4:])[-400:]}")
     return said

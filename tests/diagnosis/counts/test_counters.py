@@ -61,7 +61,7 @@ def test_a_row_for_each_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("dram", "l2", "sm", "bound"),
     [
         (80, 40, 20, "memory"), (20, 70, 30, "memory"), (20, 40, 90, "compute"), (70, 40, 65, None), (30, 20, 10, None),
-        (10, 10, 39, None),
+        (10, 10, 39, None), (20, 75, 52, "compute"), (15, 50, 45, "compute"), (15, 50, 39, "memory"),
     ],
 )  # fmt: skip
 def test_the_bound_by_what_was_busy(dram: float, l2: float, sm: float, bound: str | None) -> None:

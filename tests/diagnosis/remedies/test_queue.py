@@ -19,7 +19,7 @@ from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watching.timeline import Launch, _launched
-from tests.diagnosis.machine import Asked, Machine, Work, enqueued, finding
+from tests.diagnosis.machine import Asked, Machine, Work, enqueued, finding, steady_us
 
 GPU = Machine(flops_per_us=5e7, bytes_per_us=4e6, cache_bytes_per_us=1.2e7, fixed_us=2.0, launch_us=5.0, device="cuda")
 LAUNCH_US = 5.0
@@ -43,8 +43,8 @@ def profiled(asked: list[Asked], tail_us: float, slower: float = 1.0, depth: int
 @given(kernels, st.floats(0, 50), st.floats(1, 3), st.floats(0.05, 1.5))
 def test_the_price_of_faster_kernels_is_exact(asked: list[Asked], tail_us: float, slower: float, left: float) -> None:
     """Host-bound or device-bound, or by turns, with waits between: the changed step takes what the machine needs."""
-    before = enqueued(asked, tail_us)[1]
-    after = enqueued([replace(one, device_us=one.device_us * left) if one.op == "aten::mm" else one for one in asked], tail_us)[1]
+    before = steady_us(asked, tail_us)
+    after = steady_us([replace(one, device_us=one.device_us * left) if one.op == "aten::mm" else one for one in asked], tail_us)
     changes = {("aten::mm", ()): LaunchChange(device=left)}
     found = profiled(asked, tail_us, slower).saved_us(changes, before)
     assert found == pytest.approx(before - after, rel=1e-3, abs=1e-3 * before)
@@ -57,7 +57,7 @@ def test_the_price_of_more_kernels_is_exact(asked: list[Asked], tail_us: float, 
         replace(one, host_us=one.host_us + host_us, device_us=one.device_us + device_us) if one.op == "aten::mm" else one
         for one in asked
     ]
-    before, after = enqueued(asked, tail_us)[1], enqueued(more, tail_us)[1]
+    before, after = steady_us(asked, tail_us), steady_us(more, tail_us)
     changes = {("aten::mm", ()): LaunchChange(device_us=device_us * its, host_us=host_us * its)}
     found = profiled(asked, tail_us).saved_us(changes, before)
     assert found == pytest.approx(before - after, rel=1e-3, abs=1e-3 * before)
@@ -66,11 +66,11 @@ def test_the_price_of_more_kernels_is_exact(asked: list[Asked], tail_us: float, 
 def test_a_full_queue_holds_the_host_up() -> None:
     """The host asks for 3,000 kernels of 20 us in 5 us each: it may be 1,024 ahead, and its own pace is found all the same."""
     asked = [Asked(host_us=5.0, device_us=20.0, op="aten::mm")] * 3000
-    returned_us, step_us = enqueued(asked)
+    returned_us, step_us = enqueued(asked)[0], steady_us(asked)
     assert returned_us > 2.5 * 5.0 * 3000
     queue = profiled(asked, 0.0, slower=1.7)
     assert queue.host_us == pytest.approx(5.0 * 3000, rel=1e-2)
-    after = enqueued([replace(one, device_us=1.0) for one in asked])[1]
+    after = steady_us([replace(one, device_us=1.0) for one in asked])
     saved = queue.saved_us({("aten::mm", ()): LaunchChange(device=1 / 20)}, step_us)
     assert saved == pytest.approx(step_us - after, rel=1e-2)
 
@@ -78,7 +78,9 @@ def test_a_full_queue_holds_the_host_up() -> None:
 def test_a_step_is_never_shorter_than_its_host() -> None:
     queue = Queue((Launch(30.0, 40.0, KEY), Launch(30.0, 40.0, KEY)), tail_us=5.0)
     assert queue.run() == (65.0, 110.0)
-    assert queue.saved_us({KEY: LaunchChange(device=0.0)}, 110.0) == pytest.approx(110.0 - 65.0)
+    # the device is busy with one step after the other
+    assert queue.step_us == 80.0
+    assert queue.saved_us({KEY: LaunchChange(device=0.0)}, 80.0) == pytest.approx(80.0 - 65.0)
     # a wait of the program's own stays when launches become cheaper
     slow = Queue((Launch(5000.0, 1.0, KEY),))
     assert slow.changed({KEY: LaunchChange(host=3.0)}).launches[0].host_us == 4003.0
@@ -121,7 +123,7 @@ def seen(
     )
     return propose.ObservedStep(
         device=torch.device("cuda"), ceilings=ceilings,  # type: ignore[arg-type]
-        step=StepEvidence(time_us=enqueued(asked, tail_us)[1]), findings=findings, calls=calls, kept=frozenset(), busy_us=0.0,
+        step=StepEvidence(time_us=steady_us(asked, tail_us)), findings=findings, calls=calls, kept=frozenset(), busy_us=0.0,
         launches=len(asked), queue=profiled(asked, tail_us), **known,
     )  # fmt: skip
 
@@ -153,7 +155,7 @@ def test_bf16_of_a_step_that_the_host_nearly_holds_up() -> None:
         replace(one, host_us=one.host_us + 2 * 6.0, device_us=0.1 * one.device_us + 2 * cast_device_us)
         if one.op == "aten::mm" else one for one in asked
     ]  # fmt: skip
-    saved = its.step.time_us - enqueued(changed)[1]
+    saved = its.step.time_us - steady_us(changed)
     assert remedy is not None
     assert remedy.predicted_us == pytest.approx(saved, rel=1e-3)
     # the kernels alone would say 18 ms
@@ -187,7 +189,7 @@ def test_compiling_saves_the_bytes_of_chains_and_the_hosts_launches(host_us: flo
     after = [Asked(host_us=pace, device_us=product.call_us, op=""), Asked(host_us=pace, device_us=fused_us, op="")] * 10
     # the code is given one tensor: the first layer's input
     after[0] = replace(after[0], host_us=pace + propose.GUARD * LAUNCH_US)
-    before_us, after_us = enqueued(asked)[1], enqueued(after)[1]
+    before_us, after_us = steady_us(asked), steady_us(after)
     remedy = priced([product, *chain], calls, asked)
     # the fused kernel is spread over the launches of its parts, so its first part may start a little earlier
     assert remedy.predicted_us == pytest.approx(before_us - after_us, abs=fused_us + 5 * pace)
@@ -202,7 +204,7 @@ def test_compiling_leaves_what_lies_outside_of_modules() -> None:
     after = [replace(one, host_us=propose.PACE * LAUNCH_US) if one.op == "aten::model" else one for one in asked]
     # each call of the model reads a tensor that no other has made
     after[0] = replace(after[0], host_us=after[0].host_us + 100 * propose.GUARD * LAUNCH_US)
-    assert priced([inside, outside], calls, asked).predicted_us == pytest.approx(enqueued(asked)[1] - enqueued(after)[1])
+    assert priced([inside, outside], calls, asked).predicted_us == pytest.approx(steady_us(asked) - steady_us(after))
 
 
 def test_compiling_an_optimiser_that_the_host_holds_up_leaves_a_launch_for_each_tensor() -> None:
@@ -216,7 +218,7 @@ def test_compiling_an_optimiser_that_the_host_holds_up_leaves_a_launch_for_each_
     ]
     asked = [Asked(host_us=8.0, device_us=findings[0].call_us, op=name) for name in names] * 200
     remedy = priced(findings, calls, asked)
-    before = enqueued(asked)[1]
+    before = steady_us(asked)
     left_us = 200 * propose.PACE * LAUNCH_US + 400 * propose.GUARD * LAUNCH_US
     assert remedy.predicted_us == pytest.approx(before - left_us, rel=0.05)
 

@@ -109,6 +109,12 @@ def test_a_diagnosis_ends_with_a_table(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_a_sparse_factor_is_not_padded() -> None:
+    matrix, x = graph(nodes=31), torch.rand(31, 5)
+    found = rt.diagnose(lambda: matrix @ x, apply=["pad"], budget=0.5)
+    assert len(found.ops) >= 1
+
+
 SCRIPT = """
 import sys, torch
 from torch import nn

@@ -38,6 +38,12 @@ def test_a_step_that_takes_longer_without_a_profiler_has_the_gaps_that_were_seen
     assert observed(PROFILED, 1200.0) == (300.0, 1.0)
 
 
+def test_noisy_steps_that_were_all_timed_before_the_profiles_are_their_median() -> None:
+    step = ChosenStep([1000.0, 2000.0, 1400.0, 1500.0], [(4, SimpleNamespace(timeline=PROFILED)) for _ in range(3)])
+    assert step.us == pytest.approx(1450.0)
+    assert "all times are medians, of a step of 1.45 ms" in step.noise()[0]
+
+
 def test_steps_that_begin_anew_leave_nothing_of_the_steps_before() -> None:
     """A better way to tell steps apart may be found after the others had been chosen from."""
     observer = Observer("a step", 1.0)
