@@ -188,6 +188,15 @@ PAGES = (
                     "conv_step",
                 ),
             ),
+            Section("Layers", "rooftile.nn", ("Mamba", "Mamba2", "GatedDeltaNet")),
+            Section(
+                "The names of mamba-ssm",
+                "rooftile.integrations.mamba_ssm",
+                (
+                    "selective_scan_fn", "mamba_chunk_scan_combined", "selective_state_update", "causal_conv1d_fn",
+                    "causal_conv1d_update", "Mamba", "Mamba2",
+                ),
+            ),
         ),
     ),
     Page(

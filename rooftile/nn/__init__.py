@@ -1,7 +1,7 @@
-"""Layers: attention with its projections, and linear layers whose weight is codes.
+"""Layers: attention with its projections, recurrences with theirs, and linear layers whose weight is codes.
 
-The layer of an approximate method stands beside its function. It is imported when it is first used, and so are the layers of
-codes.
+The layer of an approximate method or of a recurrence stands beside its function. It is imported when it is first used, and so
+are the layers of codes.
 """
 
 from typing import TYPE_CHECKING
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from rooftile.approximate.sparse_transformer.module import SparseTransformer
     from rooftile.nn.quantised_linear import QuantisedLinear
     from rooftile.nn.sparse_linear import SparseLinear
+    from rooftile.recurrent.modules.gated_delta_net import GatedDeltaNet
+    from rooftile.recurrent.modules.mamba import Mamba
+    from rooftile.recurrent.modules.mamba2 import Mamba2
 
 __all__ = [
     "Attention",
+    "GatedDeltaNet",
     "LinearAttention",
     "Linformer",
+    "Mamba",
+    "Mamba2",
     "NativeSparse",
     "Performer",
     "QuantisedLinear",
@@ -40,6 +46,8 @@ __getattr__ = late_names(
         "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",
         "Reformer": "rooftile.approximate.reformer.module", "Routing": "rooftile.approximate.routing.module",
         "SparseTransformer": "rooftile.approximate.sparse_transformer.module",
+        "GatedDeltaNet": "rooftile.recurrent.modules.gated_delta_net", "Mamba": "rooftile.recurrent.modules.mamba",
+        "Mamba2": "rooftile.recurrent.modules.mamba2",
         "QuantisedLinear": "rooftile.nn.quantised_linear", "SparseLinear": "rooftile.nn.sparse_linear",
     },
 )  # fmt: skip
