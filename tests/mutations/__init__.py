@@ -17,12 +17,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutations import approximate, attention, products, serving, training
+from tests.mutations import approximate, attention, experts, products, serving, training
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = {
-    name: mutation for part in (attention, approximate, products, training, serving) for name, mutation in part.MUTATIONS.items()
+    name: mutation
+    for part in (attention, approximate, experts, products, training, serving)
+    for name, mutation in part.MUTATIONS.items()
 }
 
 
