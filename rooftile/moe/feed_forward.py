@@ -152,8 +152,9 @@ def _check_routing(u: Tensor, routing: Any, count: int, validate: bool) -> tuple
 
 
 def _check_values(chosen: Tensor, gates: Tensor, count: int, validate: bool) -> None:
-    """Checks what can be read: not in a compiler's trace, nor under a transform that maps it."""
-    is_readable = not (torch.compiler.is_compiling() or chosen.is_meta or mapped(chosen, gates) or not chosen.numel())
+    """Checks what can be read: not in a compiler's trace, under a transform that maps it, or in a tensor without numbers."""
+    is_plain = type(chosen) is Tensor and not chosen.is_meta and chosen.numel() > 0
+    is_readable = is_plain and not torch.compiler.is_compiling() and not mapped(chosen, gates)
     if is_readable and (validate or chosen.device.type == "cpu"):
         low, high = int(chosen.min()), int(chosen.max())
         if low < 0 or high >= count:

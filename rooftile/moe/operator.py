@@ -48,7 +48,7 @@ def _in_transform() -> bool:
 
 def _run(u: Tensor, chosen: Tensor, gates: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *weights, keep, code = rest
-    # what is not on a GPU has no autocast of its own here: the dtypes are the caller's
+    # the dtypes are the caller's, also where autocast is on
     with torch.autocast(u.device.type, enabled=False):
         y, p, shared = by_expert.forward(u, chosen, gates, Weights(*weights), decode(code))
     return (y, p, shared) if keep else (y, p[:0].clone(), shared[:0].clone())
@@ -81,12 +81,14 @@ def _fake_backward(dy: Tensor, p: Tensor, shared: Tensor, u: Tensor, chosen: Ten
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, _, code = arguments
+        *tensors, keep, code = arguments
         run = experts if watched(*arguments) or tensors[0].is_meta else _run
         with below_autograd():
             y, p, shared = run(*tensors, True, code)
         ctx.save_for_backward(p, shared, *tensors)
         ctx.code = code
+        if not keep:
+            p, shared = p.new_empty((0, p.shape[1])), shared.new_empty((0, shared.shape[1]))
         ctx.mark_non_differentiable(p, shared)
         ctx.set_materialize_grads(False)
         return y, p, shared

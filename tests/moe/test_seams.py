@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
 import rooftile as rt
 from rooftile import moe
+from rooftile.runtime.operators import DEFINED
 from tests.conformance.watching import watching
 
 N, D, E, H, K = 13, 16, 6, 10, 2
@@ -91,7 +93,7 @@ def test_one_graph_with_gradients(dynamic: bool | None) -> None:
     given = [x.requires_grad_() for x in weights()]
 
     def program(*x: Tensor) -> Tensor:
-        routing = moe.route(*x[:2], active=K, score="sigmoid", groups=2, active_groups=1, normalise=True)
+        routing = moe.route(*x[:2], active=K, score="sigmoid", groups=2, active_groups=1, normalise=True, scale=2.5)
         y = moe.experts(x[0], routing, *x[2:4], shared_up=x[4], shared_down=x[5])
         return y.square().sum() + moe.balance_loss(routing, alpha=0.1)
 
@@ -121,6 +123,11 @@ def test_a_mode_sees_one_operator_each_way() -> None:
     # what is kept: the tensors that came, and the products before the activation
     made = watch.calls[0].results[1:]
     assert [tuple(x.shape) for x in made] == [(N * K, 2 * H), (N, 2 * H)]
+    *tensors, _, code = watch.calls[0].arguments
+    for keep, due in ((True, made), (False, [x[:0] for x in made])):
+        y, *kept = DEFINED["experts"](*tensors, keep, code)
+        assert y.requires_grad
+        assert all(torch.equal(x, z) for x, z in zip(kept, due, strict=True))
     with watching() as watch, torch.no_grad():
         layer(*given)
     assert [x.numel() for x in watch.calls[0].results[1:]] == [0, 0]
@@ -147,6 +154,15 @@ def test_meta_tensors() -> None:
     assert y.is_meta
     y.sum().backward()
     assert given[2].grad.shape == given[2].shape
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(x).requires_grad_() for x in weights()]
+        y = layer(*given)
+        y.sum().backward()
+    assert y.shape == (N, D)
+    assert given[1].grad.shape == (E, D)
 
 
 def test_gradients_under_checkpointing_are_the_same() -> None:

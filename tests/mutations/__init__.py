@@ -21,11 +21,8 @@ from tests.mutations import approximate, attention, experts, products, serving, 
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
-MUTATIONS = {
-    name: mutation
-    for part in (attention, approximate, experts, products, training, serving)
-    for name, mutation in part.MUTATIONS.items()
-}
+PARTS = (attention, approximate, experts, products, training, serving)
+MUTATIONS = {name: mutation for part in PARTS for name, mutation in part.MUTATIONS.items()}
 
 
 def failures(mutation: Mutation) -> list[str]:

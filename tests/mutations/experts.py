@@ -11,7 +11,7 @@ MUTATIONS = {
     "router, a group's score": Mutation(
         "moe/routing.py", "by_group.topk(2, -1).values.sum(-1)", "by_group.sum(-1)", (ROUTING,)
     ),
-    "router, what is masked": Mutation("moe/routing.py", "left_out[..., None], -math.inf", "left_out[..., None], 0.0", (ROUTING,)),
+    "router, what is masked": Mutation("moe/routing.py", "[..., None], -math.inf)", "[..., None], 0.0)", (ROUTING,)),
     "router, the bias in the gate": Mutation(
         "moe/routing.py", "else scores.gather(-1, chosen)", "else (scores if bias is None else scores + bias).gather(-1, chosen)",
         (ROUTING,),
@@ -45,7 +45,8 @@ MUTATIONS = {
         "moe/products.py", "// ROWS + min(count, x.shape[0])", "// ROWS + min(count, x.shape[0]) - 1", (EXPERTS, "-k", "tiles")
     ),
     "balance, over the batch": Mutation(
-        "moe/balance.py", "return torch.searchsorted(cu[1:], rows, right=True)", "return torch.zeros_like(rows).long()", (BALANCE,)
+        "moe/balance.py", "return torch.searchsorted(cu[1:], rows, right=True)", "return torch.zeros_like(rows).long()",
+        (BALANCE,),
     ),
     "balance, scores of a sigmoid": Mutation(
         "moe/balance.py", "scores = scores / (scores.sum(-1, keepdim=True) + LEAST)", "scores = scores * 1", (BALANCE,)
