@@ -52,7 +52,7 @@ def backward(
     dy: Tensor, p: Tensor, shared: Tensor, u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options,
     needs_weights: bool,
 ) -> Gradients:  # fmt: skip
-    """The gradients of everything that has one; those of the weights only if they are wanted."""
+    """The gradients of everything that has one; the weights' gradients only if they are wanted."""
     rows = sort(chosen, weights.up.shape[0])
     dy = dy.to(u.dtype)
     du, dgates, found = _routed_gradients(dy, p, u, gates, rows, weights, options, needs_weights)
@@ -96,7 +96,7 @@ def _shared_gradients(
     a, dz, du, found = activated(p, options.activation), dy, torch.zeros_like(u, dtype=wide), {}
     if gate is not None:
         s = _shared_gate(u, gate, wide, options)
-        # of the gate's logit
+        # the gradient of the gate's logit
         dl = (a.to(wide) * (dy @ down).to(wide)).sum(-1, keepdim=True) * s * (1 - s)
         du = dl * gate.to(wide)
         dz = (s * dy).to(u.dtype)

@@ -25,7 +25,7 @@ LEAST = 1e-20
 
 
 class Routing(NamedTuple):
-    """Which experts each token uses. The leading axes are those of the tokens.
+    """The experts that each token uses, and their gates. The leading axes are the tokens'.
 
     Args:
         experts: (..., K) int32.

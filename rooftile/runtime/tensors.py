@@ -1,4 +1,4 @@
-"""What several rooms ask of tensors before a call: the dtype of autocast, and the offsets of packed sequences."""
+"""Steps on tensors before a call that several rooms share: the dtype of autocast, and the offsets of packed sequences."""
 
 from __future__ import annotations
 

@@ -404,7 +404,7 @@ def _branches(device: torch.device, requires_grad: bool = False) -> tuple[tuple[
 
 
 def _expert_tensors(device: torch.device, requires_grad: bool = False) -> dict[str, Tensor]:
-    """Of 5 tokens of 8 numbers, 4 experts of 6, and a shared one of 3, in fp32."""
+    """5 tokens of 8 numbers, 4 experts of 6, and a shared expert of 3, in fp32."""
     shapes = {
         "u": (5, 8), "up": (4, 12, 8), "down": (4, 8, 6), "up_bias": (4, 12), "shared_up": (6, 8), "shared_down": (8, 3),
         "shared_gate": (8,),
