@@ -113,6 +113,18 @@ PAGES = (
         ),
     ),
     Page(
+        "moe",
+        "Experts",
+        (
+            Section(
+                "Routers, experts and their balance",
+                "rooftile.moe",
+                ("route", "experts", "balance_loss", "update_bias", "Router", "Routing"),
+            ),
+            Section("As a module", "rooftile.nn", ("DeepSeekMoE",)),
+        ),
+    ),
+    Page(
         "numerics",
         "Number formats",
         (

@@ -1,7 +1,7 @@
 """Layers: attention with its projections, recurrences with theirs, and linear layers whose weight is codes.
 
-The layer of an approximate method or of a recurrence stands beside its function. It is imported when it is first used, and so
-are the layers of codes.
+The layers of approximate methods, of recurrences and of experts stand beside their functions. They are imported when they are
+first used, and so are the layers of codes.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rooftile.approximate.reformer.module import Reformer
     from rooftile.approximate.routing.module import Routing
     from rooftile.approximate.sparse_transformer.module import SparseTransformer
+    from rooftile.moe.module import DeepSeekMoE
     from rooftile.nn.quantised_linear import QuantisedLinear
     from rooftile.nn.sparse_linear import SparseLinear
     from rooftile.recurrent.modules.gated_delta_net import GatedDeltaNet
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "DeepSeekMoE",
     "GatedDeltaNet",
     "LinearAttention",
     "Linformer",
@@ -42,6 +44,7 @@ __all__ = [
 __getattr__ = late_names(
     "rooftile.nn",
     {
+        "DeepSeekMoE": "rooftile.moe.module",
         "LinearAttention": "rooftile.approximate.linear.module", "Linformer": "rooftile.approximate.linformer.module",
         "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",
         "Reformer": "rooftile.approximate.reformer.module", "Routing": "rooftile.approximate.routing.module",
