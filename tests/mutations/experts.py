@@ -38,6 +38,10 @@ MUTATIONS = {
         "moe/products.py", "product = linear_as_defined if deterministic else functional.linear", "product = functional.linear",
         (EXPERTS, "-k", "neighbours"),
     ),
+    "experts, a neighbour's exponential": Mutation(
+        "moe/products.py", "return torch.cat([function(row) for row in x.split(1)])", "return function(x)",
+        ("tests/moe", "-k", "neighbours"),
+    ),
     "experts, infinity of another expert": Mutation(
         "moe/definition.py", "torch.where(is_used, gate * z, 0)", "gate * z", (EXPERTS, "-k", "overflows")
     ),
