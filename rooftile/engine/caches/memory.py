@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
+from rooftile.engine.mixers.layers import unmixed
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.sampling.state import SamplingState
 from rooftile.errors import InvalidInput
-from rooftile.kvcache import Rotation
 from rooftile.models import Decoder
 
 # the cache's memory on a CPU, unless num_blocks is given
@@ -79,14 +78,11 @@ def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
     device = decoder.embedding.device
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
-        # running attention would compile a kernel for nothing: beside its output it only takes an lse
-        return torch.empty_like(q).clone()
-
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    hidden = decoder(ids, ids, attend)
+    # running attention would compile a kernel for nothing: beside its output it only takes an lse
+    hidden = decoder(ids, ids, unmixed(decoder))
     # logits of all rows, and as many numbers again for the sampler's scores
     logits = decoder.logits(hidden[:rows])
     scores = logits.clone()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.names import names_of
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -69,7 +70,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
-    return _tensors([stack.enter_context(_opened(path)) for path in files], prefix_of(config))
+    return _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config).prefix)
 
 
 def _matched(
@@ -120,11 +121,6 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
-
-
-def prefix_of(config: ModelConfig) -> str:
-    """Returns the prefix of all tensors' names but the head's; some checkpoints leave it out."""
-    return "transformer." if config.family == "gpt2" else "model."
 
 
 def _tensors(files: list[Any], prefix: str) -> dict[str, StoredTensor]:
