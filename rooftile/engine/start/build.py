@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,8 +47,10 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     max_len = longest_sequence(shape, config)
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
+    # a state may have the dtype that the model computes in, which need not be the checkpoint's
+    shape = replace(shape, dtype=_computed(model, shape, config))
     mixers = mixers_of(shape, config)
-    config.cache_dtype(_computed(model, shape, config))
+    config.cache_dtype(shape.dtype)
     check_weights(model, config, device)
     decoder = load_decoder(model, shape, config, device, max_len)
     for mixer in mixers:
