@@ -98,7 +98,7 @@ def _limit(settings: Settings) -> tuple[float, float]:
     said: Any = settings.values.get("time_step_limit")
     if said is None:
         return 0.0, math.inf
-    found = [_finite_or_not(bound) for bound in said] if isinstance(said, list) else []
+    found = [_finite_or_not(bound) for bound in said] if isinstance(said, list | tuple) else []
     if len(found) != 2 or None in found:
         raise settings.refused(f"has time_step_limit {repr(said)[:60]}; must be two numbers, the least and the largest step")
     return found[0], found[1]

@@ -51,11 +51,13 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     shape = replace(shape, dtype=_computed(model, shape, config))
     mixers = mixers_of(shape, config)
     config.cache_dtype(shape.dtype)
+    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
+    if config.kv_dtype == "fp8" and not layout.places:
+        raise Unsupported('kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out')
     check_weights(model, config, device)
     decoder = load_decoder(model, shape, config, device, max_len)
     for mixer in mixers:
         mixer.check_decoder(decoder)
-    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
     load = PeakLoad(
         config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=config.enable_prefix_caching
     )  # fmt: skip

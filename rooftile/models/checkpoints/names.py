@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftile.models.config import ModelConfig
+from rooftile.models.mixers import MIXERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,10 @@ class Names:
     attention: str = "self_attn"
     recurrence: str = "mamba"
     feed_forward: str = "mlp"
+
+    def mixer_of(self, mixer: str) -> str:
+        """Returns the name of what mixes tokens in a layer of a kind."""
+        return self.attention if MIXERS[mixer] else self.recurrence
 
 
 _FAMILIES = {

@@ -88,6 +88,7 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
     """
     if config.tie:
         _check_tie(found, next(iter(places)))
+    _check_mixers(config, found)
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
 
@@ -154,6 +155,19 @@ def _check_tie(found: dict[str, StoredTensor], embedding: str) -> None:
             f"lm_head.weight differs from {found[embedding].name}, to which config.json ties it; if the head has weights of its "
             "own, set tie_word_embeddings to false there"
         )
+
+
+def _check_mixers(config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
+    """Refuses a layer whose tensors are another mixer's than config.json says."""
+    names = names_of(config)
+    for n, mixer in enumerate(config.mixers):
+        other = names.attention if names.mixer_of(mixer) == names.recurrence else names.recurrence
+        strange = next((one.name for name, one in found.items() if name.startswith(f"{names.layers}.{n}.{other}.")), None)
+        if strange is not None:
+            raise InvalidInput(
+                f"config.json says that layer {n} is {mixer}, and the checkpoint has {strange}; correct config.json, or download "
+                "both again"
+            )
 
 
 def _check(found: Mapping[str, StoredTensor], places: Mapping[str, Tensor]) -> None:
