@@ -32,7 +32,8 @@ __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "Mamba2Sizes": "rooftile.models.mixers", "NativeSparseSizes": "rooftile.models.mixers", "TrainableDecoder": "rooftile.models.trainable",
+        "Mamba2Sizes": "rooftile.models.mixers", "NativeSparseSizes": "rooftile.models.mixers",
+        "TrainableDecoder": "rooftile.models.trainable",
     },
 )  # fmt: skip
 

@@ -65,7 +65,9 @@ def _family(settings: Settings) -> str:
 def _llama(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return decoder_fields(settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos)
+    return decoder_fields(
+        settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos
+    )
 
 
 def _mistral(settings: Settings) -> Fields:

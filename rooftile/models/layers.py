@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from rooftile import weights as matmul
 from rooftile.fused import ACTIVATIONS, gated, gated_quantised
-from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
 from rooftile.models.placement import Placement

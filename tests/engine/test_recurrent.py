@@ -148,7 +148,11 @@ def test_the_state_is_in_fp32_and_the_tail_in_the_dtype_of_the_model(peers) -> N
     [
         ("mamba2", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
         ("bamba", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
-        ("mamba2", {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)}, "approximate is given and the model has m"),
+        (
+            "mamba2",
+            {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)},
+            "approximate is given and the model has m",
+        ),
         ("mamba2", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
     ],
 )

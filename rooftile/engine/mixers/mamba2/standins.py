@@ -3,7 +3,8 @@
 import math
 
 import torch
-from torch.nn.functional import silu, softplus as soft
+from torch.nn.functional import silu
+from torch.nn.functional import softplus as soft
 
 
 def conv_step(tail, x, weight, bias, activation="silu", slots=None):
@@ -36,7 +37,9 @@ def ssd_step(state, x, dt, A, B, C, D=None, dt_bias=None, softplus=True, dt_limi
     return y.to(x.dtype)
 
 
-def ssd(x, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=True, dt_limit=(0.0, math.inf), state=None, return_state=True, cu=None):
+def ssd(
+    x, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=True, dt_limit=(0.0, math.inf), state=None, return_state=True, cu=None
+):
     states = state.clone()
     y = torch.empty_like(x)
     cu = cu.tolist()
