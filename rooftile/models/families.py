@@ -117,7 +117,8 @@ def _gpt2(settings: Settings) -> Fields:
         family="gpt2", vocab_size=settings.size("vocab_size"), layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
         head_dim=hidden // heads, ffn=settings.size("n_inner", 4 * hidden), max_len=settings.size("n_positions"),
         scale=(hidden // heads) ** -0.5 if settings.flag("scale_attn_weights", True) else 1.0,
-        windows=(None,) * layers, rotary=None, learned_positions=True, norm="layer", norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        windows=(None,) * layers, rotary=None, learned_positions=True, norm="layer",
+        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
         activation=settings.activation("activation_function", "gelu_new"), gated=False,
         qkv_bias=True, o_bias=True, mlp_bias=True, tie=settings.flag("tie_word_embeddings", True),
         bos_ids=settings.ids("bos_token_id", 50256), eos_ids=settings.ids("eos_token_id", 50256), dtype=settings.dtype(),
@@ -215,9 +216,7 @@ def _phi3(settings: Settings) -> Fields:
 
 
 FAMILIES: dict[str, Callable[[Settings], Fields]] = {
-    "bamba": bamba,
     "llama": _llama,
-    "mamba2": mamba2,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -231,11 +230,11 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "olmo3": _olmo3,
     "phi3": _phi3,
     "smollm3": _smollm3,
+    "mamba2": mamba2,
+    "bamba": bamba,
 }
 ARCHITECTURES = {
-    "BambaForCausalLM": "bamba",
     "LlamaForCausalLM": "llama",
-    "Mamba2ForCausalLM": "mamba2",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -249,4 +248,6 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
+    "Mamba2ForCausalLM": "mamba2",
+    "BambaForCausalLM": "bamba",
 }

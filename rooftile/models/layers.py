@@ -170,7 +170,7 @@ class Attend(Protocol):
 
 
 class Layer(nn.Module):
-    """One layer: what mixes tokens, for which each kind of layer has a class of its own, and a feed-forward or nothing, with norms.
+    """One layer: what mixes tokens, for which each kind of layer has a class of its own, and a feed-forward or nothing.
 
     Gate and up are one projection.
 

@@ -9,7 +9,7 @@ from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.mixers import Mamba2Sizes
 from rooftile.weights.files.settings import Settings
 
-# a recurrence has no positions, so a text may have any length; this bounds an engine's tables unless config.json says another length
+# a recurrence has no positions, so a text may have any length: this bounds an engine's tables, unless config.json does
 LONGEST = 1 << 18
 
 

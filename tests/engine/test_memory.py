@@ -123,8 +123,8 @@ def test_no_room_for_one_state_is_said_with_the_arithmetic(decoder, layers, monk
     # the states of the chunks of one answer's step, too
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * GB, 80 * GB))
     due = (
-        r"no memory for a cache: of 80\.0 GB 12\.0 are free, .* one answer takes 4 states of 170 MB \(64 layers x 80 x 64 x 128 x "
-        r"4 bytes \+ 64 layers x 5,376 x 3 x 2 bytes\) \(also its beginning, padding and prefixes\): make"
+        r"no memory for a cache: of 80\.0 GB 12\.0 are free, .* one answer takes 4 states of 170 MB \(64 layers x 80 x 64 x 128 "
+        r"x 4 bytes \+ 64 layers x 5,376 x 3 x 2 bytes\) \(also its beginning, padding and prefixes\): make"
     )
     with pytest.raises(InvalidInput, match=due) as refused:
         fit_of(decoder, [layers], 64)

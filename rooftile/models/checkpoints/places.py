@@ -44,9 +44,8 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
     else:
         yield layer.reader, {f"{names.recurrence}.in_proj": layer.reader.outputs}
     if layer.up is not None:
-        parts = (
-            {"gate_up_proj": layer.up.outputs} if config.family == "phi3" else {"gate_proj": config.ffn, "up_proj": config.ffn}
-        )
+        each = ("gate_up_proj",) if config.family == "phi3" else ("gate_proj", "up_proj")
+        parts = dict.fromkeys(each, layer.up.outputs // len(each))
         yield layer.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
     mixer, out = (names.attention, "o_proj") if isinstance(layer, AttentionLayer) else (names.recurrence, "out_proj")
     yield layer.o, {f"{mixer}.{out}": config.hidden}
