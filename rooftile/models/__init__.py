@@ -4,11 +4,11 @@ and a small one to train.
     config.json -> config, families -> decoder (layers, mixers) <- checkpoints <- tensors of the folder
     tokens -> embedding -> layers: norm, projection, the caller's mixing, feed-forward -> norm -> hidden states -> logits
 
-config          `ModelConfig`; `families` has an entry for each architecture, `mamba_families` the ones with Mamba-2
+config          `ModelConfig`; `families` has an entry for each architecture, `mamba_families` the ones with recurrences
 decoder         `Decoder`
 layers          projections, feed-forward, `Attend`: what the caller brings to mix tokens
-layer_kinds     the class of each kind of layer: `attention_layer`, `mamba2_layer`
-mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba-2
+layer_kinds     the class of each kind of layer: `attention_layer`, `mamba_layer`, `mamba2_layer`
+mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba; `mamba_sizes`
 positions       windows and positions by layer; `rotary` has the wavelengths
 checkpoints     from and to files
 trainable       `TrainableDecoder`; `mixing_modules` has its mixers
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
     from rooftile.models.layers import Attend
-    from rooftile.models.mixers import Mamba2Sizes, NativeSparseSizes
+    from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
+    from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
-__all__ = ["Attend", "Decoder", "Mamba2Sizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
+__all__ = ["Attend", "Decoder", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
 __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "Mamba2Sizes": "rooftile.models.mixers", "NativeSparseSizes": "rooftile.models.mixers",
+        "Mamba2Sizes": "rooftile.models.mamba_sizes",
+        "MambaSizes": "rooftile.models.mamba_sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",
     },
 )  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.families import fields_of
-from rooftile.models.mixers import BRANCHES, MIXERS, Mamba2Sizes, NativeSparseSizes
+from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
+from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.folder import check_folder
@@ -38,11 +39,11 @@ class ModelConfig:
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention) or "mamba2"; empty
-            for attention in all layers.
+        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba" or
+            "mamba2"; empty for attention in all layers.
         feed_forwards: for each layer what follows: "dense", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
-        mamba2: the sizes of Mamba-2, where a layer has it.
+        mamba, mamba2: the sizes of Mamba-1 and of Mamba-2, where a layer has it.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
         learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
@@ -59,7 +60,7 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         embedding_scale: embeddings are multiplied by it, rounded to the model's dtype (Gemma).
         logit_softcap: logits are soft-capped to (-logit_softcap, logit_softcap).
-        wide_stream: the residual stream is in fp32, whatever dtype the model computes in (Mamba-2).
+        wide_stream: the residual stream is in fp32, whatever dtype the model computes in (Mamba).
         residual_scale: the outputs of attention and feed-forward are multiplied by it (Granite).
         logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
@@ -86,6 +87,7 @@ class ModelConfig:
     mixers: tuple[str, ...] = ()
     feed_forwards: tuple[str | None, ...] = ()
     native_sparse: NativeSparseSizes | None = None
+    mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
@@ -147,8 +149,8 @@ class ModelConfig:
         if self.head_dim > MOST_DIMS:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
         pairs = 1 if self.native_sparse is None else BRANCHES
-        projected = 0 if self.mamba2 is None else self.mamba2.projected
-        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, projected)
+        projected = [sizes.projected for sizes in (self.mamba, self.mamba2) if sizes is not None]
+        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
 
@@ -176,7 +178,7 @@ class ModelConfig:
             )
 
     def _check_mixers(self) -> None:
-        self._check_mamba2()
+        self._check_recurrences()
         sparse = [n for n, mixer in enumerate(self.mixers) if mixer == "native_sparse"]
         if not sparse:
             return
@@ -197,14 +199,17 @@ class ModelConfig:
         if wide * sizes.length * self.head_dim > MOST_NUMBERS:
             raise InvalidInput(f"native_sparse maps {sizes.length:,} x {self.head_dim} numbers to {wide:,}; may be fewer")
 
-    def _check_mamba2(self) -> None:
-        layer = self.mixers.index("mamba2") if "mamba2" in self.mixers else None
-        if layer is None:
-            return
-        if self.mamba2 is None:
-            raise InvalidInput(f"layer {layer} is mamba2, and its sizes are None; must be Mamba2Sizes()")
-        if self.windows[layer] is not None:
-            raise InvalidInput(f"layer {layer} is mamba2 and has a window; must have None: a recurrence sees all tokens before")
+    def _check_recurrences(self) -> None:
+        for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
+            if mixer not in ("mamba", "mamba2"):
+                continue
+            if getattr(self, mixer) is None:
+                name = "MambaSizes" if mixer == "mamba" else "Mamba2Sizes"
+                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
+            if window is not None:
+                raise InvalidInput(
+                    f"layer {layer} is {mixer} and has a window; must have None: a recurrence sees all tokens before"
+                )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

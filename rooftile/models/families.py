@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.mamba_families import bamba, check_format, mamba2
+from rooftile.models.mamba_families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method
@@ -230,6 +230,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "olmo3": _olmo3,
     "phi3": _phi3,
     "smollm3": _smollm3,
+    "mamba": mamba,
     "mamba2": mamba2,
     "bamba": bamba,
 }
@@ -248,6 +249,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
+    "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
 }

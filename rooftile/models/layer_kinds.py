@@ -6,10 +6,11 @@ from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer
 from rooftile.models.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba_layer import MambaLayer
 from rooftile.models.placement import Placement
 
 # kinds without heads of attention, by the names that `rooftile.models.mixers.MIXERS` has for them
-_RECURRENT: dict[str, type[Layer]] = {"mamba2": Mamba2Layer}
+_RECURRENT: dict[str, type[Layer]] = {"mamba": MambaLayer, "mamba2": Mamba2Layer}
 
 
 def layer_of(config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> Layer:

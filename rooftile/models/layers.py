@@ -152,6 +152,7 @@ class Attend(Protocol):
 
         "attention"      q (total, H, D), k and v (total, Hk, D), rotation
         "native_sparse"  the same, and gates (total, H, 3)
+        "mamba"          x, before the convolution (total, W)
         "mamba2"         x, B and C side by side, before the convolution (total, W + 2 G N), and time steps (total, H)
 
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
@@ -161,7 +162,8 @@ class Attend(Protocol):
 
     A layer with "native_sparse" has three times as many heads of keys and values: the heads of the compressed, the selected and
     the near branch, one branch after the other. `AttentionLayer.compression` maps blocks of the first. What a recurrence is made
-    of, such as the weights of its convolution, is in `Mamba2Layer`.
+    of, such as the weights of its convolution, is in `MambaLayer`
+    and `Mamba2Layer`.
     """
 
     def __call__(self, layer: int, /, *given: Any, **named: Any) -> Tensor:

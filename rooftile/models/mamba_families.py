@@ -1,4 +1,4 @@
-"""Reads config.json of models with Mamba-2 layers: Mamba-2 itself, and Bamba, which has attention in some layers."""
+"""Reads config.json of models with recurrences: Mamba-1, Mamba-2, and Bamba, which has attention in some layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.mixers import Mamba2Sizes
+from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
 from rooftile.weights.files.settings import Settings
 
 # a recurrence has no positions, so a text may have any length: this bounds an engine's tables, unless config.json does
@@ -28,24 +28,41 @@ def check_format(settings: Settings) -> None:
         )
 
 
+def mamba(settings: Settings) -> Fields:
+    """Reads a Mamba-1."""
+    hidden, rank = settings.size("hidden_size"), settings.values.get("time_step_rank", "auto")
+    _check_silu(settings)
+    sizes = MambaSizes(
+        width=int(settings.positive("expand", 2) * hidden),
+        rank=-(-hidden // 16) if rank == "auto" else settings.size("time_step_rank"), state=settings.size("state_size", 16),
+        kernel=settings.size("conv_kernel", 4), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
+    )  # fmt: skip
+    return _without_attention(settings, "mamba", tied=True, bos=0, eos=0) | {"mamba": sizes}
+
+
 def mamba2(settings: Settings) -> Fields:
-    """Reads a Mamba-2, whose layers have one part each: norm and recurrence."""
-    layers, hidden = settings.layers("num_hidden_layers"), settings.size("hidden_size")
+    """Reads a Mamba-2."""
+    hidden = settings.size("hidden_size")
     heads, dim, groups = settings.size("num_heads", 128), settings.size("head_dim", 64), settings.size("n_groups", 8)
     _check_silu(settings)
     _check_width(settings, settings.number("expand", 2), hidden, heads, dim)
-    eps = settings.number("layer_norm_epsilon", 1e-5)
     sizes = Mamba2Sizes(
         heads=heads, head_dim=dim, groups=groups, state=settings.size("state_size", 128), kernel=settings.size("conv_kernel", 4),
         step_limit=_limit(settings), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
         norm_groups=settings.size("norm_groups", groups),
     )  # fmt: skip
+    return _without_attention(settings, "mamba2", tied=False, bos=0, eos=2) | {"mamba2": sizes}
+
+
+def _without_attention(settings: Settings, family: str, *, tied: bool, bos: int, eos: int) -> Fields:
+    """Reads what Mamba-1 and 2 have in common: layers of one part each, a norm and a recurrence, and a name for both."""
+    layers = settings.layers("num_hidden_layers")
     return Fields(
-        family="mamba2", vocab_size=settings.size("vocab_size"), layers=layers, hidden=hidden,
+        family=family, vocab_size=settings.size("vocab_size"), layers=layers, hidden=settings.size("hidden_size"),
         max_len=settings.size("max_position_embeddings", LONGEST), windows=(None,) * layers, rotary=None,
-        mixers=("mamba2",) * layers, feed_forwards=(None,) * layers, mamba2=sizes, norm_eps=eps,
-        wide_stream=settings.flag("residual_in_fp32", True), tie=settings.flag("tie_word_embeddings"),
-        bos_ids=settings.ids("bos_token_id", 0), eos_ids=settings.ids("eos_token_id", 2), dtype=settings.dtype(),
+        mixers=(family,) * layers, feed_forwards=(None,) * layers, norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        wide_stream=settings.flag("residual_in_fp32", True), tie=settings.flag("tie_word_embeddings", tied),
+        bos_ids=settings.ids("bos_token_id", bos), eos_ids=settings.ids("eos_token_id", eos), dtype=settings.dtype(),
     )  # fmt: skip
 
 
@@ -83,7 +100,7 @@ def _attention_layers(settings: Settings, layers: int) -> list[int]:
 def _check_silu(settings: Settings) -> None:
     activation = settings.values.get("hidden_act") or "silu"
     if activation != "silu":
-        raise settings.refused(f"has hidden_act {str(activation)[:40]!r}; supported is 'silu', which Mamba-2 was trained with")
+        raise settings.refused(f"has hidden_act {str(activation)[:40]!r}; supported is 'silu', which Mamba was trained with")
 
 
 def _check_width(settings: Settings, expand: float, hidden: int, heads: int, dim: int) -> None:

@@ -12,7 +12,7 @@ from rooftile.engine import LLM, EngineConfig
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers.exact.mixer import ExactMixer
-from rooftile.engine.mixers.mamba2.mixer import Mamba2Mixer
+from rooftile.engine.mixers.recurrent.mamba2 import Mamba2Mixer
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder, Mamba2Sizes, ModelConfig
 from rooftile_lab.bench.models import MODELS

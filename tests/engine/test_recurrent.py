@@ -1,4 +1,4 @@
-"""Models with Mamba-2 in the engine: tokens are Transformers', however prompts are cut, found again, forked and preempted.
+"""Models with recurrences in the engine: tokens are Transformers', however prompts are cut, found again, forked and preempted.
 
 Mixed with others, cut into chunks and preempted they are in test_engine.py, too, as all families.
 """
@@ -18,7 +18,7 @@ from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
 
-NAMES = ["mamba2", "mamba2, groups", "bamba"]
+NAMES = ["mamba", "mamba2", "mamba2, groups", "bamba"]
 # tokens per block of the cache
 SIZE = 8
 SETTINGS = {
@@ -137,7 +137,7 @@ def test_the_state_is_in_fp32_and_the_tail_in_the_dtype_of_the_model(peers) -> N
     states = llm.engine.runner.caches.states.memory
     # two layers; a row for each answer, for padding, for zeros, and one kept state
     assert {name: (tuple(x.shape), x.dtype) for name, x in states.items()} == {
-        "mamba2.states": ((2, 7, 8, 10, 12), torch.float32), "mamba2.tails": ((2, 7, 104, 3), torch.bfloat16)
+        "mamba2 states": ((2, 7, 8, 10, 12), torch.float32), "mamba2 tails": ((2, 7, 104, 3), torch.bfloat16)
     }  # fmt: skip
     assert llm.engine.runner.pages.storage.dtype == torch.bfloat16
     assert len(tokens_of(llm, prompts(5), GREEDY)) == 5

@@ -23,12 +23,20 @@ MAMBA2 = {
     "state_size": 12, "n_groups": 1, "chunk_size": 16, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None,
 }  # fmt: skip
+MAMBA = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "expand": 2, "state_size": 6, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 BAMBA = {
     "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_chunk_size": 16,
 }  # fmt: skip
 CONFIGS = {
+    "mamba": lambda: transformers.MambaConfig(**MAMBA),
+    "mamba, untied, biases": lambda: transformers.MambaConfig(
+        **MAMBA, conv_kernel=3, time_step_rank=5, tie_word_embeddings=False, use_bias=True, use_conv_bias=False
+    ),
     "mamba2": lambda: transformers.Mamba2Config(**MAMBA2),
     "mamba2, tied, biases": lambda: transformers.Mamba2Config(
         **MAMBA2 | {"conv_kernel": 3}, tie_word_embeddings=True, use_bias=True, use_conv_bias=False, residual_in_fp32=False
@@ -43,14 +51,31 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def convolved(layer: Layer, x: Tensor) -> Tensor:
+    """What the convolution makes of one sequence (T, W), in fp64."""
+    bias = None if layer.conv_bias is None else layer.conv_bias.double()
+    taps = layer.conv_weight.double()[:, None]
+    return silu(conv1d(x.double().T, taps, bias, padding=layer.sizes.kernel - 1, groups=len(taps)))[:, : len(x)].T
+
+
+def mamba(layer: Layer, x: Tensor) -> Tensor:
+    """Mamba-1 of one sequence (T, W), token by token, in fp64."""
+    sizes, found = layer.sizes, []
+    y = convolved(layer, x)
+    low, B, C = (y @ layer.select.double().T).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+    steps = softplus(low @ layer.widen.double().T + layer.dt_bias.double())
+    state, A = torch.zeros(sizes.width, sizes.state, dtype=torch.float64), -layer.A_log.double().exp()
+    for t in range(len(x)):
+        state = torch.exp(steps[t][:, None] * A) * state + torch.outer(steps[t] * y[t], B[t])
+        found.append(state @ C[t] + layer.D.double() * y[t])
+    return torch.stack(found).to(x.dtype)
+
+
 def mamba2(layer: Layer, xBC: Tensor, dt: Tensor) -> Tensor:
     """Mamba-2 of one sequence (T, ...), token by token, in fp64; (T, H, P)."""
     sizes, T = layer.sizes, len(dt)
-    H, P, G, N, K = sizes.heads, sizes.head_dim, sizes.groups, sizes.state, sizes.kernel
-    bias = None if layer.conv_bias is None else layer.conv_bias.double()
-    taps = layer.conv_weight.double()[:, None]
-    convolved = silu(conv1d(xBC.double().T, taps, bias, padding=K - 1, groups=len(taps)))[:, :T].T
-    x, B, C = convolved.split((H * P, G * N, G * N), dim=-1)
+    H, P, G, N = sizes.heads, sizes.head_dim, sizes.groups, sizes.state
+    x, B, C = convolved(layer, xBC).split((H * P, G * N, G * N), dim=-1)
     steps = softplus(dt.double() + layer.dt_bias.double()).clamp(*sizes.step_limit)
     state, found = torch.zeros(H, P, N, dtype=torch.float64), []
     for t in range(T):
@@ -66,9 +91,10 @@ def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
     cu = [0, *accumulate(lengths)]
 
     def attend(layer: int, *given: Any) -> Tensor:
-        if decoder.config.mixers[layer] == "mamba2":
+        mixer = {"mamba": mamba, "mamba2": mamba2}.get(decoder.config.mixers[layer])
+        if mixer is not None:
             parts = [tuple(x[begin:end] for x in given) for begin, end in pairwise(cu)]
-            return torch.cat([mamba2(decoder.layers[layer], *part) for part in parts if len(part[0])])
+            return torch.cat([mixer(decoder.layers[layer], *part) for part in parts])
         q, k, v, rotation = given
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
         return rooftile.attention_packed(q, k, v, torch.tensor(cu), torch.tensor(cu), rooftile.CAUSAL, scale=decoder.config.scale)

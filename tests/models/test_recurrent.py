@@ -1,4 +1,4 @@
-"""Decoders with Mamba-2: logits against Transformers, and what is refused."""
+"""Decoders with recurrences: logits against Transformers, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rooftile import InvalidInput
-from rooftile.models import Decoder, Mamba2Sizes, ModelConfig
+from rooftile.models import Decoder, Mamba2Sizes, MambaSizes, ModelConfig
 from rooftile.models.config import config_of
 from tests.models.checkpoints import assert_same, loaded, logits_of_theirs, made, prompts, saved, theirs
-from tests.models.recurrent import BAMBA, CONFIGS, MAMBA2, logits_of_ours
+from tests.models.recurrent import BAMBA, CONFIGS, MAMBA, MAMBA2, logits_of_ours
 
 LENGTHS = (37, 1, 50, 13)
 
@@ -55,7 +55,7 @@ def test_no_bound_has_several_words(said: Any) -> None:
     assert config_of(MAMBA2 | {"model_type": "mamba2", "time_step_limit": said}, "here").mamba2.step_limit == (0.0, math.inf)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
 def test_bfloat16_is_as_close_to_exact_as_transformers_in_bfloat16(name: str, tmp_path: Path) -> None:
     saved(theirs(name).to(torch.bfloat16), tmp_path)
     decoder = Decoder.from_folder(tmp_path)
@@ -123,6 +123,19 @@ def test_what_makes_no_sense_is_one_sentence(changed: dict[str, Any], due: str) 
     with pytest.raises(InvalidInput, match=due) as refused:
         config_of(MAMBA2 | {"model_type": "mamba2"} | changed, "here")
     assert "\n" not in str(refused.value)
+
+
+def test_sizes_of_mamba() -> None:
+    config = config_of(MAMBA | {"model_type": "mamba"}, "here")
+    assert (config.mamba, config.tie, config.wide_stream) == (MambaSizes(width=80, rank=3, state=6), True, True)
+    for changed, due in (
+        ({"conv_kernel": 1}, "kernel is 1; must be at least 2"),
+        ({"expand": 0}, "has expand 0; must be above 0"),
+        ({"time_step_rank": "full"}, "has time_step_rank 'full'; must be a number"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu'"),
+    ):
+        with pytest.raises(InvalidInput, match=due):
+            config_of(MAMBA | {"model_type": "mamba"} | changed, "here")
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], ["1"], "1", [True]])

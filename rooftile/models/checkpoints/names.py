@@ -34,10 +34,12 @@ class Names:
         return self.attention if MIXERS[mixer] else self.recurrence
 
 
+_MAMBA = Names(prefix="backbone.", embedding="embeddings", norm="norm_f", mixer_norm="norm", recurrence="mixer")
 _FAMILIES = {
     "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
-    "mamba2": Names(prefix="backbone.", embedding="embeddings", norm="norm_f", mixer_norm="norm", recurrence="mixer"),
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
 }
 
 

@@ -11,6 +11,7 @@ from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Norm, Projection
 from rooftile.models.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
 
 
@@ -57,7 +58,7 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     names = names_of(config)
     if isinstance(layer, AttentionLayer):
         yield from _attention(layer, names, config)
-    elif isinstance(layer, Mamba2Layer):
+    elif isinstance(layer, MambaLayer | Mamba2Layer):
         yield from ((f"{names.recurrence}.{name}", place) for name, place in _recurrence(layer))
     for projection, parts in projections_of(layer, config):
         yield from _split(projection, parts)
@@ -77,13 +78,17 @@ def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iter
     yield from _norm(f"{folder}.k_norm", layer.k_norm)
 
 
-def _recurrence(layer: Mamba2Layer) -> Iterator[tuple[str, Tensor]]:
-    """Yields what a Mamba-2 layer has beside its large projections."""
+def _recurrence(layer: MambaLayer | Mamba2Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields what a layer of Mamba has beside its large projections."""
     # a checkpoint has the weights of a convolution with one input channel for each output
     yield "conv1d.weight", layer.conv_weight[:, None]
     if layer.conv_bias is not None:
         yield "conv1d.bias", layer.conv_bias
-    yield from (("A_log", layer.A_log), ("D", layer.D), ("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm))
+    yield from (("A_log", layer.A_log), ("D", layer.D))
+    if isinstance(layer, MambaLayer):
+        yield from (("x_proj.weight", layer.select), ("dt_proj.weight", layer.widen), ("dt_proj.bias", layer.dt_bias))
+    else:
+        yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm))
 
 
 def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:

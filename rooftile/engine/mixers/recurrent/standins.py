@@ -48,3 +48,22 @@ def ssd(
             one = slice(t, t + 1)
             y[one] = ssd_step(states[n : n + 1], x[one], dt[one], A, B[one], C[one], D, dt_bias, True, dt_limit)
     return y, states
+
+
+def selective_scan_step(state, x, dt, A, B, C, D=None, dt_bias=None, softplus=True, slots=None):
+    rows = slice(None) if slots is None else slots
+    d = soft(dt.float() + dt_bias)[..., None]
+    S = state[rows] * (d * A).exp() + d * x.float()[..., None] * B.float()[:, None]
+    state[rows] = S
+    return ((S * C.float()[:, None]).sum(-1) + D * x.float()).to(x.dtype)
+
+
+def selective_scan(x, dt, A, B, C, D=None, dt_bias=None, softplus=True, state=None, cu=None):
+    states = state.clone()
+    y = torch.empty_like(x)
+    cu = cu.tolist()
+    for n in range(len(cu) - 1):
+        for t in range(cu[n], cu[n + 1]):
+            one = slice(t, t + 1)
+            y[one] = selective_scan_step(states[n : n + 1], x[one], dt[one], A, B[one], C[one], D, dt_bias)
+    return y, states
