@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.recurrent.step import Recurrence, RecurrentStep
+from rooftile.engine.mixers.recurrent.trials import RecurrentLayer
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import Unsupported
 from rooftile.exact.spec import CallSettings
@@ -78,3 +82,9 @@ class RecurrentMixer(Mixer):
 
     def on(self, step: StepTokens) -> Attend:
         return RecurrentStep(self.recurrences, step)
+
+    @classmethod
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
+        shape = replace(trial.small(cls.name), dtype=trial.dtype)
+        decoder = Decoder(shape, dtype=trial.dtype, device=trial.device)
+        return RecurrentLayer(trial, cls(shape, (0,), EngineConfig(block_size=trial.size)), decoder).jobs(trial.longest)
