@@ -177,6 +177,20 @@ PAGES = (
         ),
     ),
     Page(
+        "recurrent",
+        "Recurrences",
+        (
+            Section(
+                "Over a state of fixed size",
+                "rooftile.recurrent",
+                (
+                    "ssd", "ssd_step", "selective_scan", "selective_scan_step", "gated_delta", "gated_delta_step", "causal_conv",
+                    "conv_step",
+                ),
+            ),
+        ),
+    ),
+    Page(
         "nn",
         "Layers and models",
         (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rooftile.cost import approximate, flops, io, listed
+from rooftile.cost import approximate, flops, io, listed, states
 from rooftile.exact.spec import Problem, Sizes, Spec, decode, option_names
 
 
@@ -236,6 +236,37 @@ def _recurrence_flops(q: Tensor, k: Tensor, state: Tensor, projection: Tensor | 
     return flops.recurrence(queries, keys, H, Hk, state.shape[-2], state.shape[-1], phase=phase, dim=dim, rows=rows)
 
 
+def _ssd(arguments: tuple[Any, ...], results: Any) -> Work:
+    x, *_, state, _, _, _, _ = arguments
+    return Work(states.ssd_flops(x, state, "fwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _ssd_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    _, _, x, *_, state, _, _, _, _ = arguments
+    return Work(states.ssd_flops(x, state, "bwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _delta(arguments: tuple[Any, ...], results: Any) -> Work:
+    _, _, v, _, _, state, *_ = arguments
+    return Work(states.delta_flops(v, state, "fwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _delta_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    _, _, _, _, v, _, _, state, *_ = arguments
+    return Work(states.delta_flops(v, state, "bwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _step(flops_of: Callable[[tuple[Any, ...]], int]) -> Callable[[tuple[Any, ...], Any], Work]:
+    """Counts a step: of the states it reads and writes the rows of its tokens."""
+
+    def count(arguments: tuple[Any, ...], results: Any) -> Work:
+        state, x, *rest = arguments
+        touched = states.touched_bytes(state, x)
+        return Work(flops_of(arguments), touched + _nbytes((x, *rest)), touched + _nbytes(results))
+
+    return count
+
+
 def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem:
     """The problem of dense tensors, or of packed ones, whose offsets are among the options."""
     if spec.layout == "packed":
@@ -366,6 +397,18 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,
+    "ssd": _ssd,
+    "ssd_backward": _ssd_backward,
+    "ssd_step": _step(lambda given: states.ssd_flops(given[1], given[0], "fwd")),
+    "selective_scan": _once,
+    "selective_scan_backward": _once,
+    "selective_scan_step": _step(lambda given: 0),
+    "causal_conv": _once,
+    "causal_conv_backward": _once,
+    "causal_conv_step": _step(lambda given: 0),
+    "gated_delta": _delta,
+    "gated_delta_backward": _delta_backward,
+    "gated_delta_step": _step(lambda given: states.delta_flops(given[3], given[0], "fwd")),
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
     "gated_sum": _once,

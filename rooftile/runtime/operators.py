@@ -23,6 +23,24 @@ _LIBRARY = torch.library.Library("rooftile", "DEF")
 # a context in which an operator is called without its gradient rule
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+
+class above_autograd:
+    """A context in which plain tensors record gradients again, within an operator's function, which runs below autograd."""
+
+    def __enter__(self) -> None:
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            excluded = excluded.remove(key)
+        self._guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+        self._guard.__enter__()
+        self._recording = torch.enable_grad()
+        self._recording.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._recording.__exit__(*error)
+        self._guard.__exit__(*error)
+
+
 # every operator by its name, in the order of definition
 DEFINED: dict[str, OpOverload] = {}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.recurrent.by_chunks import CHUNK
+from rooftile.recurrent.linear.by_chunks import CHUNK
 from tests.approximate.tolerance import assert_within, gradients
 
 KINDS = ("positive", "hyperbolic", "trigonometric", "relu")

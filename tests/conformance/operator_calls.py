@@ -24,6 +24,7 @@ from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
 from tests.conformance.sparse_calls import SPARSE_CALLS
+from tests.conformance.state_calls import STATE_CALLS
 
 
 def _norm(device: torch.device) -> Weights:
@@ -482,6 +483,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "choose_pages": _choose_pages,
     "page_scores": _page_scores,
     **SPARSE_CALLS,
+    **STATE_CALLS,
     "native_sparse_decode": _native_sparse_decode,
     "sample": _sample,
     "chunked_recurrence": _recurrence,

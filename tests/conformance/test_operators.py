@@ -23,6 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 # operators with a gradient, and their gradients
 DIFFERENTIABLE = {
     "attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward", "selected_attention",
+    "ssd", "ssd_backward", "selective_scan", "selective_scan_backward", "causal_conv", "causal_conv_backward", "gated_delta",
+    "gated_delta_backward",
     "selected_attention_backward", "gated_sum", "gated_sum_backward", "gathered_attention", "gathered_attention_backward",
     "linear_quantised", "linear_rounded", "weight_rounded", "norm", "sum_norm", "gated", "gate_up", "rotary", "softmax",
     "cross_entropy",

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.recurrent import kernels
-from rooftile.recurrent.kernels import gradients as gradient_kernels
-from rooftile.recurrent.kernels import outputs, states, tiles
+from rooftile.recurrent.linear import kernels
+from rooftile.recurrent.linear.kernels import gradients as gradient_kernels
+from rooftile.recurrent.linear.kernels import outputs, states, tiles
 from tests.approximate.tolerance import assert_within, gradients
 from tests.grids import swept
 

@@ -25,7 +25,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.recurrent.kernels import by_features, exponential, exponential_gradients, exponents
+    from rooftile.recurrent.linear.kernels import by_features, exponential, exponential_gradients, exponents
 
     places = (exponents, exponential, exponential_gradients)
     word = "_exponents" if name == "exponents" else f"_exponential_{name}"

@@ -30,8 +30,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.recurrent import kernels
-    from rooftile.recurrent.kernels import gradients, outputs, states
+    from rooftile.recurrent.linear import kernels
+    from rooftile.recurrent.linear.kernels import gradients, outputs, states
 
     kernel = {
         "_segment_sums": states._segment_sums, "_outputs": outputs._outputs,

@@ -22,10 +22,10 @@ from rooftile.approximate.arguments import (
 from rooftile.approximate.linear import definition
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import FULL, Mask
-from rooftile.recurrent.by_chunks import EMPTY, RunningSums
-from rooftile.recurrent.chunked import recur
-from rooftile.recurrent.features import PLAIN, features
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear.by_chunks import EMPTY, RunningSums
+from rooftile.recurrent.linear.chunked import recur
+from rooftile.recurrent.linear.features import PLAIN, features
+from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.words import answers_foreign_words, answers_with
 

@@ -24,9 +24,9 @@ from rooftile.approximate.performer.features import Features, check_positive_sca
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.validate import shown
-from rooftile.recurrent.by_chunks import RunningSums
-from rooftile.recurrent.chunked import recur
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear.by_chunks import RunningSums
+from rooftile.recurrent.linear.chunked import recur
+from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.runtime.words import answers_with
 
 # the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.exponents import decayed, exponential, paired
-from rooftile.recurrent.kernels.tiles import head_rows, is_lost, lost_after, part_of
+from rooftile.recurrent.linear.kernels.exponents import decayed, exponential, paired
+from rooftile.recurrent.linear.kernels.tiles import head_rows, is_lost, lost_after, part_of
 
 
 @triton.jit

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.by_chunks import RunningSums
-from rooftile.recurrent.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
-from rooftile.recurrent.kernels.exponential_gradients import _exponential_keys, _exponential_queries, _exponential_values
-from rooftile.recurrent.kernels.exponents import _exponents
-from rooftile.recurrent.kernels.gradients import row_gradients
-from rooftile.recurrent.kernels.tiles import is_hopper
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear.by_chunks import RunningSums
+from rooftile.recurrent.linear.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
+from rooftile.recurrent.linear.kernels.exponential_gradients import _exponential_keys, _exponential_queries, _exponential_values
+from rooftile.recurrent.linear.kernels.exponents import _exponents
+from rooftile.recurrent.linear.kernels.gradients import row_gradients
+from rooftile.recurrent.linear.kernels.tiles import is_hopper
+from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.runtime.launch import Kernel
 
 # numbers of a state that a program of the scan carries

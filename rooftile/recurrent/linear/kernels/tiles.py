@@ -16,7 +16,7 @@ from rooftile.runtime.devices import capability
 
 # tokens per segment: its sum of states costs as many bytes as 256 tokens of bf16, and a text of 16k gives 16 programs per head
 SEGMENT = tl.constexpr(1024)
-# a sum of weights below this counts as zero: rooftile.recurrent.by_chunks.EMPTY
+# a sum of weights below this counts as zero: rooftile.recurrent.linear.by_chunks.EMPTY
 EMPTY = tl.constexpr(2.0**-110)
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.recurrent.features import features, gradient
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear.features import features, gradient
+from rooftile.recurrent.linear.problem import Recurrence
 
 CHUNK = 128
 # a sum of weights that is smaller counts as zero: its inverse, times gradients and values, must stay finite in fp32

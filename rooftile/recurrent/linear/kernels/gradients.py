@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.kernels.tiles import (
+from rooftile.recurrent.linear.kernels.tiles import (
     EMPTY,
     SEGMENT,
     features,

@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.exponents import decayed, exponential, paired
-from rooftile.recurrent.kernels.tiles import EMPTY, head_rows, is_lost, lost_before, part_of
+from rooftile.recurrent.linear.kernels.exponents import decayed, exponential, paired
+from rooftile.recurrent.linear.kernels.tiles import EMPTY, head_rows, is_lost, lost_before, part_of
 
 
 # fmt: off

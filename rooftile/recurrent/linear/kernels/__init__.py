@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.by_chunks import RunningSums
-from rooftile.recurrent.kernels import by_features
-from rooftile.recurrent.kernels.gradients import _key_or_value_gradients, _query_gradients, row_gradients
-from rooftile.recurrent.kernels.outputs import _outputs
-from rooftile.recurrent.kernels.states import _scan, _segment_sums
-from rooftile.recurrent.kernels.tiles import SEGMENT, is_hopper
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear.by_chunks import RunningSums
+from rooftile.recurrent.linear.kernels import by_features
+from rooftile.recurrent.linear.kernels.gradients import _key_or_value_gradients, _query_gradients, row_gradients
+from rooftile.recurrent.linear.kernels.outputs import _outputs
+from rooftile.recurrent.linear.kernels.states import _scan, _segment_sums
+from rooftile.recurrent.linear.kernels.tiles import SEGMENT, is_hopper
+from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.runtime.launch import Kernel
 
 LARGEST_DIM = 128

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
-from rooftile.recurrent import plain
-from rooftile.recurrent.by_chunks import RunningSums
-from rooftile.recurrent.features import width
-from rooftile.recurrent.plain import wide_dtype
-from rooftile.recurrent.problem import Recurrence, decode
+from rooftile.recurrent.linear import plain
+from rooftile.recurrent.linear.by_chunks import RunningSums
+from rooftile.recurrent.linear.features import width
+from rooftile.recurrent.linear.plain import wide_dtype
+from rooftile.recurrent.linear.problem import Recurrence, decode
 from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transformed, wants_grad, watched
@@ -101,7 +101,7 @@ def _run(
     assert decay is None, "the decay is 1"
     problem = decode(code, scale)
     if runs_kernels(q, v, problem):
-        from rooftile.recurrent import kernels
+        from rooftile.recurrent.linear import kernels
 
         with device_of(q):
             o, den, last = kernels.forward(q, k, v, RunningSums(s, z, largest), projection, cu, problem)
@@ -120,7 +120,7 @@ def _run_backward(
     d_last = RunningSums(_or_zeros(ds, s), _or_zeros(dz, z), largest)
     state = RunningSums(s, z, largest)
     if runs_kernels(q, v, problem):
-        from rooftile.recurrent import kernels
+        from rooftile.recurrent.linear import kernels
 
         with device_of(q):
             return kernels.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)

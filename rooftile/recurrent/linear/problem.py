@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from rooftile.recurrent.features import SCALED
+from rooftile.recurrent.linear.features import SCALED
 
 
 class Recurrence(NamedTuple):

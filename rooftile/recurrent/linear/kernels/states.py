@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import SEGMENT, features, rows, segment_of
+from rooftile.recurrent.linear.kernels.tiles import SEGMENT, features, rows, segment_of
 
 
 # fmt: off

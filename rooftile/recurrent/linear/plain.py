@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rooftile.recurrent import by_chunks
-from rooftile.recurrent.by_chunks import RunningSums
-from rooftile.recurrent.problem import Recurrence
+from rooftile.recurrent.linear import by_chunks
+from rooftile.recurrent.linear.by_chunks import RunningSums
+from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.runtime.operators import transformed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import head_rows, is_lost, part_of
+from rooftile.recurrent.linear.kernels.tiles import head_rows, is_lost, part_of
 
 
 @triton.jit

@@ -16,7 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of, state, sum_of_state
+from rooftile.recurrent.linear.kernels.tiles import (
+    EMPTY,
+    SEGMENT,
+    features,
+    is_lost,
+    lost_before,
+    rows,
+    segment_of,
+    state,
+    sum_of_state,
+)
 
 
 # fmt: off

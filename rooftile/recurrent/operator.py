@@ -1,0 +1,161 @@
+"""The operators of a rule: forward with a gradient, backward, and one step in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import Unsupported
+from rooftile.recurrent import walk
+from rooftile.recurrent.rule import Rule, Tensors
+from rooftile.runtime.operators import below_autograd, call, define, transformed, wants_grad, watched
+
+
+class Operators:
+    """The operators `name`, `name_backward` and `name_step` of a rule.
+
+    Args:
+        rule: the recurrence.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self._by_token = rule, replace(rule, piece=None)
+        self._count = len(rule.tensors) + 1
+        tensors = ", ".join(f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in rule.tensors)
+        options = ", ".join(rule.options)
+        given = f"{tensors}, Tensor state, Tensor? cu, {options}"
+        self._function = _function(self)
+        self.forward = define(
+            f"{rule.name}({given}) -> (Tensor, Tensor)", self._run, self._fake, self._function.apply,
+            has_gradient=tuple(range(self._count)),
+        )  # fmt: skip
+        self.backward = define(
+            f"{rule.name}_backward(Tensor dy, Tensor? dstate, {given}) -> Tensor[]",
+            self._run_backward, self._fake_backward, partial(_refuse_twice, self), has_gradient=tuple(range(self._count + 2)),
+        )  # fmt: skip
+        self.step = define(
+            f"{rule.name}_step(Tensor(a!) state, {tensors}, Tensor? slots, {options}) -> Tensor", self._run_step, self._fake_step
+        )
+
+    def __call__(
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Sequence[Any], backend: str = "auto"
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns the outputs, and the state after the last token of each sequence."""
+        if backend == "eager" and not state.is_meta:
+            return walk.forward(self._by_token, tokens, constants, state, cu, options)
+        if transformed():
+            return walk.forward(self.rule, tokens, constants, state, cu, options)
+        arguments = (*tokens, *constants, state, cu, *options)
+        if torch.compiler.is_compiling() or watched(*arguments) or state.is_meta:
+            y, last = self.forward(*arguments)
+        elif wants_grad(*arguments[: self._count]):
+            y, last = self._function.apply(*arguments)
+        else:
+            y, last = self._run(*arguments)
+        return y, last
+
+    def one(
+        self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Sequence[Any]
+    ) -> Tensor:  # fmt: skip
+        """Reads one token of each sequence, changes the states in place, and returns the outputs."""
+        found: Tensor = call(self.step, self._run_step, state, *tokens, *constants, slots, *options)
+        return found
+
+    def run_backward(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """Runs the backward, as an operator where something watches."""
+        if torch.is_grad_enabled() or watched(*arguments) or arguments[0].is_meta:
+            return list(self.backward(*arguments))
+        return self._run_backward(*arguments)
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[Tensors, Tensors, Tensor, Tensor | None, Sequence[Any]]:
+        tokens, n = len(self.rule.tokens), self._count - 1
+        return arguments[:tokens], arguments[tokens:n], arguments[n], arguments[n + 1], arguments[n + 2 :]
+
+    def _run(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        state = arguments[self._count - 1]
+        with torch.autocast(state.device.type, enabled=False):
+            y, last = walk.forward(self.rule, *self._split(arguments))
+        # an operator returns none of its inputs
+        return y.contiguous(), last.clone(memory_format=torch.contiguous_format)
+
+    def _run_backward(self, dy: Tensor, d_last: Tensor | None, *arguments: Any) -> list[Tensor]:
+        tokens, constants, state, cu, options = self._split(arguments)
+        d_last = torch.zeros_like(state) if d_last is None else d_last
+        with torch.autocast(state.device.type, enabled=False):
+            return walk.backward(self.rule, dy, d_last, tokens, constants, state, cu, options)
+
+    def _run_step(self, state: Tensor, *arguments: Any) -> Tensor:
+        tokens, constants, (slots, *options) = (
+            arguments[: len(self.rule.tokens)], arguments[len(self.rule.tokens) : self._count - 1], arguments[self._count - 1 :]
+        )  # fmt: skip
+        rows = None if slots is None else slots.long()
+        own = state if rows is None else state.index_select(0, rows)
+        with torch.autocast(state.device.type, enabled=False):
+            y, last = self.rule.token(tokens, constants, own, options)
+        if rows is None:
+            state.copy_(last)
+        else:
+            state.index_copy_(0, rows, last.to(state.dtype))
+        like = tokens[self.rule.like]
+        return y.to(like.dtype).contiguous()
+
+    def _fake(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        like, state = arguments[self.rule.like], arguments[self._count - 1]
+        return like.new_empty(like.shape), state.new_empty(state.shape)
+
+    def _fake_backward(self, *arguments: Any) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in arguments[2 : self._count + 2] if x is not None]
+
+    def _fake_step(self, state: Tensor, *arguments: Any) -> Tensor:
+        like = arguments[self.rule.like]
+        return like.new_empty(like.shape)
+
+
+def _function(operators: Operators) -> Any:
+    """Makes the autograd function of a rule."""
+    count = len(operators.rule.tensors) + 1
+
+    class Recurrence(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            run = operators.forward if watched(*arguments) or arguments[0].is_meta else operators._run
+            with below_autograd():
+                y, last = run(*arguments)
+            ctx.save_for_backward(*arguments[: count + 1])
+            ctx.options = arguments[count + 1 :]
+            ctx.set_materialize_grads(False)
+            return y, last
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> Any:
+            tensors = ctx.saved_tensors
+            if dy is None:
+                dy = torch.zeros_like(tensors[operators.rule.like])
+            found = iter(operators.run_backward((dy, d_last, *tensors, *ctx.options)))
+            gradients = [None if x is None else next(found) for x in tensors[:count]]
+            return *gradients, None, *(None for _ in ctx.options)
+
+    return Recurrence
+
+
+class _Once(torch.autograd.Function):
+    """The backward as autograd sees it when a graph of it is asked for: it runs, and a second derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, operators: Operators, *arguments: Any) -> Any:
+        ctx.operators = operators
+        with below_autograd():
+            return tuple(operators.backward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> Any:
+        raise Unsupported(f"double backward through {ctx.operators.rule.name}; backend='eager' has it")
+
+
+def _refuse_twice(operators: Operators, *arguments: Any) -> list[Tensor]:
+    return list(_Once.apply(operators, *arguments))

@@ -1,0 +1,69 @@
+"""`Rule`: what a recurrence is: one token of it, and one piece of its tokens as products of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor | None]
+# tokens, constants, state, options -> outputs and the state afterwards
+Given = Sequence[Any]
+Step = Callable[[Given, Given, Tensor, Given], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A recurrence: its tensors, its options, its definition, and how several tokens are computed at once.
+
+    Args:
+        name: the name of its operators.
+        tokens: the names of the tensors (B, T, ...), which have one entry for each token; a name with "?" may be None.
+        constants: the names of the tensors that all tokens share.
+        options: in the notation of PyTorch's schemas, such as "bool softplus".
+        token: the definition: computes one token (B, ...) of each sequence from the state before it.
+        piece: computes consecutive tokens (B, c, ...) from the state before them; None goes token by token.
+        length: the tokens of a piece, between which the backward keeps no more than the states.
+        like: the place in `tokens` of the tensor whose shape and dtype the outputs have.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    constants: tuple[str, ...]
+    options: tuple[str, ...]
+    token: Step
+    piece: Step | None
+    length: int
+    like: int = 0
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors with a gradient but the state, in the order of the operator's arguments."""
+        return (*self.tokens, *self.constants)
+
+    def run(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Computes consecutive tokens (B, c, ...) from the state before them."""
+        run = self.by_token if self.piece is None else self.piece
+        return run(tokens, constants, state, options)
+
+    def by_token(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Computes consecutive tokens (B, c, ...) one by one."""
+        first = next(x for x in tokens if x is not None)
+        found = []
+        for t in range(first.shape[1]):
+            y, state = self.token([None if x is None else x[:, t] for x in tokens], constants, state, options)
+            found.append(y)
+        return torch.stack(found, 1), state
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of sums and states: fp32, or fp64 for fp64 tensors."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Returns (..., G, N) as (..., heads, N): each group serves heads / G neighbours."""
+    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)
