@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rooftile.engine.mixers.recurrent import standins as rec
+from rooftile import recurrent as rec
 from rooftile.engine.mixers.recurrent.mixer import RecurrentMixer
 from rooftile.engine.mixers.recurrent.step import Recurrence
 from rooftile.models.layers import Layer

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from rooftile.engine.mixers.recurrent import standins as rec
+from rooftile import recurrent as rec
 from rooftile.engine.mixers.step import StepTokens
 
 
