@@ -124,6 +124,8 @@ class Decoder(nn.Module):
                     weight.fill_(1.0 if name == "weight" and not config.norm_plus_one else 0.0)
                 else:
                     weight.normal_(0.0, 0.02, generator=generator)
+        for layer in decoder.layers:
+            layer.draw(generator)
         return decoder
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear) -> Tensor:

@@ -210,6 +210,9 @@ class Layer(nn.Module):
         """The projections that a checkpoint may have quantised."""
         return tuple(one for one in (self.reader, self.o, self.up, self.down) if one is not None)
 
+    def draw(self, generator: torch.Generator) -> None:
+        """Draws the weights that random numbers near 0 would be no example of."""
+
     def rows_of_mixer(self, x: Tensor) -> InputFormat:
         """Returns how `mix` wants its input, computed from x."""
         return self.reader.rows(x)

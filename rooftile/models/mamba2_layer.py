@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Multiply, Projection
+from rooftile.models.decays import draw_decays
+from rooftile.models.layers import Attend, Layer, Multiply, Norm, Projection
 from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
 
@@ -36,12 +37,15 @@ class Mamba2Layer(Layer):
         self.conv_bias = placement.parameter(sizes.convolved) if sizes.conv_bias else None
         precise = placement._replace(dtype=torch.float32)
         self.A_log, self.D, self.dt_bias = (precise.parameter(sizes.heads) for _ in range(3))
-        self.gated_norm = placement.parameter(sizes.width)
+        self.gated_norm = Norm(config, sizes.width, placement=placement)
         self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits)
 
     @property
     def reader(self) -> Projection:
         return self.into
+
+    def draw(self, generator: torch.Generator) -> None:
+        draw_decays(self.A_log, self.dt_bias, self.D, generator)
 
     def mix(
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
@@ -54,5 +58,5 @@ class Mamba2Layer(Layer):
     def _normalised(self, y: Tensor, z: Tensor) -> Tensor:
         """Returns y silu(z), normalised in groups: the gate comes before the norm, as in every checkpoint."""
         wide = (y.float() * functional.silu(z.float())).unflatten(-1, (self.sizes.norms, -1))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)
-        return self.gated_norm * wide.flatten(1).to(y.dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.gated_norm.eps)
+        return self.gated_norm.weight * wide.flatten(1).to(y.dtype)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
+from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer, Multiply, Projection
 from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
@@ -44,6 +45,9 @@ class MambaLayer(Layer):
     @property
     def reader(self) -> Projection:
         return self.into
+
+    def draw(self, generator: torch.Generator) -> None:
+        draw_decays(self.A_log, self.dt_bias, self.D, generator)
 
     def selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""

@@ -14,6 +14,7 @@ import torch
 
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, AsyncEngine, SamplingParams
+from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
@@ -141,6 +142,31 @@ def test_the_state_is_in_fp32_and_the_tail_in_the_dtype_of_the_model(peers) -> N
     }  # fmt: skip
     assert llm.engine.runner.pages.storage.dtype == torch.bfloat16
     assert len(tokens_of(llm, prompts(5), GREEDY)) == 5
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) -> None:
+    """A graph's step of one answer and two rows of padding, which have no position."""
+    found = []
+    for rows in (1, 3):
+        llm = LLM(peers(name).folder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+        runner = llm.engine.runner
+        for memory in runner.caches.states.memory.values():
+            memory.copy_(torch.arange(memory.numel()).view(memory.shape) % 7 / 10)
+        before = {kind: memory.clone() for kind, memory in runner.caches.states.memory.items()}
+        inputs = torch.tensor([[5, 0, 0], [9, -1, -1], [2, runner.pad_slot, runner.pad_slot]])[:, :rows]
+        with torch.inference_mode():
+            logits, _ = runner._decode(inputs, SamplingFeatures())
+        for kind, memory in runner.caches.states.memory.items():
+            changed = (memory != before[kind]).flatten(2).any(-1)
+            others = [row for row in range(memory.shape[1]) if row not in (2, runner.pad_slot)]
+            assert changed[:, 2].all()
+            assert not changed[:, others].any()
+        found.append((logits[0], [memory[:, 2].clone() for memory in runner.caches.states.memory.values()]))
+    (alone, states), (padded, others) = found
+    torch.testing.assert_close(alone, padded)
+    for state, other in zip(states, others, strict=True):
+        torch.testing.assert_close(state, other)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rooftile import InvalidInput
 from rooftile.models import Decoder, Mamba2Sizes, MambaSizes, ModelConfig
+from rooftile.models.checkpoints.write import quantise_folder
 from rooftile.models.config import config_of
 from tests.models.checkpoints import assert_same, loaded, logits_of_theirs, made, prompts, saved, theirs
 from tests.models.recurrent import BAMBA, CONFIGS, MAMBA, MAMBA2, logits_of_ours
@@ -80,7 +81,6 @@ def test_a_wide_stream_is_not_rounded() -> None:
         decoder = Decoder.random(ModelConfig(**given, wide_stream=wide), torch.bfloat16, "cpu")
         decoder.embedding.copy_(torch.tensor([1.0, -1.0, 1.0, -1.0]))
         for layer in decoder.layers:
-            layer.gated_norm.fill_(1.0)
             layer.o.weight.copy_(torch.tensor([[1 / 4096], [0.0], [0.0], [0.0]]).expand(4, 8))
             layer.into.weight.zero_()
             layer.into.bias = torch.nn.Parameter(torch.ones(sizes.projected, dtype=torch.bfloat16), requires_grad=False)
@@ -101,6 +101,40 @@ def test_decays_stay_in_fp32(tmp_path: Path) -> None:
     decoder = Decoder.from_folder(tmp_path)
     assert torch.equal(decoder.layers[1].A_log, precise)
     assert decoder.layers[1].conv_weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_random_weights_decay_as_a_training_begins(name: str) -> None:
+    config = config_of(CONFIGS[name]().to_dict(), "here")
+    decoder, again, other = (Decoder.random(config, torch.bfloat16, "cpu", seed=seed) for seed in (3, 3, 4))
+    layers = [layer for layer, mixer in zip(decoder.layers, config.mixers, strict=True) if mixer != "attention"]
+    assert layers
+    for layer in layers:
+        steps, rates = torch.nn.functional.softplus(layer.dt_bias), layer.A_log.exp()
+        assert 0.99e-3 < steps.min() < steps.max() < 0.101
+        assert 1 <= rates.min() < rates.max() <= 16
+        assert layer.D.eq(1).all()
+        if hasattr(layer, "gated_norm"):
+            assert layer.gated_norm.weight.eq(1).all()
+    assert all(map(torch.equal, decoder.parameters(), again.parameters()))
+    assert not torch.equal(layers[0].A_log, next(one.A_log for one in other.layers if hasattr(one, "A_log")))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_quantised_projections(name: str, tmp_path: Path) -> None:
+    """Written to a folder and read from it, or while the folder is read: both are the model with the rounded weights."""
+    saved(theirs(name), tmp_path / "plain")
+    quantise_folder(tmp_path / "plain", tmp_path / "written", "int8")
+    written, read = Decoder.from_folder(tmp_path / "written"), Decoder.from_folder(tmp_path / "plain", weights="int8")
+    found = [logits_of_ours(decoder, prompts(LENGTHS)) for decoder in (written, read)]
+    assert torch.equal(*found)
+    assert all(projection.weight is None for layer in read.layers for projection in layer.projections)
+    plain = Decoder.from_folder(tmp_path / "plain")
+    for ours, rounded in zip(plain.layers, read.layers, strict=True):
+        for projection, its in zip(ours.projections, rounded.projections, strict=True):
+            projection.weight.copy_(its.dequantised())
+    # activations are rounded, too
+    assert (found[0] - logits_of_ours(plain, prompts(LENGTHS))).abs().max() < 0.2 * found[0].abs().max()
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def _recurrence(layer: MambaLayer | Mamba2Layer) -> Iterator[tuple[str, Tensor]]
     if isinstance(layer, MambaLayer):
         yield from (("x_proj.weight", layer.select), ("dt_proj.weight", layer.widen), ("dt_proj.bias", layer.dt_bias))
     else:
-        yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm))
+        yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm.weight))
 
 
 def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
