@@ -4,11 +4,12 @@ and a small one to train.
     config.json -> config, families -> decoder (layers, mixers) <- checkpoints <- tensors of the folder
     tokens -> embedding -> layers: norm, projection, the caller's mixing, feed-forward -> norm -> hidden states -> logits
 
-config          `ModelConfig`; `families` has an entry for each architecture, `mamba_families` the ones with recurrences
+config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
 layers          projections, feed-forward, `Attend`: what the caller brings to mix tokens
-layer_kinds     the class of each kind of layer: `attention_layer`, `mamba_layer`, `mamba2_layer`
-mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba; `mamba_sizes`
+layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`
+mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba
+mamba           layers of Mamba-1 and Mamba-2
 positions       windows and positions by layer; `rotary` has the wavelengths
 checkpoints     from and to files
 trainable       `TrainableDecoder`; `mixing_modules` has its mixers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
     from rooftile.models.layers import Attend
-    from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
+    from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
     from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
@@ -33,8 +34,8 @@ __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "Mamba2Sizes": "rooftile.models.mamba_sizes",
-        "MambaSizes": "rooftile.models.mamba_sizes", "NativeSparseSizes": "rooftile.models.mixers",
+        "Mamba2Sizes": "rooftile.models.mamba.sizes",
+        "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",
     },
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.families import fields_of
-from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
+from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
@@ -208,7 +208,7 @@ class ModelConfig:
                 raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
             if window is not None:
                 raise InvalidInput(
-                    f"layer {layer} is {mixer} and has a window; must have None: a recurrence sees all tokens before"
+                    f"layer {layer} is {mixer} and its window {window}; must be None: a recurrence sees all tokens before"
                 )
 
     @classmethod

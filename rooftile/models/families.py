@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.mamba_families import bamba, check_format, mamba, mamba2
+from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer
-from rooftile.models.mamba2_layer import Mamba2Layer
-from rooftile.models.mamba_layer import MambaLayer
+from rooftile.models.mamba.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.placement import Placement
 
 # kinds without heads of attention, by the names that `rooftile.models.mixers.MIXERS` has for them

@@ -10,8 +10,8 @@ from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Norm, Projection
-from rooftile.models.mamba2_layer import Mamba2Layer
-from rooftile.models.mamba_layer import MambaLayer
+from rooftile.models.mamba.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
 
 

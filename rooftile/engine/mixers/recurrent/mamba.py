@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from rooftile import recurrent as rec
 from rooftile.engine.mixers.recurrent.mixer import RecurrentMixer
 from rooftile.engine.mixers.recurrent.step import Recurrence
 from rooftile.models.layers import Layer
-from rooftile.models.mamba_layer import MambaLayer
-from rooftile.models.mamba_sizes import MambaSizes
+from rooftile.models.mamba.mamba_layer import MambaLayer
+from rooftile.models.mamba.sizes import MambaSizes
 
 
 class MambaRecurrence(Recurrence):
@@ -21,7 +21,7 @@ class MambaRecurrence(Recurrence):
     def __init__(self, layer: MambaLayer, tails: Tensor, states: Tensor) -> None:
         super().__init__(layer.conv_weight, layer.conv_bias, tails, states)
         self.selection, self.A = layer.selection, -torch.exp(layer.A_log)
-        self.options = {"D": layer.D, "dt_bias": layer.dt_bias, "softplus": True}
+        self.options: dict[str, Any] = {"D": layer.D, "dt_bias": layer.dt_bias}
 
     def read(self, x: Tensor, rest: tuple[Tensor, ...], states: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:
         dt, B, C = self.selection(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from rooftile import recurrent as rec
 from rooftile.engine.mixers.recurrent.mixer import RecurrentMixer
 from rooftile.engine.mixers.recurrent.step import Recurrence
 from rooftile.models.layers import Layer
-from rooftile.models.mamba2_layer import Mamba2Layer
-from rooftile.models.mamba_sizes import Mamba2Sizes
+from rooftile.models.mamba.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba.sizes import Mamba2Sizes
 
 
 class Mamba2Recurrence(Recurrence):
@@ -21,7 +21,7 @@ class Mamba2Recurrence(Recurrence):
     def __init__(self, layer: Mamba2Layer, tails: Tensor, states: Tensor) -> None:
         super().__init__(layer.conv_weight, layer.conv_bias, tails, states)
         self.sizes, self.A = layer.sizes, -torch.exp(layer.A_log)
-        self.options = {"D": layer.D, "dt_bias": layer.dt_bias, "softplus": True, "dt_limit": self.sizes.step_limit}
+        self.options: dict[str, Any] = {"D": layer.D, "dt_bias": layer.dt_bias, "dt_limit": self.sizes.step_limit}
 
     def read(self, x: Tensor, rest: tuple[Tensor, ...], states: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:
         y, states = rec.ssd(*self._parts(x, *rest), **self.options, state=states, cu=cu)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.mamba_sizes import Mamba2Sizes, MambaSizes
+from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.weights.files.settings import Settings
 
 # a recurrence has no positions, so a text may have any length: this bounds an engine's tables, unless config.json does

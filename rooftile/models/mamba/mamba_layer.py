@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer, Multiply, Projection
+from rooftile.models.mamba.decays import draw_decays
 from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
 
