@@ -143,7 +143,8 @@ def normalised_as_defined(x: Tensor, norm: NormWeights, dtype: torch.dtype | Non
     """`normalise` in plain operations, in a dtype or in the dtype of x."""
     dtype = x.dtype if dtype is None else dtype
     if norm.bias is not None:
-        return functional.layer_norm(x.to(dtype), norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, norm.eps).to(dtype)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.plus_one:

@@ -146,7 +146,7 @@ class Norm(nn.Module):
 
 
 class Attend(Protocol):
-    """What mixes the tokens of a layer; the caller brings it, and decides which tokens see which and where they are kept.
+    """Mixes the tokens of a layer; the caller brings it, and decides which tokens see which and where they are kept.
 
     A layer gives what its kind gives (`ModelConfig.mixers`), and takes one row of `Layer.o.inputs` numbers a token, in any shape:
 

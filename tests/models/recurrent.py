@@ -52,7 +52,7 @@ CONFIGS = {
 
 
 def convolved(layer: Layer, x: Tensor) -> Tensor:
-    """What the convolution makes of one sequence (T, W), in fp64."""
+    """The convolution of one sequence (T, W), in fp64."""
     bias = None if layer.conv_bias is None else layer.conv_bias.double()
     taps = layer.conv_weight.double()[:, None]
     return silu(conv1d(x.double().T, taps, bias, padding=layer.sizes.kernel - 1, groups=len(taps)))[:, : len(x)].T
@@ -87,7 +87,7 @@ def mamba2(layer: Layer, xBC: Tensor, dt: Tensor) -> Tensor:
 
 
 def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
-    """What mixes tokens of sequences back to back: attention by `attention_packed`, recurrences by their definition."""
+    """Mixes tokens of sequences back to back: attention by `attention_packed`, recurrences by their definition."""
     cu = [0, *accumulate(lengths)]
 
     def attend(layer: int, *given: Any) -> Tensor:

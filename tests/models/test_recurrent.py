@@ -29,7 +29,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_each_group_is_normalised_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As Mamba-2 was trained, and Transformers computes it from 5.24 on: unless config.json says otherwise."""
+    """Mamba-2 was trained so, and Transformers computes it so from 5.24 on: unless config.json says otherwise."""
     model = made(type(CONFIGS["mamba2"]())(**MAMBA2 | {"n_groups": 4}))
     norm = type(model.backbone.layers[0].mixer.norm)
 

@@ -28,7 +28,7 @@ MOST_EMPTY_BLOCKS = 1 << 17
 
 
 class Fit(NamedTuple):
-    """What fits into the memory of a device."""
+    """The blocks and answers that fit into the memory of a device."""
 
     blocks: int
     answers: int  # that run at once: fewer than are asked for where their states are large
