@@ -217,7 +217,11 @@ PAGES = (
         (
             Section("As a module", "rooftile.nn", ("Attention",)),
             Section("A decoder to train", "rooftile.models", ("TrainableDecoder",)),
-            Section("A decoder to serve", "rooftile.models", ("Decoder", "ModelConfig", "NativeSparseSizes")),
+            Section(
+                "A decoder to serve",
+                "rooftile.models",
+                ("Decoder", "ModelConfig", "Mamba2Sizes", "MambaSizes", "NativeSparseSizes"),
+            ),
         ),
     ),
     Page(

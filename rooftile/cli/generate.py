@@ -140,14 +140,14 @@ class _Run:
             "seconds": self.seconds,
             "tokens_per_second": self.rate,
             "seconds_to_first_token": self.first,
-            "cache": str(self.llm.pages),
-            "cache_bytes": self.llm.pages.nbytes,
+            "cache": str(self.llm.caches),
+            "cache_bytes": self.llm.caches.nbytes,
         }  # fmt: skip
 
     def __str__(self) -> str:
         return (
             f"{self.tokens:,} tokens in {self.seconds:.2f} s: {self.rate:,.1f} tokens/s, the first after {self.first:.2f} s; "
-            f"cache: {self.llm.pages}"
+            f"cache: {self.llm.caches}"
         )
 
     def _chat(self, prompt: str) -> list[int]:

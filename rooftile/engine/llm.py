@@ -126,7 +126,7 @@ class LLM:
                 self._default_params = recommended_params(model)
         self._has_told_defaults = self._default_params == SamplingParams()
         self.engine = build_engine(model, self.config)
-        self.pages = self.engine.runner.pages
+        self.caches, self.pages = self.engine.runner.caches, self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
         self.owned = False
         """Whether an AsyncEngine owns it at present."""

@@ -93,7 +93,7 @@ def add_norm(
 
     Args:
         x: (total, size), in the dtype of the weights.
-        residual: (total, size), the stream.
+        residual: (total, size), the stream, in the dtype of x or in fp32.
         norm: of the sum.
         post: of x alone, before it is added.
         out, scale: quantise the norm, as in `normalise`.
@@ -139,24 +139,26 @@ def _quantised(
     return QuantisedRows(codes, scales, out, x.dtype)
 
 
-def normalised_as_defined(x: Tensor, norm: NormWeights) -> Tensor:
-    """`normalise` in plain operations."""
+def normalised_as_defined(x: Tensor, norm: NormWeights, dtype: torch.dtype | None = None) -> Tensor:
+    """`normalise` in plain operations, in a dtype or in the dtype of x."""
+    dtype = x.dtype if dtype is None else dtype
     if norm.bias is not None:
-        return functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, norm.eps).to(dtype)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.plus_one:
         # Gemma multiplies before it rounds
-        return (wide * (1.0 + norm.weight.float())).to(x.dtype)
+        return (wide * (1.0 + norm.weight.float())).to(dtype)
     if norm.rounds_once:
-        return (norm.weight * wide).to(x.dtype)
-    return norm.weight * wide.to(x.dtype)
+        return (norm.weight * wide).to(dtype)
+    return norm.weight * wide.to(dtype)
 
 
 def added_as_defined(x: Tensor, residual: Tensor, norm: NormWeights, post: NormWeights | None = None) -> tuple[Tensor, Tensor]:
     """`add_norm` in plain operations; the residual stays as it was."""
     stream = residual + (x if post is None else normalised_as_defined(x, post))
-    return normalised_as_defined(stream, norm), stream
+    return normalised_as_defined(stream, norm, x.dtype), stream
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool, rounds_once: bool) -> Tensor:
@@ -178,7 +180,7 @@ def _add_norm(
     if kernels_run_on(x) and residual.is_contiguous():
         return kernels.norm.add_norm(x, residual, norm, post)
     residual += x if post is None else normalised_as_defined(x, post)
-    return normalised_as_defined(residual, norm).contiguous()
+    return normalised_as_defined(residual, norm, x.dtype).contiguous()
 
 
 def _normalise_quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,15 @@ class Caches:
         if window_pages is not None and window_pages.storage.shape[0] < blocks:
             self.rows = torch.zeros(blocks, dtype=torch.int32, device=pages.storage.device)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of blocks, rows and states."""
+        return self.pages.nbytes + (0 if self.states is None else self.states.nbytes)
+
+    def __str__(self) -> str:
+        parts = [str(self.pages)] if self.places else []
+        return ", and ".join(parts if self.states is None else [*parts, str(self.states)])
+
     def prepare(
         self, copies: Sequence[Copy], rows: Mapping[int, int], row_copies: Sequence[Copy], states: Mapping[int, int]
     ) -> None:  # fmt: skip

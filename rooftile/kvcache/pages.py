@@ -12,6 +12,7 @@ from rooftile.drawing import notebook as shown
 from rooftile.fused.rope import Rotation
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
+from rooftile.kvcache.specs import bytes_in_words
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.words import answers_words
 
@@ -218,7 +219,7 @@ class Pages:
         return f"Pages({self})"
 
     def _repr_html_(self) -> str:
-        where = f"{_bytes(self.nbytes)} in {str(self.storage.dtype).removeprefix('torch.')} on {self.storage.device}"
+        where = f"{bytes_in_words(self.nbytes)} in {str(self.storage.dtype).removeprefix('torch.')} on {self.storage.device}"
         return shown.card(shown.table(("pages", "memory"), [(self, where)], words=(0, 1)))
 
     def __str__(self) -> str:
@@ -227,11 +228,11 @@ class Pages:
         if self.scales is not None:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
         own = self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
-        beside = "".join(f", and {_bytes(plane.nbytes)} of {name}" for name, plane in self.planes.items())
+        beside = "".join(f", and {bytes_in_words(plane.nbytes)} of {name}" for name, plane in self.planes.items())
         windows = "" if self.window_pages is None else f", and windows in {self.window_pages}"
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {_bytes(own)}{beside}{windows}"
+            f"{head} = {bytes_in_words(own)}{beside}{windows}"
         )
 
 
@@ -246,11 +247,3 @@ def _copy(storage: Tensor, copies: Sequence[Copy]) -> None:
         if storage.is_cuda:
             pairs = pairs.pin_memory().to(storage.device, non_blocking=True)
         copy_blocks(storage, pairs)
-
-
-def _bytes(n: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:,.3g} GB"

@@ -111,3 +111,15 @@ class State(CacheSpec):
 
     def sequence_bytes(self) -> int:
         return len(self.layers) * math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """Says how many bytes a sequence takes, as a product."""
+        return f"{len(self.layers)} layers x {' x '.join(f'{n:,}' for n in self.shape)} x {self.dtype.itemsize} bytes"
+
+
+def bytes_in_words(n: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:,.3g} GB"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rooftile.kvcache.specs import State
+from rooftile.kvcache.specs import State, bytes_in_words
 
 
 class StateRows:
@@ -50,6 +50,7 @@ class States:
     """
 
     def __init__(self, specs: Sequence[State], rows: int, device: torch.device | str = "cpu") -> None:
+        self.specs, self.rows = tuple(specs), rows
         self.memory: dict[str, Tensor] = {
             # a layer's rows lie side by side, (layers, rows, ...)
             spec.name: torch.zeros(len(spec.layers), rows, *spec.shape, dtype=spec.dtype, device=device)
@@ -60,6 +61,9 @@ class States:
     def nbytes(self) -> int:
         """The bytes of all states."""
         return sum(memory.nbytes for memory in self.memory.values())
+
+    def __str__(self) -> str:
+        return f"{self.rows:,} states of {sum_of(self.specs)} a sequence = {bytes_in_words(self.nbytes)}"
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """Copies rows in all layers, each target from its source; all sources are read before any target is written."""
@@ -72,6 +76,12 @@ class States:
             for layer in memory:
                 # one layer at a time: the copy between takes no more memory than it must
                 layer.index_copy_(0, pairs[:, 0], layer.index_select(0, pairs[:, 1]))
+
+
+def sum_of(specs: Sequence[State]) -> str:
+    """Says how many bytes the states of a sequence take, with the arithmetic."""
+    whole = sum(spec.sequence_bytes() for spec in specs)
+    return f"{bytes_in_words(whole)} ({' + '.join(map(str, specs))})"
 
 
 class Snapshots:

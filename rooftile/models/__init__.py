@@ -2,12 +2,14 @@
 and a small one to train.
 
     config.json -> config, families -> decoder (layers, mixers) <- checkpoints <- tensors of the folder
-    tokens -> embedding -> layers: norm, q k v, rotation, the caller's attention, feed-forward -> norm -> hidden states -> logits
+    tokens -> embedding -> layers: norm, projection, the caller's mixing, feed-forward -> norm -> hidden states -> logits
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
-layers          projections, feed-forward, `Attend`: the attention that the caller brings
-mixers          how a layer mixes its tokens: attention, Native Sparse Attention
+layers          projections, feed-forward, `Attend`: what the caller brings to mix tokens
+layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`
+mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba
+mamba           layers of Mamba-1 and Mamba-2
 positions       windows and positions by layer; `rotary` has the wavelengths
 checkpoints     from and to files
 trainable       `TrainableDecoder`; `mixing_modules` has its mixers
@@ -21,17 +23,20 @@ if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
     from rooftile.models.layers import Attend
+    from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
     from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
-__all__ = ["Attend", "Decoder", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
+__all__ = ["Attend", "Decoder", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
 __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "NativeSparseSizes": "rooftile.models.mixers", "TrainableDecoder": "rooftile.models.trainable",
+        "Mamba2Sizes": "rooftile.models.mamba.sizes",
+        "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
+        "TrainableDecoder": "rooftile.models.trainable",
     },
 )  # fmt: skip
 

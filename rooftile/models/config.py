@@ -11,6 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.families import fields_of
+from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
@@ -30,17 +31,21 @@ class ModelConfig:
 
     Args:
         family: a name out of `rooftile.models.families.FAMILIES`, such as "llama".
-        vocab_size, layers, hidden, heads, kv_heads, head_dim, ffn: sizes.
+        vocab_size, layers, hidden: sizes.
+        heads, kv_heads, head_dim: sizes of attention; 0 where no layer has it.
+        ffn: width of the feed-forward; 0 where no layer has one.
         max_len: the longest sequence in tokens.
         scale: attention scores are multiplied by it.
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        mixers: for each layer what mixes its tokens: "attention", or "native_sparse" (Native Sparse Attention); empty for
-            attention in all layers.
+        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba" or
+            "mamba2"; empty for attention in all layers.
+        feed_forwards: for each layer what follows: "dense", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
-        rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for
-            learned positions, which are added to the embedding.
+        mamba, mamba2: the sizes of Mamba-1 and of Mamba-2, where a layer has it.
+        rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
+        learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
         unrotated: the layers whose queries and keys have no positions at all (SmolLM3).
         norm, norm_eps: "rms" or "layer" norm, and the number added to its variance.
@@ -55,6 +60,7 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         embedding_scale: embeddings are multiplied by it, rounded to the model's dtype (Gemma).
         logit_softcap: logits are soft-capped to (-logit_softcap, logit_softcap).
+        wide_stream: the residual stream is in fp32, whatever dtype the model computes in (Mamba).
         residual_scale: the outputs of attention and feed-forward are multiplied by it (Granite).
         logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
@@ -69,16 +75,20 @@ class ModelConfig:
     vocab_size: int
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
     max_len: int
-    scale: float
+    scale: float = 1.0
     windows: tuple[int | None, ...]
     rotary: Rotary | None
+    learned_positions: bool = False
     mixers: tuple[str, ...] = ()
+    feed_forwards: tuple[str | None, ...] = ()
     native_sparse: NativeSparseSizes | None = None
+    mamba: MambaSizes | None = None
+    mamba2: Mamba2Sizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
@@ -98,6 +108,7 @@ class ModelConfig:
     mlp_bias: bool = False
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    wide_stream: bool = False
     residual_scale: float | None = None
     logit_divisor: float | None = None
     tie: bool = False
@@ -106,10 +117,28 @@ class ModelConfig:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_len"):
+        if not self.mixers:
+            object.__setattr__(self, "mixers", ("attention",) * self.layers)
+        if not self.feed_forwards:
+            object.__setattr__(self, "feed_forwards", ("dense",) * self.layers)
+        self._check_layers()
+        self._check_sizes()
+        self._check_norms()
+        self._check_mixers()
+
+    @property
+    def attends(self) -> bool:
+        """Whether a layer has heads of attention."""
+        return any(MIXERS[mixer] for mixer in self.mixers)
+
+    def _check_sizes(self) -> None:
+        names = ["vocab_size", "layers", "hidden", "max_len"]
+        names += ["heads", "kv_heads", "head_dim"] if self.attends else []
+        names += ["ffn"] if "dense" in self.feed_forwards else []
+        for name in names:
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; must be at least 1")
-        if self.heads % self.kv_heads:
+        if self.attends and self.heads % self.kv_heads:
             raise InvalidInput(f"heads is {self.heads} and kv_heads {self.kv_heads}; the second must divide the first")
         if self.rotary is not None and (self.rotary.dim % 2 or not 2 <= self.rotary.dim <= self.head_dim):
             raise InvalidInput(
@@ -120,27 +149,36 @@ class ModelConfig:
         if self.head_dim > MOST_DIMS:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
         pairs = 1 if self.native_sparse is None else BRANCHES
-        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn)
+        projected = [sizes.projected for sizes in (self.mamba, self.mamba2) if sizes is not None]
+        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
+
+    def _check_norms(self) -> None:
         if not (self.pre_norms or self.post_norms):
             raise InvalidInput("pre_norms and post_norms are both off; a layer must have one of them")
         if not self.norm_eps >= 0:
             raise InvalidInput(f"norm_eps is {self.norm_eps}; must be at least 0")
+
+    def _check_layers(self) -> None:
+        if self.layers < 1:
+            raise InvalidInput(f"layers is {self.layers}; must be at least 1")
         if len(self.windows) != self.layers:
             raise InvalidInput(f"windows are {len(self.windows)}; must be one for each of {self.layers} layers")
         for window in self.windows:
             if window is not None and window < 1:
                 raise InvalidInput(f"a window is {window}; must be at least 1, the query itself, or None")
-        if not self.mixers:
-            object.__setattr__(self, "mixers", ("attention",) * self.layers)
-        self._check_mixers()
-
-    def _check_mixers(self) -> None:
         if len(self.mixers) != self.layers or any(mixer not in list(MIXERS) for mixer in self.mixers):
             raise InvalidInput(
                 f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
             )
+        if len(self.feed_forwards) != self.layers or any(each not in ("dense", None) for each in self.feed_forwards):
+            raise InvalidInput(
+                f"feed_forwards are {str(self.feed_forwards)[:60]}; must be 'dense' or None for each of {self.layers} layers"
+            )
+
+    def _check_mixers(self) -> None:
+        self._check_recurrences()
         sparse = [n for n, mixer in enumerate(self.mixers) if mixer == "native_sparse"]
         if not sparse:
             return
@@ -160,6 +198,18 @@ class ModelConfig:
         wide = 4 * self.head_dim if sizes.hidden is None else sizes.hidden
         if wide * sizes.length * self.head_dim > MOST_NUMBERS:
             raise InvalidInput(f"native_sparse maps {sizes.length:,} x {self.head_dim} numbers to {wide:,}; may be fewer")
+
+    def _check_recurrences(self) -> None:
+        for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
+            if mixer not in ("mamba", "mamba2"):
+                continue
+            if getattr(self, mixer) is None:
+                name = "MambaSizes" if mixer == "mamba" else "Mamba2Sizes"
+                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
+            if window is not None:
+                raise InvalidInput(
+                    f"layer {layer} is {mixer} and its window {window}; must be None: a recurrence sees all tokens before"
+                )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""`Decoder`: one decoder for all families: embedding, layers of attention and feed-forward, and output head."""
+"""`Decoder`: one decoder for all families: embedding, layers that mix tokens and have a feed-forward, and output head."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rooftile.fused.rope import Rotation
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.config import ModelConfig
+from rooftile.models.layer_kinds import layer_of
 from rooftile.models.layers import Attend, InputFormat, Layer, Multiply, Norm, capped
 from rooftile.models.placement import Placement
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
@@ -25,7 +26,7 @@ from rooftile.weights.files.plan import Weights, check_device, plan_of
 
 @answers_words
 class Decoder(nn.Module):
-    """A decoder for inference: tokens in, hidden states and logits out; the caller supplies attention.
+    """A decoder for inference: tokens in, hidden states and logits out; the caller mixes the tokens.
 
     Sequences are packed back to back, without padding. It never waits for the device, and no shape depends on data.
 
@@ -51,10 +52,10 @@ class Decoder(nn.Module):
         self.config = config
         placement = Placement(dtype, torch.get_default_device() if device is None else torch.device(device))
         self.embedding = placement.parameter(config.vocab_size, config.hidden)
-        self.positions = placement.parameter(config.max_len, config.hidden) if config.rotary is None else None
+        self.positions = placement.parameter(config.max_len, config.hidden) if config.learned_positions else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
         self.layers = cast(
-            "Sequence[Layer]", nn.ModuleList(Layer(config, placement, mixer, waits=waits) for mixer in config.mixers)
+            "Sequence[Layer]", nn.ModuleList(layer_of(config, n, placement, waits=waits) for n in range(config.layers))
         )
         self.norm = Norm(config, config.hidden, placement=placement)
         self.head = self.embedding if config.tie else placement.parameter(config.vocab_size, config.hidden)
@@ -123,6 +124,8 @@ class Decoder(nn.Module):
                     weight.fill_(1.0 if name == "weight" and not config.norm_plus_one else 0.0)
                 else:
                     weight.normal_(0.0, 0.02, generator=generator)
+        for layer in decoder.layers:
+            layer.draw(generator)
         return decoder
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear) -> Tensor:
@@ -131,7 +134,7 @@ class Decoder(nn.Module):
         Args:
             tokens: token ids, (total,) int64.
             positions: their positions in their sequences, (total,) int64.
-            attend: computes attention.
+            attend: mixes the tokens of each layer.
             multiply: computes the linear projections; `rooftile.fused.linear` is the batch-invariant one.
         """
         stream = self.embedding.index_select(0, tokens)
@@ -146,15 +149,17 @@ class Decoder(nn.Module):
         # each norm is fused with the addition before it, which belongs to the previous layer
         # ... and quantises what it writes, where the projection that reads it multiplies codes
         layers = list(self.layers)
-        following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
-        x = normalise(stream, _there(layers[0].attention_norm), *layers[0].rows_of_attention(stream))
+        following = [*(layer.mixer_norm for layer in layers[1:]), self.norm]
+        x = normalise(stream, _there(layers[0].mixer_norm), *layers[0].rows_of_mixer(stream))
+        if self.config.wide_stream:
+            stream = stream.float()
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            rows = layer.up.rows(stream)
-            x = layer.attention(n, x, rotations[n], attend, multiply)
-            x, stream = add_norm(x, stream, _there(layer.ffn_norm), layer.attention_post_norm, *rows)
-            rows = layers[n + 1].rows_of_attention(stream) if n + 1 < len(layers) else InputFormat()
-            x = layer.feed_forward(x, multiply)
-            x, stream = add_norm(x, stream, _there(next_norm), layer.ffn_post_norm, *rows)
+            x, post = layer.mix(n, x, rotations[n], attend, multiply), layer.mixer_post_norm
+            if layer.up is not None:
+                x, stream = add_norm(x, stream, _there(layer.ffn_norm), post, *layer.up.rows(stream))
+                x, post = layer.feed_forward(x, multiply), layer.ffn_post_norm
+            rows = layers[n + 1].rows_of_mixer(stream) if n + 1 < len(layers) else InputFormat()
+            x, stream = add_norm(x, stream, _there(next_norm), post, *rows)
         return x
 
     def _forward_without_pre_norms(
@@ -162,9 +167,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Runs layers that read the stream as it is, and normalise only what they add to it."""
         for n, layer in enumerate(self.layers):
-            added = layer.attention(n, stream, rotations[n], attend, multiply)
-            stream = stream + normalise(added, _there(layer.attention_post_norm))
-            stream = stream + normalise(layer.feed_forward(stream, multiply), _there(layer.ffn_post_norm))
+            added = layer.mix(n, stream, rotations[n], attend, multiply)
+            stream = stream + normalise(added, _there(layer.mixer_post_norm))
+            if layer.up is not None:
+                stream = stream + normalise(layer.feed_forward(stream, multiply), _there(layer.ffn_post_norm))
         return normalise(stream, self.norm)
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
@@ -176,7 +182,7 @@ class Decoder(nn.Module):
         return scores if cap is None else capped(scores.float(), cap)
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """Returns the rotation of queries and keys at positions (total,); None where positions are learned.
+        """Returns the rotation of queries and keys at positions (total,); None where they do not rotate.
 
         Layers with a window, or without positions, may differ.
         """

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rooftile.models.common_fields import Fields, decoder_fields
+from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
-from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
+from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method
 from rooftile.weights.files.settings import Settings
-
-Fields = dict[str, Any]
 
 
 def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
@@ -27,6 +27,7 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
         InvalidInput: the model belongs to no family here, is quantised, or asks for something that is not supported.
     """
     settings = Settings(values, folder)
+    check_format(settings)
     _check_mixers(settings)
     family = _family(settings)
     check_method(settings)
@@ -61,48 +62,12 @@ def _family(settings: Settings) -> str:
     raise settings.refused(f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}")
 
 
-def _decoder(
-    settings: Settings, family: str, *, head_dim: int | None = None, theta: float = 10_000.0, local_theta: float | None = None,
-    partly: bool = False, **differences: Any,
-) -> Fields:  # fmt: skip
-    """Reads what all families but GPT-2 have in common; `differences` are one family's own values."""
-    heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
-    head_dim = settings.size("head_dim", head_dim or hidden // heads)
-    layers = settings.layers("num_hidden_layers")
-    common: Fields = {}
-    if local_theta is None:
-        rotary, max_len = rotary_of(settings, head_dim, theta, partly=partly)
-    else:
-        rotary, max_len, common["local_rotary"] = rotaries_of(settings, head_dim, theta, local_theta)
-    common |= {
-        "windows": (None,) * layers,
-        "scale": head_dim**-0.5,
-        "norm_eps": settings.number("rms_norm_eps", 1e-6),
-        "activation": settings.activation("hidden_act", "silu") if "activation" not in differences else None,
-        "tie": settings.flag("tie_word_embeddings"),
-        "bos_ids": settings.ids("bos_token_id"),
-        "eos_ids": settings.ids("eos_token_id"),
-    }
-    return Fields(
-        family=family,
-        vocab_size=settings.size("vocab_size"),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=settings.size("num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=settings.size("intermediate_size"),
-        max_len=max_len,
-        rotary=rotary,
-        dtype=settings.dtype(),
-        **(common | differences),
-    )
-
-
 def _llama(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return _decoder(settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos)
+    return decoder_fields(
+        settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos
+    )
 
 
 def _mistral(settings: Settings) -> Fields:
@@ -110,17 +75,17 @@ def _mistral(settings: Settings) -> Fields:
         raise settings.refused("has layer_types, which Mistral's attention does not read; supported is one window for all layers")
     windows = (settings.optional("sliding_window", 4096),) * settings.layers("num_hidden_layers")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return _decoder(settings, "mistral", windows=windows, bos_ids=bos, eos_ids=eos)
+    return decoder_fields(settings, "mistral", windows=windows, bos_ids=bos, eos_ids=eos)
 
 
 def _qwen2(settings: Settings) -> Fields:
-    return _decoder(settings, "qwen2", windows=qwen_windows(settings), qkv_bias=True)
+    return decoder_fields(settings, "qwen2", windows=qwen_windows(settings), qkv_bias=True)
 
 
 def _qwen3(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     windows = qwen_windows(settings)
-    return _decoder(settings, "qwen3", head_dim=128, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return decoder_fields(settings, "qwen3", head_dim=128, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def _gemma2(settings: Settings, family: str = "gemma2", **differences: Any) -> Fields:
@@ -128,7 +93,7 @@ def _gemma2(settings: Settings, family: str = "gemma2", **differences: Any) -> F
         raise settings.refused("has use_bidirectional_attention; supported is causal attention")
     layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
     alternating = ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)]
-    return _decoder(
+    return decoder_fields(
         settings, family, head_dim=256, qkv_bias=bias, o_bias=bias, norm_plus_one=True, post_norms=True,
         windows=windows_of(settings, alternating, settings.optional("sliding_window", 4096)),
         scale=settings.positive("query_pre_attn_scalar", 256) ** -0.5,
@@ -152,7 +117,8 @@ def _gpt2(settings: Settings) -> Fields:
         family="gpt2", vocab_size=settings.size("vocab_size"), layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
         head_dim=hidden // heads, ffn=settings.size("n_inner", 4 * hidden), max_len=settings.size("n_positions"),
         scale=(hidden // heads) ** -0.5 if settings.flag("scale_attn_weights", True) else 1.0,
-        windows=(None,) * layers, rotary=None, norm="layer", norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        windows=(None,) * layers, rotary=None, learned_positions=True, norm="layer",
+        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
         activation=settings.activation("activation_function", "gelu_new"), gated=False,
         qkv_bias=True, o_bias=True, mlp_bias=True, tie=settings.flag("tie_word_embeddings", True),
         bos_ids=settings.ids("bos_token_id", 50256), eos_ids=settings.ids("eos_token_id", 50256), dtype=settings.dtype(),
@@ -177,13 +143,13 @@ def _ministral(settings: Settings) -> Fields:
     layers, window = settings.layers("num_hidden_layers"), settings.optional("sliding_window", 4096)
     windows = windows_of(settings, ["full_attention" if window is None else "sliding_attention"] * layers, window)
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return _decoder(settings, "ministral", windows=windows, bos_ids=bos, eos_ids=eos)
+    return decoder_fields(settings, "ministral", windows=windows, bos_ids=bos, eos_ids=eos)
 
 
 def _ministral3(settings: Settings) -> Fields:
     rope = Settings(settings.section("rope_parameters") or settings.section("rope_scaling"), settings.folder)
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
-    return _decoder(
+    return decoder_fields(
         settings, "ministral3", head_dim=128, theta=1_000_000.0, norm_eps=settings.number("rms_norm_eps", 1e-5),
         windows=(settings.optional("sliding_window", None),) * settings.layers("num_hidden_layers"),
         query_growth=(rope.number("llama_4_scaling_beta"), rope.size("original_max_position_embeddings")),
@@ -209,7 +175,7 @@ def _smollm3(settings: Settings) -> Fields:
         raise settings.refused(f"has no_rope_layers {repr(turns)[:40]}; must be 0 or 1 for each of {layers} layers")
     window = settings.optional("sliding_window", None) if settings.flag("use_sliding_window") else None
     kinds = ["full_attention" if turn or window is None else "sliding_attention" for turn in turns]
-    return _decoder(
+    return decoder_fields(
         settings, "smollm3", theta=2_000_000.0, qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"),
         windows=windows_of(settings, kinds, window), unrotated=tuple(n for n, turn in enumerate(turns) if not turn),
         tie=settings.flag("tie_word_embeddings", True),
@@ -219,7 +185,7 @@ def _smollm3(settings: Settings) -> Fields:
 
 def _olmo2(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
-    return _decoder(
+    return decoder_fields(
         settings, "olmo2", qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_of_all_heads=True,
         norm_rounds_once=True, norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
     )  # fmt: skip
@@ -230,7 +196,7 @@ def _olmo3(settings: Settings) -> Fields:
     kinds = ["full_attention" if (n + 1) % 4 == 0 else "sliding_attention" for n in range(layers)]
     bias = settings.flag("attention_bias")
     theta = settings.positive("rope_theta", 500_000.0)
-    return _decoder(
+    return decoder_fields(
         settings, "olmo3", theta=theta, local_theta=theta, qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True,
         qk_norm=True, qk_norm_of_all_heads=True, windows=windows_of(settings, kinds, settings.size("sliding_window", 4096)),
         norm_rounds_once=True, norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
@@ -243,7 +209,7 @@ def _phi3(settings: Settings) -> Fields:
         # names that early checkpoints have for it
         settings = Settings({**settings.values, "rope_scaling": rope | {"rope_type": "longrope"}}, settings.folder)
     windows = (settings.optional("sliding_window", None),) * settings.layers("num_hidden_layers")
-    return _decoder(
+    return decoder_fields(
         settings, "phi3", partly=True, windows=windows, norm_eps=settings.number("rms_norm_eps", 1e-5),
         bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 32000),
     )  # fmt: skip
@@ -264,6 +230,9 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "olmo3": _olmo3,
     "phi3": _phi3,
     "smollm3": _smollm3,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "bamba": bamba,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -280,4 +249,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
+    "MambaForCausalLM": "mamba",
+    "Mamba2ForCausalLM": "mamba2",
+    "BambaForCausalLM": "bamba",
 }

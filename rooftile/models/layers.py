@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rooftile import weights as matmul
-from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, gated, gated_quantised
-from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
 from rooftile.weights import QuantisedWeight, weight_format
@@ -148,136 +145,88 @@ class Norm(nn.Module):
         self.bias = placement.parameter(size) if self.kind == "layer" else None
 
 
-class Compression(nn.Module):
-    """Maps a block of keys, or of values, to one: with an MLP, a linear map or the mean. Heads share the maps.
-
-    Yuan et al., Native Sparse Attention, arXiv:2502.11089, section 3.3.1.
-    """
-
-    def __init__(self, sizes: NativeSparseSizes, dim: int, placement: Placement) -> None:
-        super().__init__()
-        self.length, self.stride = sizes.length, sizes.stride
-        inner = sizes.length * dim
-        # keys, then values
-        self.places = None if sizes.compression == "mean" else placement.parameter(2, sizes.length, dim)
-        self.up: Sequence[Projection] | None = None
-        self.down: Sequence[Projection] | None = None
-        if sizes.compression == "mlp":
-            wide = 4 * dim if sizes.hidden is None else sizes.hidden
-            self.up = _pair(wide, inner, placement)
-            inner = wide
-        if sizes.compression != "mean":
-            self.down = _pair(dim, inner, placement)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights with their names in a checkpoint."""
-        if self.places is not None:
-            yield "places", self.places
-        for part, projections in (("up", self.up), ("down", self.down)):
-            for which, projection in zip("kv", projections or (), strict=False):
-                yield from ((f"{which}_{part}.{name}", weight) for name, weight in projection.named_parameters())
-
-    def forward(self, blocks: Tensor, which: int) -> Tensor:
-        """Maps blocks of keys (which = 0) or values (1), (n, length, Hk, D), to (n, Hk, D)."""
-        if self.places is None or self.down is None:
-            return compress(blocks, length=self.length, stride=self.stride)[:, 0]
-        down, up = self.down[which], None if self.up is None else self.up[which]
-
-        def phi(x: Tensor) -> Tensor:
-            # (..., length, D) to (..., D)
-            x = x.flatten(-2)
-            return down(x if up is None else functional.gelu(up(x)))
-
-        return compress(blocks, length=self.length, stride=self.stride, phi=phi, places=self.places[which])[:, 0]
-
-
-def _pair(outputs: int, inputs: int, placement: Placement) -> Sequence[Projection]:
-    """Returns a projection for keys and one for values."""
-    modules = nn.ModuleList(Projection(outputs, inputs, bias=True, placement=placement) for _ in range(2))
-    # a ModuleList is a sequence of its modules, but torch's types do not say so
-    return cast("Sequence[Projection]", modules)
-
-
 class Attend(Protocol):
-    """The attention of the caller, who decides which tokens see which and where keys and values are kept.
+    """Mixes the tokens of a layer; the caller brings it, and decides which tokens see which and where they are kept.
+
+    A layer gives what its kind gives (`ModelConfig.mixers`), and takes one row of `Layer.o.inputs` numbers a token, in any shape:
+
+        "attention"      q (total, H, D), k and v (total, Hk, D), rotation
+        "native_sparse"  the same, and gates (total, H, 3)
+        "mamba"          x, before the convolution (total, W)
+        "mamba2"         x, B and C side by side, before the convolution (total, W + 2 G N), and time steps (total, H)
 
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
-    are written into a cache. All three tensors are views with gaps between their tokens. Scale, softcap and windows are in the
-    decoder's configuration: config.scale, config.softcap, config.windows[layer].
+    are written into a cache; the rotation is (total, D / 2) each, or None where queries and keys do not rotate. All tensors are
+    views with gaps between their tokens. Scale, softcap and windows are in the decoder's configuration: config.scale,
+    config.softcap, config.windows[layer].
 
-    A kind of layer may give more tensors, and several keys and values for each key head (`rooftile.models.mixers.MIXERS`). A
-    layer whose mixer is "native_sparse" gives gates (total, H, 3), and three times as many heads of keys and values: the heads of
-    the compressed, the selected and the near branch, one branch after the other. `Layer.compression` maps blocks of the first.
+    A layer with "native_sparse" has three times as many heads of keys and values: the heads of the compressed, the selected and
+    the near branch, one branch after the other. `AttentionLayer.compression` maps blocks of the first. What a recurrence is made
+    of, such as the weights of its convolution, is in `MambaLayer`
+    and `Mamba2Layer`.
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,  # (total, H, D)
-        k: Tensor,  # (total, Hk, D)
-        v: Tensor,  # (total, Hk, D)
-        rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
-        *more: Tensor,  # what else a layer of this kind gives
-    ) -> Tensor:  # (total, H, D)
-        """Computes the attention of one layer."""
+    def __call__(self, layer: int, /, *given: Any, **named: Any) -> Tensor:
+        """Mixes the tokens of one layer."""
         ...
 
 
 class Layer(nn.Module):
-    """One layer: attention and feed-forward with their norms. q, k and v are one projection, gate and up another."""
+    """One layer: what mixes tokens, for which each kind of layer has a class of its own, and a feed-forward or nothing.
 
-    def __init__(self, config: ModelConfig, placement: Placement, mixer: str = "attention", *, waits: bool = False) -> None:
+    Gate and up are one projection.
+
+    Args:
+        config: the model.
+        n: the number of the layer.
+        placement: where its tensors are.
+        waits: whether its projections get their weights later.
+    """
+
+    o: Projection
+    """The projection that reads what the caller has mixed."""
+
+    def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__()
         self.config = config
-        sizes = config.native_sparse if mixer == "native_sparse" else None
-        H, D, hidden, ffn = config.heads, config.head_dim, config.hidden, config.ffn
-        Hk = self.kv_heads = MIXERS[mixer] * config.kv_heads
-        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, placement=placement, waits=waits)
-        self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, placement=placement)
-        self.compression = None if sizes is None else Compression(sizes, D, placement)
-        self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits)
-        up = 2 * ffn if config.gated else ffn
-        self.up = Projection(up, hidden, bias=config.mlp_bias, placement=placement, waits=waits)
-        self.down = Projection(hidden, ffn, bias=config.mlp_bias, placement=placement, waits=waits)
-        self.attention_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
-        self.ffn_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
-        per_head = not config.qk_norm_of_all_heads
-        self.q_norm = Norm(config, D if per_head else H * D, placement=placement) if config.qk_norm else None
-        self.k_norm = Norm(config, D if per_head else Hk * D, placement=placement) if config.qk_norm else None
-        self.attention_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
-        self.ffn_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
+        hidden, ffn = config.hidden, config.ffn
+        self.mixer_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
+        self.mixer_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
+        self.up = self.down = self.ffn_norm = self.ffn_post_norm = None
+        if config.feed_forwards[n] is not None:
+            up = 2 * ffn if config.gated else ffn
+            self.up = Projection(up, hidden, bias=config.mlp_bias, placement=placement, waits=waits)
+            self.down = Projection(hidden, ffn, bias=config.mlp_bias, placement=placement, waits=waits)
+            self.ffn_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
+            self.ffn_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
+
+    @property
+    def reader(self) -> Projection:
+        """The projection that reads the normalised stream, for what mixes tokens."""
+        raise NotImplementedError
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         """The projections that a checkpoint may have quantised."""
-        return self.qkv, self.o, self.up, self.down
+        return tuple(one for one in (self.reader, self.o, self.up, self.down) if one is not None)
 
-    def rows_of_attention(self, x: Tensor) -> InputFormat:
-        """Returns how `attention` wants its input, computed from x."""
-        # gates read it too, in 16 bits
-        return self.qkv.rows(x) if self.gates is None else InputFormat()
+    def draw(self, generator: torch.Generator) -> None:
+        """Draws the weights that random numbers near 0 would be no example of."""
 
-    def attention(
+    def rows_of_mixer(self, x: Tensor) -> InputFormat:
+        """Returns how `mix` wants its input, computed from x."""
+        return self.reader.rows(x)
+
+    def mix(
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
-        """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
-        H, Hk, D = self.config.heads, self.kv_heads, self.config.head_dim
-        q, k, v = self.qkv(x, multiply).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.config.qk_norm_of_all_heads:
-                q = normalise(q.flatten(1), self.q_norm).unflatten(1, (H, D))
-                k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
-            else:
-                q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        if self.gates is None:
-            o = attend(n, q, k, v, rotation)
-        else:
-            assert isinstance(x, Tensor), "gates ask for no codes"
-            o = attend(n, q, k, v, rotation, self.gates(x, multiply).unflatten(-1, (H, BRANCHES)).sigmoid())
-        return self._scaled(self.o(o.flatten(1), multiply))
+        """Returns what mixing tokens in layer n adds to the residual stream, before its post norm; x is normalised."""
+        raise NotImplementedError
 
     def feed_forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
+        assert self.up is not None, "a layer without a feed-forward"
+        assert self.down is not None
         activation = self.config.activation
         if self.config.gated:
             inner = self.up.gated(x, activation, self.down, multiply)

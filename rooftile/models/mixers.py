@@ -1,4 +1,4 @@
-"""Says what mixes the tokens of a layer: exact attention, or Native Sparse Attention with its sizes.
+"""Says what mixes the tokens of a layer: exact attention, Native Sparse Attention with its sizes, or a recurrence.
 
 In config.json `layer_mixers` names one mixer per layer, and `native_sparse` has the sizes, all of which have defaults:
 
@@ -21,8 +21,9 @@ from rooftile.weights.files.settings import Settings
 
 # keys and values of the compressed, the selected and the near branch
 BRANCHES = 3
-# the kinds of layers by their names, with how many keys and values a layer of the kind projects for each key head
-MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES}
+# the kinds of layers by their names, with how many keys and values a layer of the kind projects for each key head; 0 where it has
+# no heads of attention
+MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES, "mamba": 0, "mamba2": 0}
 
 
 @answers_words
@@ -74,9 +75,10 @@ def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
         if sizes:
             raise settings.refused("has native_sparse and no layer_mixers, which must name the mixer of each layer")
         return {}
-    if not isinstance(said, list) or len(said) != layers or any(name not in list(MIXERS) for name in said):
+    known = [name for name, pairs in MIXERS.items() if pairs]
+    if not isinstance(said, list) or len(said) != layers or any(name not in known for name in said):
         raise settings.refused(
-            f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {layers} layers"
+            f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, known))} for each of {layers} layers"
         )
     return {"mixers": tuple(said), "native_sparse": _sizes(settings, sizes) if "native_sparse" in said else None}
 

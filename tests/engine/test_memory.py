@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rooftile.engine import EngineConfig
+from rooftile.engine import LLM, EngineConfig
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers.exact.mixer import ExactMixer
+from rooftile.engine.mixers.recurrent.mamba2 import Mamba2Mixer
 from rooftile.errors import InvalidInput
-from rooftile.models import Decoder
+from rooftile.models import Decoder, Mamba2Sizes, ModelConfig
 from rooftile_lab.bench.models import MODELS
 
 GB = 10**9
@@ -35,7 +37,7 @@ def blocks_of(decoder: SimpleNamespace, size: int, dtype: torch.dtype, batched: 
     """The blocks of a model whose layers all have exact attention."""
     exact = ExactMixer(decoder.config, tuple(range(32)), EngineConfig(block_size=size))
     layout, load = CacheLayout(size, exact.specs()), PeakLoad(256, batched)
-    return memory.blocks_that_fit(decoder, layout, [exact], dtype, load, utilization=0.9, longest=longest)
+    return memory.what_fits(decoder, layout, [exact], dtype, load, utilization=0.9, longest=longest).blocks
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,89 @@ def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
     with pytest.raises(InvalidInput, match=r"of 80\.0 GB 10\.0 are free, 10% stay so"):
         blocks_of(decoder, 16, torch.bfloat16, 2048, 4096)
+
+
+# Mamba-2 of 2.7B: a sequence takes 64 x (80 x 64 x 128 x 4 + 5,376 x 3 x 2) bytes
+SEQUENCE = 64 * (80 * 64 * 128 * 4 + 5376 * 3 * 2)
+
+
+@pytest.fixture
+def layers() -> Mamba2Mixer:
+    config = ModelConfig(
+        family="mamba2", vocab_size=VOCABULARY, layers=64, hidden=2560, max_len=1 << 18, windows=(None,) * 64, rotary=None,
+        mixers=("mamba2",) * 64, feed_forwards=(None,) * 64, mamba2=Mamba2Sizes(heads=80, head_dim=64), dtype=torch.bfloat16,
+    )  # fmt: skip
+    return Mamba2Mixer(config, tuple(range(64)), EngineConfig())
+
+
+def fit_of(decoder: SimpleNamespace, mixers: list, answers: int, *, prefixes: bool = True, longest: int = 1 << 18) -> memory.Fit:
+    layout = CacheLayout(16, tuple(spec for mixer in mixers for spec in mixer.specs()))
+    load = PeakLoad(answers, 8192, prefixes=prefixes)
+    return memory.what_fits(decoder, layout, mixers, torch.bfloat16, load, utilization=0.9, longest=longest)
+
+
+def test_states_bound_how_many_answers_run(decoder, layers, monkeypatch) -> None:
+    """Blocks take no memory; a row is for padding, one for zeros, and a quarter as many as answers for prefixes."""
+    for free, prefixes in ((70 * GB, True), (30 * GB, True), (30 * GB, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GB))
+        written = 8192 * (5376 + 5120) * 2 + 2 * 512 * SEQUENCE // 64
+        tables = 513 * (VOCABULARY * (4 + 1 + 4) + VOCABULARY // 8)
+        rows = (free - 8 * GB - WORKING - memory.SPARE_BYTES - tables - written) // SEQUENCE - 2
+        fit = fit_of(decoder, [layers], 512, prefixes=prefixes)
+        assert fit.answers == max(n for n in range(1, 513) if n + (max(1, n // 4) if prefixes else 0) <= rows)
+        # 131,072 blocks are 2 million tokens at once
+        assert fit.blocks == 1 << 17
+    assert fit_of(decoder, [layers], 4).answers == 4
+    assert fit_of(decoder, [layers], 4, longest=64).blocks == 16
+
+
+def test_beside_pages_states_have_half_the_room(decoder, layers) -> None:
+    exact = ExactMixer(decoder.config, tuple(range(64, 96)), EngineConfig())
+    fit = fit_of(decoder, [layers, exact], 512, longest=1 << 17)
+    room = fit.blocks * 32 * 2 * 16 * 8 * 128 * 2
+    states = (fit.answers + fit.answers // 4 + 2) * SEQUENCE
+    assert 0 <= room - states < 3 * SEQUENCE
+
+
+def test_no_room_for_one_state_is_said_with_the_arithmetic(decoder, layers, monkeypatch) -> None:
+    # the states of the chunks of one answer's step, too
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * GB, 80 * GB))
+    due = (
+        r"no memory for a cache: of 80\.0 GB 12\.0 are free, .* one answer takes 4 states of 170 MB \(64 layers x 80 x 64 x 128 "
+        r"x 4 bytes \+ 64 layers x 5,376 x 3 x 2 bytes\) \(also its beginning, padding and prefixes\): make"
+    )
+    with pytest.raises(InvalidInput, match=due) as refused:
+        fit_of(decoder, [layers], 64)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cpu_runs_one_answer_in_any_case(layers) -> None:
+    host = SimpleNamespace(embedding=SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16))
+    # a GiB has 6 rows: three answers, padding, zeros, and one for prefixes
+    assert fit_of(host, [layers], 256).answers == 3
+    larger = replace(layers.shape, mamba2=Mamba2Sizes(heads=512, head_dim=64))
+    assert fit_of(host, [Mamba2Mixer(larger, tuple(range(64)), EngineConfig())], 256).answers == 1
+
+
+def test_states_that_cannot_be_allocated(peers, monkeypatch) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(CacheLayout, "allocate", refuses)
+    due = (
+        r"10 blocks \(num_blocks\) of 0 bytes take 0\.0 GB, with 4 states of .* \(3 layers x 8 x 10 x 12 x 4 bytes \+ 3 layers x"
+    )
+    with pytest.raises(InvalidInput, match=due):
+        LLM(peers("mamba2").folder, num_blocks=10, max_num_seqs=1)
+
+
+def test_the_memory_line_has_states_and_their_arithmetic(peers) -> None:
+    whole = LLM(peers("mamba2").folder, num_blocks=10, max_num_seqs=4)
+    one = "3 layers x 8 x 10 x 12 x 4 bytes + 3 layers x 104 x 3 x 4 bytes"
+    assert str(whole.caches) == f"7 states of 15.3 kB ({one}) a sequence = 107 kB"
+    assert whole.caches.nbytes == 7 * 3 * (8 * 10 * 12 * 4 + 104 * 3 * 4)
+    hybrid = LLM(peers("bamba").folder, num_blocks=10, max_num_seqs=4)
+    assert str(hybrid.caches).startswith(
+        "10 blocks of 16 tokens, 160 in all: 10 x 16 x 1 layers x 2 x 1 heads x 20 dims x 4 bytes"
+    )
+    assert ", and 7 states of 10.2 kB (2 layers x" in str(hybrid.caches)

@@ -16,6 +16,7 @@ from rooftile.engine.mixers import trial
 from rooftile.engine.mixers.exact import trials as exact_trials
 from rooftile.engine.mixers.native_sparse.step import SparseStep
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
+from rooftile.engine.mixers.recurrent.step import RecurrentStep
 from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.start import build, warm_up
 from rooftile.engine.start import compilation as compilation_module
@@ -30,7 +31,7 @@ from rooftile.weights.files import plan
 from rooftile.weights.formats import WEIGHT_FORMATS
 from tests.conformance.watching import watching
 from tests.kernels.recorded import recorded
-from tests.models import sparse
+from tests.models import recurrent, sparse
 from tests.models.checkpoints import CONFIGS
 from tests.models.quantised import quantised
 
@@ -106,6 +107,23 @@ def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: 
         for job in found:
             job()
     assert read == [100, trial.USUAL, trial.SHORT, trial.ROWS]
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_layers_with_a_recurrence_are_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of three lengths as an engine reads them, and single tokens; exact layers only where there are any."""
+    config = config_of(recurrent.CONFIGS[name]().to_dict(), "here")
+    read: list[int] = []
+    run = RecurrentStep.__call__
+    monkeypatch.setattr(
+        RecurrentStep, "__call__", lambda self, layer, x, *more: read.append(len(x)) or run(self, layer, x, *more)
+    )
+    found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
+    assert len(found) == 4 + 4 * (name == "bamba") + 4
+    with torch.inference_mode():
+        for job in found:
+            job()
+    assert sorted(read) == sorted([100, trial.USUAL, trial.SHORT, trial.ROWS])
 
 
 def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:

@@ -52,6 +52,20 @@ def test_what_is_added_is_normalised(total: int, size: int, kind: str, post: str
     assert not x.isnan().any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "size"), [(9, 40), (2, 33_000)])
+def test_a_stream_in_fp32_is_not_rounded(total: int, size: int, kind: str) -> None:
+    """The second size is one row in pieces; what comes out has the dtype of what was added."""
+    norm = norm_of(kind, size, torch.bfloat16)
+    x, residual = 2 * torch.randn(total, size).bfloat16(), 2 * torch.randn(total, size)
+    due, due_stream = added_as_defined(x, residual, norm)
+    found, stream = add_norm(x, residual, norm)
+    assert torch.equal(stream, due_stream)
+    assert stream.data_ptr() == residual.data_ptr()
+    assert not torch.equal(stream, stream.bfloat16().float())
+    assert_within_an_ulp(found, due)
+
+
 def test_a_residual_with_gaps_stays() -> None:
     norm = norm_of("rms", 40, torch.float32)
     x, wide = torch.randn(6, 40), torch.randn(6, 50)

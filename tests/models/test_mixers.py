@@ -52,7 +52,7 @@ def test_a_layer_is_the_module_of_that_name(compression: str, tmp_path: Path) ->
                 part.bias.copy_(stored[f"compression.{which}_{name}.bias"])
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        found = decoder.layers[2].attention(2, x, None, attention_without_cache(decoder))
+        found = decoder.layers[2].mix(2, x, None, attention_without_cache(decoder))
         torch.testing.assert_close(found, module(x[None])[0], atol=2e-5, rtol=2e-5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, PagedKeys, Plane, State, WindowedKeys
-from rooftile.kvcache.states import Snapshots, StateRows, States
+from rooftile.kvcache.states import Snapshots, StateRows, States, sum_of
 
 Spec = TypeVar("Spec", bound=CacheSpec)
 
@@ -93,6 +93,15 @@ class CacheLayout:
         if not self.has_states:
             return None
         return StateRows(load.answers, StateRows.snapshots_for(load.answers) if load.prefixes and load.paged else 0)
+
+    def states_in_words(self) -> str:
+        """Says how many bytes the states of one sequence take, with the arithmetic."""
+        return sum_of(self._of(State))
+
+    def answers_in(self, room: int, load: PeakLoad) -> int:
+        """Returns how many of a load's answers may run, so that their states fit into `room` bytes; 0 if not even one may."""
+        fits = (n for n in range(load.answers, 0, -1) if self.state_bytes(replace(load, answers=n)) <= room)
+        return next(fits, 0)
 
     def rows(self, blocks: int, load: PeakLoad) -> int:
         """Returns how many rows `blocks` blocks have: enough for all windows at once, and at most one per block."""

@@ -1,17 +1,18 @@
-"""Decides how many blocks the KV cache gets, from the memory that a device has left beside the model."""
+"""Decides how many blocks the KV cache gets, and how many answers have states, from the memory that is left beside the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
+from rooftile.engine.mixers.layers import unmixed
 from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.sampling.state import SamplingState
 from rooftile.errors import InvalidInput
-from rooftile.kvcache import Rotation
 from rooftile.models import Decoder
 
 # the cache's memory on a CPU, unless num_blocks is given
@@ -20,14 +21,27 @@ HOST_BYTES = 1 << 30
 SPARE_BYTES = 768 << 20
 
 
-def blocks_that_fit(
+# the share of the caches' memory that states may have beside pages
+STATES_SHARE = 0.5
+# the most blocks of a cache whose layers keep nothing in them, so that a block is a line in the books and no memory
+MOST_EMPTY_BLOCKS = 1 << 17
+
+
+class Fit(NamedTuple):
+    """The blocks and answers that fit into the memory of a device."""
+
+    blocks: int
+    answers: int  # that run at once: fewer than are asked for where their states are large
+
+
+def what_fits(
     decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, *, utilization: float,
     longest: int,
-) -> int:  # fmt: skip
-    """Returns how many blocks fit into memory, but no more than all sequences together could use.
+) -> Fit:  # fmt: skip
+    """Returns how many blocks fit into memory, but no more than all sequences together could use, and how many answers.
 
     On a GPU the cache gets the share `utilization` of its memory, less the model, less what the largest step takes, which is run
-    once to measure it, less the tables of penalties and biases.
+    once to measure it, less the tables of penalties and biases. On a CPU one answer of the longest sequence runs in any case.
 
     Args:
         decoder: the model.
@@ -39,13 +53,28 @@ def blocks_that_fit(
         longest: the longest sequence in tokens.
 
     Raises:
-        InvalidInput: there is no room for a single block.
+        InvalidInput: there is no room for a single block, or for the states of one answer.
     """
+    on_gpu = decoder.embedding.device.type == "cuda"
+    room = _room(decoder, layout, mixers, dtype, load, utilization, longest) if on_gpu else HOST_BYTES
     each = layout.block_bytes(dtype) + layout.row_bytes(dtype)
-    useful = load.answers * -(-longest // layout.size)
+    if layout.has_states:
+        # one answer may leave no more than its pages
+        share = layout.answers_in(int(room * STATES_SHARE) if each else room, load)
+        load = replace(load, answers=max(share, 1))
+    least, useful = -(-longest // layout.size), load.answers * -(-longest // layout.size)
+    fit = layout.blocks_in(room, dtype, load)
+    if fit is None:
+        return Fit(min(useful, max(MOST_EMPTY_BLOCKS, least)), load.answers)
+    return Fit(min(fit, useful) if on_gpu else max(min(fit, useful), least), load.answers)
+
+
+def _room(
+    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, utilization: float,
+    longest: int,
+) -> int:  # fmt: skip
+    """Returns the bytes that a GPU has left for caches."""
     device, computed = decoder.embedding.device, decoder.embedding.dtype
-    if device.type != "cuda":
-        return max(_least(layout.blocks_in(HOST_BYTES, dtype, load), useful), -(-longest // layout.size))
     working = _working_bytes(decoder, min(load.tokens, load.answers * longest), load.answers)
     # layers run one after the other
     largest = Largest(longest, load.answers, load.tokens, dtype, computed, device)
@@ -54,23 +83,22 @@ def blocks_that_fit(
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(load.answers + 1, decoder.config.vocab_size)
     room = free - int(total * (1 - utilization)) - working - SPARE_BYTES
-    if room < each + layout.state_bytes(load):
+    least = layout.block_bytes(dtype) + layout.row_bytes(dtype) + layout.state_bytes(replace(load, answers=1))
+    if room < least:
         raise InvalidInput(
             f"no memory for a cache: of {total / 1e9:.1f} GB {free / 1e9:.1f} are free, {1 - utilization:.0%} stay so "
             f"(gpu_memory_utilization {utilization}), a step of {load.tokens:,} tokens takes {working / 1e9:.1f}, and "
             f"{SPARE_BYTES / 1e9:.1f} are kept for graphs{_states(layout, load)}: make max_batched_tokens smaller or "
             "gpu_memory_utilization larger"
         )
-    return _least(layout.blocks_in(room, dtype, load), useful)
-
-
-def _least(fit: int | None, useful: int) -> int:
-    return useful if fit is None else min(fit, useful)
+    return room
 
 
 def _states(layout: CacheLayout, load: PeakLoad) -> str:
-    states = layout.state_bytes(load)
-    return f", and the states of {load.answers} answers take {states / 1e9:.1f} (max_num_seqs)" if states else ""
+    rows = layout.state_rows(replace(load, answers=1))
+    if rows is None:
+        return ""
+    return f", and one answer takes {rows.total} states of {layout.states_in_words()} (also its beginning, padding and prefixes)"
 
 
 @torch.inference_mode()
@@ -79,14 +107,11 @@ def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
     device = decoder.embedding.device
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
-        # running attention would compile a kernel for nothing: beside its output it only takes an lse
-        return torch.empty_like(q).clone()
-
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    hidden = decoder(ids, ids, attend)
+    # running attention would compile a kernel for nothing: beside its output it only takes an lse
+    hidden = decoder(ids, ids, unmixed(decoder))
     # logits of all rows, and as many numbers again for the sampler's scores
     logits = decoder.logits(hidden[:rows])
     scores = logits.clone()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.spec import CallSettings
-from rooftile.kvcache import Rotation
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Attend, Decoder
 
@@ -41,7 +41,16 @@ class Layers:
             return self.mixers[0].on(step)
         each = [mixer.on(step) for mixer in self.mixers]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
-            return each[self._kinds[layer]](layer, q, k, v, rotation, *more)
+        def attend(layer: int, /, *given: Any) -> Tensor:
+            return each[self._kinds[layer]](layer, *given)
 
         return attend
+
+
+def unmixed(decoder: Decoder) -> Attend:
+    """Returns what gives layers tensors of the right shape in place of mixed tokens, for runs of all that layers do besides."""
+
+    def attend(layer: int, /, first: Tensor, *rest: Any) -> Tensor:
+        return first.new_empty(first.shape[0], decoder.layers[layer].o.inputs)
+
+    return attend

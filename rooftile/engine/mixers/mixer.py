@@ -45,7 +45,7 @@ class Mixer(ABC):
     state after the token before the step's first one of this sequence: the engine copies it there.
 
     Args:
-        shape: the model.
+        shape: the model, with the dtype that it computes in.
         layers: the numbers of the layers of this kind, rising.
         config: the settings of the engine.
 

@@ -41,6 +41,8 @@ class TrialSetup(NamedTuple):
 
         Embedding and head have no kernels of ours.
         """
+        n = self.config.mixers.index(mixer)
         return replace(
-            self.config, layers=1, windows=(None,), mixers=(mixer,), unrotated=(), vocab_size=1, max_len=ROWS
+            self.config, layers=1, windows=(None,), mixers=(mixer,), feed_forwards=(self.config.feed_forwards[n],), unrotated=(),
+            vocab_size=1, max_len=ROWS,
         )  # fmt: skip

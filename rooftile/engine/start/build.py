@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,29 +47,34 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     max_len = longest_sequence(shape, config)
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
+    # a state may have the dtype that the model computes in, which need not be the checkpoint's
+    shape = replace(shape, dtype=_computed(model, shape, config))
     mixers = mixers_of(shape, config)
-    config.cache_dtype(_computed(model, shape, config))
+    config.cache_dtype(shape.dtype)
+    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
+    if config.kv_dtype == "fp8" and not layout.places:
+        raise Unsupported('kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out')
     check_weights(model, config, device)
     decoder = load_decoder(model, shape, config, device, max_len)
     for mixer in mixers:
         mixer.check_decoder(decoder)
-    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
     load = PeakLoad(
         config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=config.enable_prefix_caching
     )  # fmt: skip
-    num_blocks = count_blocks(decoder, layout, mixers, config, load, max_len)
+    num_blocks, answers = count_blocks(decoder, layout, mixers, config, load, max_len)
+    load = replace(load, answers=answers)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * config.block_size)
     caches = allocate_caches(decoder, layout, config, load, num_blocks)
     runner = Runner(
-        decoder, caches, mixers, config.max_num_seqs, max_len, graphs=not config.enforce_eager,
+        decoder, caches, mixers, answers, max_len, graphs=not config.enforce_eager,
         deterministic=config.deterministic,
     )  # fmt: skip
     return Engine(
         runner,
         layout.pool(num_blocks, load, max_len),
         max_len=max_len,
-        max_answers=config.max_num_seqs,
+        max_answers=answers,
         max_batched_tokens=config.max_batched_tokens,
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
@@ -177,12 +183,12 @@ def check_weights(model: str | Path | Decoder, config: EngineConfig, device: tor
 
 def count_blocks(
     decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: PeakLoad, max_len: int
-) -> int:
-    """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
-    size, num_blocks = config.block_size, config.num_blocks
+) -> memory.Fit:
+    """Returns how many blocks the cache gets, and how many answers run; one sequence of the asked length fits into the blocks."""
+    size, num_blocks, answers = config.block_size, config.num_blocks, load.answers
     if num_blocks is None:
         with current_device(decoder.embedding.device):
-            num_blocks = memory.blocks_that_fit(
+            num_blocks, answers = memory.what_fits(
                 decoder, layout, mixers, config.cache_dtype(decoder.embedding.dtype), load,
                 utilization=config.gpu_memory_utilization, longest=max_len,
             )  # fmt: skip
@@ -192,7 +198,7 @@ def count_blocks(
             f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "
             f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
         )
-    return num_blocks
+    return memory.Fit(num_blocks, answers)
 
 
 def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int) -> Caches:
@@ -205,8 +211,16 @@ def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig,
         more = layout.rows(num_blocks, load) * layout.row_bytes(cached) + layout.state_bytes(load)
         raise InvalidInput(
             f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
-            f"{(num_blocks * each + more) / 1e9:,.1f} GB"
+            f"{(num_blocks * each + more) / 1e9:,.1f} GB{_states(layout, load)}"
         ) from error
+
+
+def _states(layout: CacheLayout, load: PeakLoad) -> str:
+    """Says which part of the caches is states, if any is."""
+    rows = layout.state_rows(load)
+    if rows is None:
+        return ""
+    return f", with {rows.total:,} states of {layout.states_in_words()}: make num_blocks or max_num_seqs smaller"
 
 
 def find_tokenizer(model: str | Path | Decoder, config: EngineConfig) -> Tokenizer | None:

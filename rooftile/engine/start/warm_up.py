@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.engine.mixers.layers import unmixed
 from rooftile.engine.mixers.registry import MIXERS, kind_of
 from rooftile.engine.mixers.trial import ROWS, TrialSetup
 from rooftile.engine.sampling.sampler import SamplingFeatures, SamplingState, sample
@@ -43,7 +44,7 @@ def jobs(
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     trial = TrialSetup(config, dtype, device, size, kv_dtype, longest, deterministic)
-    decoder = Decoder(trial.small(), dtype=dtype, device=device)
+    decoder = Decoder(trial.small(config.mixers[0]), dtype=dtype, device=device)
     # the kernels of what `approximate=` puts in the place of exact layers are compiled at their first step
     mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name).trials(trial)]
     sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
@@ -77,11 +78,13 @@ def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
     placement = layer.o.placement
     stream = torch.zeros(M, layer.config.hidden, dtype=placement.dtype, device=placement.device)
     heads = torch.zeros(M, layer.o.inputs, dtype=placement.dtype, device=placement.device)
-    norms = [norm for norm in (layer.attention_norm, layer.ffn_norm) if norm is not None]
-    for norm, projection in zip(norms, (layer.qkv, layer.up), strict=False):
-        projection(normalise(stream, norm, *projection.rows(stream)), multiply)
-        add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
+    for norm, projection in ((layer.mixer_norm, layer.reader), (layer.ffn_norm, layer.up)):
+        if norm is not None and projection is not None:
+            projection(normalise(stream, norm, *projection.rows(stream)), multiply)
+            add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
     layer.o(heads, multiply)
+    if layer.up is None:
+        return
     # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
     last = layer.ffn_norm
     layer.feed_forward(stream if last is None else normalise(stream, last, *layer.up.rows(stream)), multiply)
@@ -97,7 +100,7 @@ def import_kernels() -> None:
 def _decode_without_mixing(decoder: Decoder, multiply: Multiply) -> None:
     """Runs what layers do besides mixing tokens."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
-    decoder(rows, rows, lambda layer, q, k, v, rotation, *more: q, multiply)
+    decoder(rows, rows, unmixed(decoder), multiply)
 
 
 def _sample(decoder: Decoder, vocabulary: int, kinds: Sequence[SamplingFeatures]) -> None:

@@ -81,8 +81,8 @@ def _normalise(
             post_bias = tl.load(post_bias_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
         x = _normalised(x, post_weight, post_bias, there, post_eps, dtype, SIZE, POST).to(tl.float32)
     if RESIDUAL:
-        # the norm sees the stream as later layers will read it: rounded
-        stream = (residual + x).to(dtype)
+        # the norm sees the stream as later layers will read it: rounded to its dtype
+        stream = (residual + x).to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + line, stream, mask=there)
         x = stream.to(tl.float32)
     y = _normalised(x, weight, bias, there, eps, dtype, SIZE, KIND)
@@ -118,7 +118,7 @@ def _normalise_long(
         n = start + lane
         if RESIDUAL:
             x = _piece(x_ptr, n, SIZE, "evict_first")
-            stream = (_piece(residual_ptr + r * SIZE, n, SIZE, "evict_first") + x).to(dtype)
+            stream = (_piece(residual_ptr + r * SIZE, n, SIZE, "evict_first") + x).to(stream_ptr.dtype.element_ty)
             tl.store(stream_ptr + r * SIZE + n, stream, mask=n < SIZE, eviction_policy="evict_last")
             x = stream.to(tl.float32)
         else:

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
+from rooftile.models.attention_layer import AttentionLayer
+from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Norm, Projection
+from rooftile.models.mamba.mamba2_layer import Mamba2Layer
+from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
 
 
@@ -15,51 +19,76 @@ def tensors_of(
     config: ModelConfig, embedding: Tensor, positions: Tensor | None, layers: Iterable[Layer], norm: Norm, head: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """See `Decoder.tensors`."""
-    gpt2 = config.family == "gpt2"
-    yield "wte.weight" if gpt2 else "embed_tokens.weight", embedding
+    gpt2, names = config.family == "gpt2", names_of(config)
+    yield f"{names.embedding}.weight", embedding
     if positions is not None:
         yield "wpe.weight", positions
     for n, layer in enumerate(layers):
         places = _gpt2_layer(layer) if gpt2 else _layer(layer, config)
-        yield from ((f"h.{n}.{name}" if gpt2 else f"layers.{n}.{name}", place) for name, place in places)
-    yield from _norm("ln_f" if gpt2 else "norm", norm)
+        yield from ((f"{names.layers}.{n}.{name}", place) for name, place in places)
+    yield from _norm(names.norm, norm)
     if not config.tie:
         yield "lm_head.weight", head
 
 
 def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projection, dict[str, int]]]:
     """Yields a layer's large projections, each with the modules of the checkpoint that are its parts, and their rows."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    if layer.gates is not None:
-        kv *= BRANCHES
     if config.family == "gpt2":
         for name, projection in _gpt2_projections(layer).items():
             yield projection, {name: projection.outputs}
         return
-    if config.family == "phi3":
-        yield layer.qkv, {"self_attn.qkv_proj": layer.qkv.outputs}
-        yield layer.up, {"mlp.gate_up_proj": layer.up.outputs}
+    names = names_of(config)
+    if isinstance(layer, AttentionLayer):
+        q, kv = config.heads * config.head_dim, layer.kv_heads * config.head_dim
+        parts = {"qkv_proj": layer.qkv.outputs} if config.family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        yield layer.qkv, {f"{names.attention}.{name}": rows for name, rows in parts.items()}
     else:
-        yield layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        yield layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn}
-    yield layer.o, {"self_attn.o_proj": config.hidden}
-    yield layer.down, {"mlp.down_proj": config.hidden}
+        yield layer.reader, {f"{names.recurrence}.in_proj": layer.reader.outputs}
+    if layer.up is not None:
+        each = ("gate_up_proj",) if config.family == "phi3" else ("gate_proj", "up_proj")
+        parts = dict.fromkeys(each, layer.up.outputs // len(each))
+        yield layer.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
+    mixer, out = (names.attention, "o_proj") if isinstance(layer, AttentionLayer) else (names.recurrence, "out_proj")
+    yield layer.o, {f"{mixer}.{out}": config.hidden}
+    if layer.down is not None:
+        yield layer.down, {f"{names.feed_forward}.down_proj": config.hidden}
 
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    if layer.gates is not None and layer.compression is not None:
-        yield from _split(layer.gates, {"self_attn.g_proj": BRANCHES * config.heads})
-        yield from ((f"self_attn.compression.{name}", place) for name, place in layer.compression.tensors())
+    names = names_of(config)
+    if isinstance(layer, AttentionLayer):
+        yield from _attention(layer, names, config)
+    elif isinstance(layer, MambaLayer | Mamba2Layer):
+        yield from ((f"{names.recurrence}.{name}", place) for name, place in _recurrence(layer))
     for projection, parts in projections_of(layer, config):
         yield from _split(projection, parts)
-    # in layers with four norms the second has another name
-    second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    yield from _norm("input_layernorm", layer.attention_norm)
-    yield from _norm(second, layer.ffn_norm)
-    yield from _norm("post_attention_layernorm", layer.attention_post_norm)
+    yield from _norm(names.mixer_norm, layer.mixer_norm)
+    yield from _norm(names.ffn_norm, layer.ffn_norm)
+    yield from _norm("post_attention_layernorm", layer.mixer_post_norm)
     yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
-    yield from _norm("self_attn.q_norm", layer.q_norm)
-    yield from _norm("self_attn.k_norm", layer.k_norm)
+
+
+def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields what a layer of attention has beside its large projections."""
+    folder = names.attention
+    if layer.gates is not None and layer.compression is not None:
+        yield from _split(layer.gates, {f"{folder}.g_proj": BRANCHES * config.heads})
+        yield from ((f"{folder}.compression.{name}", place) for name, place in layer.compression.tensors())
+    yield from _norm(f"{folder}.q_norm", layer.q_norm)
+    yield from _norm(f"{folder}.k_norm", layer.k_norm)
+
+
+def _recurrence(layer: MambaLayer | Mamba2Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields what a layer of Mamba has beside its large projections."""
+    # a checkpoint has the weights of a convolution with one input channel for each output
+    yield "conv1d.weight", layer.conv_weight[:, None]
+    if layer.conv_bias is not None:
+        yield "conv1d.bias", layer.conv_bias
+    yield from (("A_log", layer.A_log), ("D", layer.D))
+    if isinstance(layer, MambaLayer):
+        yield from (("x_proj.weight", layer.select), ("dt_proj.weight", layer.widen), ("dt_proj.bias", layer.dt_bias))
+    else:
+        yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm.weight))
 
 
 def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
@@ -69,12 +98,13 @@ def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.weight", projection.weight.T
         if projection.bias is not None:
             yield f"{name}.bias", projection.bias
-    yield from _norm("ln_1", layer.attention_norm)
+    yield from _norm("ln_1", layer.mixer_norm)
     yield from _norm("ln_2", layer.ffn_norm)
 
 
 def _gpt2_projections(layer: Layer) -> dict[str, Projection]:
-    return {"attn.c_attn": layer.qkv, "attn.c_proj": layer.o, "mlp.c_fc": layer.up, "mlp.c_proj": layer.down}
+    names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    return dict(zip(names, layer.projections, strict=True))
 
 
 def _split(projection: Projection, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:

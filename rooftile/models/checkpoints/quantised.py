@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.weights import StoredTensor
 from rooftile.models.config import ModelConfig
@@ -100,7 +101,7 @@ def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
 
 def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Projection, dict[str, int]]]:
     """Yields all projections with the checkpoint's names of their parts."""
-    folder = "h" if config.family == "gpt2" else "layers"
+    folder = names_of(config).layers
     for n, layer in enumerate(decoder.layers):
         for projection, parts in projections_of(layer, config):
             yield projection, {f"{folder}.{n}.{name}": rows for name, rows in parts.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.names import names_of
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -69,7 +70,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
-    return _tensors([stack.enter_context(_opened(path)) for path in files], prefix_of(config))
+    return _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config).prefix)
 
 
 def _matched(
@@ -87,6 +88,7 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
     """
     if config.tie:
         _check_tie(found, next(iter(places)))
+    _check_mixers(config, found)
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
 
@@ -122,11 +124,6 @@ def _opened(path: Path) -> Any:
         raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
 
 
-def prefix_of(config: ModelConfig) -> str:
-    """Returns the prefix of all tensors' names but the head's; some checkpoints leave it out."""
-    return "transformer." if config.family == "gpt2" else "model."
-
-
 def _tensors(files: list[Any], prefix: str) -> dict[str, StoredTensor]:
     stored = [StoredTensor(file, name) for file in files for name in _names(file)]
     found: dict[str, StoredTensor] = {}
@@ -158,6 +155,19 @@ def _check_tie(found: dict[str, StoredTensor], embedding: str) -> None:
             f"lm_head.weight differs from {found[embedding].name}, to which config.json ties it; if the head has weights of its "
             "own, set tie_word_embeddings to false there"
         )
+
+
+def _check_mixers(config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
+    """Refuses a layer whose tensors are another mixer's than config.json says."""
+    names = names_of(config)
+    for n, mixer in enumerate(config.mixers):
+        other = names.attention if names.mixer_of(mixer) == names.recurrence else names.recurrence
+        strange = next((one.name for name, one in found.items() if name.startswith(f"{names.layers}.{n}.{other}.")), None)
+        if strange is not None:
+            raise InvalidInput(
+                f"config.json says that layer {n} is {mixer}, and the checkpoint has {strange}; correct config.json, or download "
+                "both again"
+            )
 
 
 def _check(found: Mapping[str, StoredTensor], places: Mapping[str, Tensor]) -> None:

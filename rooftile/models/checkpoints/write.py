@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer
+from rooftile.models.layer_kinds import layer_of
 from rooftile.models.placement import Placement
 from rooftile.weights.files import two_four
 from rooftile.weights.files.compressed_tensors import configuration, tensors_of
@@ -58,7 +59,7 @@ def quantise_folder(
     for n, path in enumerate(files, 1):
         if say is not None:
             say(f"{path.name}, {n} of {len(files)}")
-        index |= _write_shard(path, out / path.name, set(modules), word)
+        index |= _write_shard(path, out / path.name, set(modules), names_of(config).prefix, word)
     if len(files) > 1:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
         (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
@@ -72,9 +73,11 @@ def quantise_folder(
 
 def _modules(config: ModelConfig) -> dict[str, int]:
     """Names the projections, with the numbers of their rows."""
-    layer = Layer(config, Placement(config.dtype, torch.device("meta")), waits=True)
-    inputs = {name: projection.inputs for projection, parts in projections_of(layer, config) for name in parts}
-    return {f"model.layers.{n}.{name}": K for n in range(config.layers) for name, K in inputs.items()}
+    names, placement, found = names_of(config), Placement(config.dtype, torch.device("meta")), dict[str, int]()
+    for n in range(config.layers):
+        for projection, parts in projections_of(layer_of(config, n, placement, waits=True), config):
+            found |= {f"{names.prefix}{names.layers}.{n}.{name}": projection.inputs for name in parts}
+    return found
 
 
 def _word(format: str, group: int | None) -> str:
@@ -87,7 +90,7 @@ def _word(format: str, group: int | None) -> str:
     return f"{format}:{'row' if group == ROW else group}"
 
 
-def _write_shard(path: Path, out: Path, modules: set[str], word: str) -> dict[str, str]:
+def _write_shard(path: Path, out: Path, modules: set[str], prefix: str, word: str) -> dict[str, str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -97,7 +100,7 @@ def _write_shard(path: Path, out: Path, modules: set[str], word: str) -> dict[st
         names: list[str] = file.keys()
         for name in names:
             x, module = file.get_tensor(name), name.removesuffix(".weight")
-            full = module if module.startswith("model.") else f"model.{module}"
+            full = module if module.startswith(prefix) else f"{prefix}{module}"
             if name == module or full not in modules:
                 found[name] = x
                 continue

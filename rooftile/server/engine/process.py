@@ -43,7 +43,7 @@ def ready_message(llm: LLM, folder: str | None) -> Ready:
 
     engine, params = llm.engine, llm.get_default_sampling_params()
     return Ready(
-        cache=str(llm.pages), folder=folder, max_len=engine.max_len, vocabulary=engine.runner.decoder.config.vocab_size,
+        cache=str(llm.caches), folder=folder, max_len=engine.max_len, vocabulary=engine.runner.decoder.config.vocab_size,
         max_answers=engine.max_answers, blocks=engine.pool.total, block_size=engine.pool.size,
         defaults={name: getattr(params, name) for name in RECOMMENDED},
         has_template=llm.tokenizer is not None and llm.tokenizer.has_template,

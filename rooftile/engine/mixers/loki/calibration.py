@@ -42,8 +42,10 @@ def calibrate(
         Unsupported: a layer of the model mixes its tokens in another way than by attention.
     """
     config = decoder.config
-    if "native_sparse" in config.mixers:
-        raise Unsupported("the model has native_sparse layers, which choose keys by themselves; Loki has attention in all layers")
+    other = next((mixer for mixer in config.mixers if mixer != "attention"), None)
+    if other is not None:
+        why = ", which choose keys by themselves" if other == "native_sparse" else ""
+        raise Unsupported(f"the model has {other} layers{why}; Loki has attention in all layers")
     dims, keep = check_fraction("dims", dims), check_fraction("keep", keep)
     if len(tokens) < config.head_dim:
         raise InvalidInput(
@@ -93,7 +95,7 @@ class Moments:
 
 def sample_of(decoder: Decoder) -> Tensor:
     """Returns some weights of the first layer's projection, by which a calibration knows its model again."""
-    weight = decoder.layers[0].qkv.dequantised().flatten()
+    weight = decoder.layers[0].reader.dequantised().flatten()
     step = max(len(weight) // SAMPLE, 1)
     return weight[::step][:SAMPLE].float().cpu()
 

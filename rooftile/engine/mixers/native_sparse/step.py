@@ -26,7 +26,7 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.operators import write
 from rooftile.kvcache.specs import CacheSpec, PagedKeys, Plane, WindowedKeys
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
-from rooftile.models.layers import Compression
+from rooftile.models.attention_layer import AttentionLayer, Compression
 from rooftile.models.mixers import BRANCHES
 
 Pair = tuple[Tensor, Tensor]
@@ -57,7 +57,7 @@ class SparseAttention:
         # the inputs of the exact kernels that read prompts
         self.options = {"backend": None, "deterministic": None, "scale": config.scale}
         sparse = [n for n, mixer in enumerate(config.mixers) if mixer == "native_sparse"]
-        self.compressions = {n: cast(Compression, decoder.layers[n].compression) for n in sparse}
+        self.compressions = {n: cast(Compression, cast(AttentionLayer, decoder.layers[n]).compression) for n in sparse}
         # (blocks, sparse layers, 2, size / stride, Hk, D)
         plane = pages.planes[COMPRESSED]
         assert pages.window_pages is not None

@@ -1,0 +1,90 @@
+"""`RecurrentMixer`: layers that keep, for each running answer, a state and the last inputs of their convolution."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from rooftile.engine.mixers.mixer import Largest, Mixer
+from rooftile.engine.mixers.recurrent.step import Recurrence, RecurrentStep
+from rooftile.engine.mixers.recurrent.trials import RecurrentLayer
+from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
+from rooftile.engine.settings.config import EngineConfig
+from rooftile.errors import Unsupported
+from rooftile.exact.spec import CallSettings
+from rooftile.kvcache.caches import Caches
+from rooftile.kvcache.specs import CacheSpec, State
+from rooftile.models import Attend, Decoder, Mamba2Sizes, MambaSizes, ModelConfig
+from rooftile.models.layers import Layer
+
+
+class RecurrentMixer(Mixer):
+    """Layers with a convolution and a recurrence of one kind."""
+
+    name: ClassVar[str]
+    """The name of the kind in `ModelConfig.mixers`."""
+
+    def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
+        super().__init__(shape, layers, config)
+        if config.deterministic:
+            raise Unsupported(
+                f"deterministic is True and the model has {self.name} layers; the last bits of their states depend on where "
+                "steps cut a prompt: leave deterministic out"
+            )
+        if config.approximate is not None:
+            raise Unsupported(f"approximate is given and the model has {self.name} layers; Loki has attention in all layers")
+
+    @property
+    @abstractmethod
+    def sizes(self) -> MambaSizes | Mamba2Sizes:
+        """The sizes of the layers."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, ...]:
+        """The numbers of a sequence's state in one layer."""
+
+    @abstractmethod
+    def recurrence(self, layer: Layer, tails: Tensor, states: Tensor) -> Recurrence:
+        """Returns the recurrence of a layer with its states."""
+
+    def specs(self) -> tuple[CacheSpec, ...]:
+        return self._state, self._tail
+
+    @property
+    def _state(self) -> State:
+        return State(self.layers, f"{self.name} states", self.state_shape)
+
+    @property
+    def _tail(self) -> State:
+        return State(self.layers, f"{self.name} tails", (self.sizes.convolved, self.sizes.kernel - 1), self.shape.dtype)
+
+    def working_bytes(self, largest: Largest) -> int:
+        """Returns the bytes of what the convolution and the recurrence write, and of the states of the chunks of a step.
+
+        A step has at most as many chunks as answers run, and their states are there twice, before and after.
+        """
+        written = largest.tokens * (self.sizes.convolved + self.sizes.width) * largest.computed.itemsize
+        kept = self._state.sequence_bytes() + self._tail.sequence_bytes()
+        return written + 2 * largest.answers * kept // len(self.layers)
+
+    def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
+        assert caches.states is not None
+        tails, states = caches.states.memory[self._tail.name], caches.states.memory[self._state.name]
+        self.recurrences = {
+            layer: self.recurrence(decoder.layers[layer], tails[place], states[place]) for place, layer in enumerate(self.layers)
+        }
+
+    def on(self, step: StepTokens) -> Attend:
+        return RecurrentStep(self.recurrences, step)
+
+    @classmethod
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
+        shape = replace(trial.small(cls.name), dtype=trial.dtype)
+        decoder = Decoder(shape, dtype=trial.dtype, device=trial.device)
+        return RecurrentLayer(trial, cls(shape, (0,), EngineConfig(block_size=trial.size)), decoder).jobs(trial.longest)

@@ -1,0 +1,50 @@
+"""The names that families have for the parts of a decoder in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftile.models.config import ModelConfig
+from rooftile.models.mixers import MIXERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names of a decoder's parts; the defaults are Llama's.
+
+    Args:
+        prefix: begins all names but the head's; some checkpoints leave it out.
+        embedding, layers, norm: parts of the decoder.
+        mixer_norm, ffn_norm: the norms before what mixes tokens and before the feed-forward.
+        attention, recurrence, feed_forward: parts of a layer.
+    """
+
+    prefix: str = "model."
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    mixer_norm: str = "input_layernorm"
+    ffn_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    recurrence: str = "mamba"
+    feed_forward: str = "mlp"
+
+    def mixer_of(self, mixer: str) -> str:
+        """Returns the name of what mixes tokens in a layer of a kind."""
+        return self.attention if MIXERS[mixer] else self.recurrence
+
+
+_MAMBA = Names(prefix="backbone.", embedding="embeddings", norm="norm_f", mixer_norm="norm", recurrence="mixer")
+_FAMILIES = {
+    "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
+    "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
+}
+
+
+def names_of(config: ModelConfig) -> Names:
+    """Returns the names that a model's family has."""
+    # in layers with four norms the second has another name
+    usual = Names(ffn_norm="pre_feedforward_layernorm") if config.post_norms else Names()
+    return _FAMILIES.get(config.family, usual)

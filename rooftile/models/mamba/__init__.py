@@ -1,0 +1,7 @@
+"""Layers of Mamba-1 and Mamba-2 in a decoder, beside attention or alone.
+
+families      config.json of Mamba, Mamba-2 and Bamba
+sizes         what `ModelConfig` knows of them
+mamba_layer   Mamba-1; `mamba2_layer` has Mamba-2
+decays        decays and time steps of random models
+"""

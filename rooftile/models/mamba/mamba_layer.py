@@ -1,0 +1,62 @@
+"""A layer with Mamba-1, and what it has beside a feed-forward.
+
+    [x, z]     = in_proj u
+    y          = what the caller mixes: convolution of x, time steps, B and C out of that (`selection`), and recurrence
+    out        = out_proj(y silu(z))
+
+Gu and Dao, Mamba, arXiv:2312.00752.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftile.fused.rope import Rotation
+from rooftile.models.config import ModelConfig
+from rooftile.models.layers import Attend, Layer, Multiply, Projection
+from rooftile.models.mamba.decays import draw_decays
+from rooftile.models.placement import Placement
+from rooftile.numerics import QuantisedRows
+
+
+class MambaLayer(Layer):
+    """A layer whose mixer reads what the convolution reads.
+
+    The mixer takes the convolution's weights (W, K) and bias, the selection, and A_log (W, N), D and dt_bias (W,), which are in
+    fp32: the exponential of a rounded decay is another decay.
+    """
+
+    def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
+        super().__init__(config, n, placement, waits=waits)
+        assert config.mamba is not None
+        sizes = self.sizes = config.mamba
+        self.into = Projection(sizes.projected, config.hidden, bias=sizes.bias, placement=placement, waits=waits)
+        self.conv_weight = placement.parameter(sizes.width, sizes.kernel)
+        self.conv_bias = placement.parameter(sizes.width) if sizes.conv_bias else None
+        self.select = placement.parameter(sizes.rank + 2 * sizes.state, sizes.width)
+        self.widen = placement.parameter(sizes.width, sizes.rank)
+        precise = placement._replace(dtype=torch.float32)
+        self.A_log = precise.parameter(sizes.width, sizes.state)
+        self.D, self.dt_bias = precise.parameter(sizes.width), precise.parameter(sizes.width)
+        self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits)
+
+    @property
+    def reader(self) -> Projection:
+        return self.into
+
+    def draw(self, generator: torch.Generator) -> None:
+        draw_decays(self.A_log, self.dt_bias, self.D, generator)
+
+    def selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""
+        sizes = self.sizes
+        dt, B, C = functional.linear(x, self.select).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+        return functional.linear(dt, self.widen), B, C
+
+    def mix(
+        self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
+    ) -> Tensor:
+        x, z = self.into(x, multiply).chunk(2, dim=-1)
+        return self._scaled(self.o(attend(n, x) * functional.silu(z), multiply))

@@ -1,0 +1,188 @@
+"""Models with recurrences in the engine: tokens are Transformers', however prompts are cut, found again, forked and preempted.
+
+Mixed with others, cut into chunks and preempted they are in test_engine.py, too, as all families.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.approximate import Loki, LokiLayers
+from rooftile.engine import LLM, AsyncEngine, SamplingParams
+from rooftile.engine.sampling.sampler import SamplingFeatures
+from rooftile.errors import Unsupported
+from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
+from tests.engine.folders import save
+
+NAMES = ["mamba", "mamba2", "mamba2, groups", "bamba"]
+# tokens per block of the cache
+SIZE = 8
+SETTINGS = {
+    "together": ROOM,
+    "in chunks": ROOM | {"max_batched_tokens": 13},
+    "chunks of one": ROOM | {"max_batched_tokens": 1, "max_num_seqs": 4},
+    "preempted": {"max_model_len": 96, "num_blocks": 20},
+    "preempted, in chunks": {"max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 7},
+    "three at once": ROOM | {"max_num_seqs": 3},
+    "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 60},
+    "no prefixes": ROOM | {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
+    llm, asked = LLM(peers(name).folder, block_size=SIZE, **SETTINGS[how]), prompts(8)
+    llm.engine._ahead = "preempted" in how
+    due = peers(name).greedy(asked, TOKENS)
+    assert tokens_of(llm, asked, GREEDY) == [[row] for row in due]
+    assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
+    assert max(len(set(row)) for row in due) > 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_are_those_of_transformers(name: str, peers) -> None:
+    peer, asked = peers(name), prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=3, prompt_logprobs=0)
+    for output in LLM(peer.folder, block_size=SIZE, **ROOM | {"max_batched_tokens": 11}).generate(asked, params):
+        (answer,), prompt = output.outputs, output.prompt_token_ids
+        ids = torch.tensor([prompt + answer.token_ids])
+        with torch.inference_mode():
+            due = peer.model(ids, attention_mask=torch.ones_like(ids)).logits[0].double().log_softmax(-1)
+        for place, (token, each) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True), len(prompt) - 1):
+            best, values = due[place].topk(3)[::-1]
+            assert list(each)[:3] == best.tolist()
+            assert [each[one].logprob for one in best.tolist()] == pytest.approx(values.tolist(), abs=1e-4)
+            assert token == best[0]
+        read = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
+        assert read == pytest.approx([due[n, token].item() for n, token in enumerate(prompt[1:])], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_is_found_with_its_state(name: str, peers) -> None:
+    """A hit needs blocks and a state: one is kept where a prompt's last whole block ends."""
+    peer, prefix = peers(name), prompts(1, seed=3)[0] * 4
+    asked = [prefix[:45], [*prefix[:40], 5, 6, 7], [*prefix[:33], 5, 6], prefix[:41], prefix[:40], prefix[:45]]
+    llm, found = LLM(peer.folder, block_size=SIZE, **ROOM), []
+    for prompt in asked:
+        (output,) = llm.generate([prompt], GREEDY)
+        assert [output.outputs[0].token_ids] == peer.greedy([prompt], TOKENS)
+        found.append(output.num_cached_tokens)
+        assert_clean(llm)
+    # after 32 tokens no state was kept until a prompt ended there
+    assert found == [0, 40, 0, 40, 32, 40]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forks_are_answers_of_their_own(name: str, peers) -> None:
+    prompt = (prompts(3)[2] * 8)[:21]
+    params = SamplingParams(n=3, seed=11, max_tokens=12, ignore_eos=True)
+    (found,) = tokens_of(LLM(peers(name).folder, block_size=SIZE, **ROOM), [prompt], params)
+    single = [SamplingParams(seed=11 + n, max_tokens=12, ignore_eos=True) for n in range(3)]
+    assert found == [tokens_of(LLM(peers(name).folder, block_size=SIZE, **ROOM), [prompt], one)[0][0] for one in single]
+    assert len({tuple(row) for row in found}) == 3
+
+
+@pytest.mark.parametrize("room", [ROOM, {"max_model_len": 96, "num_blocks": 26, "max_batched_tokens": 20}], ids=["", "preempted"])
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_are_those_of_transformers(name: str, room: dict, peers) -> None:
+    peer, asked = peers(name), prompts(6, seed=5)
+    llm = LLM(peer.folder, block_size=SIZE, **room)
+    found = tokens_of(llm, asked, SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True))
+    for prompt, answers in zip(asked, found, strict=True):
+        due = peer.generate([prompt], max_new_tokens=12, num_beams=3, num_return_sequences=2, do_sample=False)
+        assert answers == due
+    assert (llm.engine.scheduler.preemptions > 0) == ("max_batched_tokens" in room)
+
+
+@pytest.fixture
+def with_text(peers, tmp_path: Path) -> Path:
+    """A Mamba-2 with a tokenizer of more tokens than it has."""
+    folder = shutil.copytree(peers("mamba2").folder, tmp_path / "model")
+    save("byte_level", folder)
+    return folder
+
+
+def test_stop_strings_end_an_answer(with_text: Path, peers) -> None:
+    prompt, llm = prompts(3)[2], LLM(with_text, block_size=SIZE, **ROOM)
+    (whole,) = llm.generate([prompt], GREEDY)
+    text = whole.outputs[0].text
+    assert [whole.outputs[0].token_ids] == peers("mamba2").greedy([prompt], TOKENS)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, stop=stop)
+    (stopped,) = llm.generate([prompt], params)
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_callers_at_once(peers) -> None:
+    asked, due = prompts(8), peers("mamba2").greedy(prompts(8), TOKENS)
+    llm = LLM(peers("mamba2").folder, block_size=SIZE, **ROOM)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            found = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in asked))
+        assert [output.outputs[0].token_ids for output in found] == due
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert_clean(llm)
+
+
+def test_the_state_is_in_fp32_and_the_tail_in_the_dtype_of_the_model(peers) -> None:
+    llm = LLM(peers("bamba").folder, dtype="bf16", block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+    states = llm.engine.runner.caches.states.memory
+    # two layers; a row for each answer, for padding, for zeros, and one kept state
+    assert {name: (tuple(x.shape), x.dtype) for name, x in states.items()} == {
+        "mamba2 states": ((2, 7, 8, 10, 12), torch.float32), "mamba2 tails": ((2, 7, 104, 3), torch.bfloat16)
+    }  # fmt: skip
+    assert llm.engine.runner.pages.storage.dtype == torch.bfloat16
+    assert len(tokens_of(llm, prompts(5), GREEDY)) == 5
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) -> None:
+    """A graph's step of one answer and two rows of padding, which have no position."""
+    found = []
+    for rows in (1, 3):
+        llm = LLM(peers(name).folder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+        runner = llm.engine.runner
+        for memory in runner.caches.states.memory.values():
+            memory.copy_(torch.arange(memory.numel()).view(memory.shape) % 7 / 10)
+        before = {kind: memory.clone() for kind, memory in runner.caches.states.memory.items()}
+        inputs = torch.tensor([[5, 0, 0], [9, -1, -1], [2, runner.pad_slot, runner.pad_slot]])[:, :rows]
+        with torch.inference_mode():
+            logits, _ = runner._decode(inputs, SamplingFeatures())
+        for kind, memory in runner.caches.states.memory.items():
+            changed = (memory != before[kind]).flatten(2).any(-1)
+            others = [row for row in range(memory.shape[1]) if row not in (2, runner.pad_slot)]
+            assert changed[:, 2].all()
+            assert not changed[:, others].any()
+        found.append((logits[0], [memory[:, 2].clone() for memory in runner.caches.states.memory.values()]))
+    (alone, states), (padded, others) = found
+    torch.testing.assert_close(alone, padded)
+    for state, other in zip(states, others, strict=True):
+        torch.testing.assert_close(state, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "due"),
+    [
+        ("mamba2", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
+        ("bamba", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
+        (
+            "mamba2",
+            {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)},
+            "approximate is given and the model has m",
+        ),
+        ("mamba2", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
+    ],
+)
+def test_what_does_not_go_with_a_state(name: str, settings: dict, due: str, peers) -> None:
+    with pytest.raises(Unsupported, match=due) as refused:
+        LLM(peers(name).folder, **ROOM | settings)
+    assert "\n" not in str(refused.value)
