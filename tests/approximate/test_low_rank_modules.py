@@ -127,5 +127,5 @@ def test_importing_rooftile_imports_no_approximate_method() -> None:
     program = program.replace(".m_features", ".features.m")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "4"]
-    with pytest.raises(AttributeError, match=r"module 'rooftile.nn' has no attribute 'Mamba'"):
+    with pytest.raises(AttributeError, match=r"module 'rooftile.nn' has no attribute 'RetNet'"):
         _ = rt.nn.Mamba
