@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Mamba2Config
 
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, AsyncEngine, SamplingParams
@@ -18,6 +19,8 @@ from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
+from tests.models.checkpoints import made, saved
+from tests.models.recurrent import MAMBA2
 
 NAMES = ["mamba", "mamba2", "mamba2, groups", "bamba"]
 # tokens per block of the cache
@@ -43,6 +46,17 @@ def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> 
     assert tokens_of(llm, asked, GREEDY) == [[row] for row in due]
     assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
     assert max(len(set(row)) for row in due) > 8
+
+
+@pytest.mark.parametrize("how", ["in chunks", "chunks of one"])
+def test_bounds_of_time_steps_hold_in_prompts_and_answers(how: str, tmp_path: Path) -> None:
+    """A step of Transformers 5.17 has no bounds, so one pass over all tokens says what is due."""
+    model = made(Mamba2Config(**MAMBA2, time_step_limit=(0.6, 0.7)))
+    llm, asked = LLM(saved(model, tmp_path), block_size=SIZE, **SETTINGS[how]), prompts(4)
+    for prompt, (answer,) in zip(asked, tokens_of(llm, asked, GREEDY), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 @pytest.mark.parametrize("name", NAMES)
