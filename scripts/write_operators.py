@@ -9,6 +9,7 @@ from pathlib import Path
 import rooftile.approximate
 import rooftile.engine.mixers.registry
 import rooftile.engine.steps.runner
+import rooftile.moe
 import rooftile.optim
 import rooftile.qat  # noqa: F401
 from rooftile.runtime.operators import DEFINED
@@ -90,6 +91,8 @@ COMPUTES = {
     "sample": "a token for each row of logits",
     "chunked_recurrence": "linear attention, dense or packed, from a state to a state",
     "chunked_recurrence_backward": "its gradients",
+    "experts": "routed and shared experts of each token, with the products before their activation",
+    "experts_backward": "its gradients",
     "selected_attention": "attention of packed queries to the blocks of keys that they chose",
     "selected_attention_backward": "its gradients",
     "gated_sum": "the sum of three branches of attention, each times its gate",

@@ -113,6 +113,18 @@ PAGES = (
         ),
     ),
     Page(
+        "moe",
+        "Experts",
+        (
+            Section(
+                "Routers, experts and their balance",
+                "rooftile.moe",
+                ("route", "experts", "balance_loss", "update_bias", "Router", "Routing"),
+            ),
+            Section("As a module", "rooftile.nn", ("DeepSeekMoE",)),
+        ),
+    ),
+    Page(
         "numerics",
         "Number formats",
         (
@@ -186,6 +198,15 @@ PAGES = (
                 (
                     "ssd", "ssd_step", "selective_scan", "selective_scan_step", "gated_delta", "gated_delta_step", "causal_conv",
                     "conv_step",
+                ),
+            ),
+            Section("Layers", "rooftile.nn", ("Mamba", "Mamba2", "GatedDeltaNet")),
+            Section(
+                "The names of mamba-ssm",
+                "rooftile.integrations.mamba_ssm",
+                (
+                    "selective_scan_fn", "mamba_chunk_scan_combined", "selective_state_update", "causal_conv1d_fn",
+                    "causal_conv1d_update", "Mamba", "Mamba2",
                 ),
             ),
         ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from typing import Any
 
 import torch
@@ -11,19 +9,21 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact import validate as checks
-from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
-from rooftile.exact.validate import DENSE, PACKED, shown
+from rooftile.exact.masks import CAUSAL, FULL, Mask
+from rooftile.exact.validate import DENSE, PACKED
+from rooftile.runtime.arguments import check_number, shown
+from rooftile.runtime.tensors import autocast, check_offsets
 
 
 def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device."""
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (checks.autocast(x) for x in (q, k, v))
+        q, k, v = (autocast(x) for x in (q, k, v))
     checks.check_tensors(q, k, v, DENSE if cu is None else PACKED)
     if cu is not None:
         if k.shape[0] != q.shape[0]:
             raise InvalidInput(f"k has {k.shape[0]} tokens; q has {q.shape[0]}, and packed sequences share their offsets cu")
-        cu = checks.check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
+        cu = check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
     return q, k, v, cu
 
 
@@ -46,49 +46,9 @@ def check_causal_lengths(method: str, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of the given names."""
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidInput(f"{name} is {shown(value)}; must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
-    return value
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} is {shown(value)}; must be True or False")
-    return value
-
-
-def check_backend(value: Any, choices: tuple[str, ...]) -> str:
-    """The name of a way to compute a method; None and "auto" take the fastest that runs."""
-    return "auto" if value is None else check_choice("backend", value, ("auto", *choices))
-
-
-def check_deterministic(value: Any) -> None:
-    """Every sum of these methods has one order, so the results are the same bits from run to run, asked for or not."""
-    if value is not None and not isinstance(value, bool):
-        raise InvalidInput(f"deterministic is {shown(value)}; must be True, False, or None to follow torch")
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """A whole number, of Python or numpy."""
-    number = whole(value)
-    if number is None or number < least:
-        raise InvalidInput(f"{name} is {shown(value)}; must be an int of at least {least}")
-    return number
-
-
 def check_scale(value: Any, dim: int) -> float:
     """The factor of the scores: 1 / sqrt(dim) if None."""
     return float(dim**-0.5) if value is None else check_number("scale", value)
-
-
-def check_number(name: str, value: Any) -> float:
-    """A finite number, of Python or numpy."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not math.isfinite(value):
-        raise InvalidInput(f"{name} is {shown(value)}; must be a finite number")
-    return float(value)
 
 
 def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -> tuple[Tensor, ...]:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_backend, check_deterministic, is_causal
+from rooftile.approximate.arguments import is_causal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import dispatch
-from rooftile.exact.masks import whole
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import check_backend, check_deterministic, shown, whole
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import mapped, transforms_active
 

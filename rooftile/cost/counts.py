@@ -267,6 +267,32 @@ def _step(flops_of: Callable[[tuple[Any, ...]], int]) -> Callable[[tuple[Any, ..
     return count
 
 
+def _experts(arguments: tuple[Any, ...], results: Any) -> Work:
+    u, chosen, gates, *weights, _, _ = arguments
+    read = _nbytes((u, chosen, gates)) + _nbytes_of_experts(chosen, weights)
+    return Work(_expert_flops(chosen, weights), read, _nbytes(results))
+
+
+def _experts_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Two products for each of the forward, one of them for the weights' gradients; a bias is read for the gates' gradient."""
+    dy, p, shared, u, chosen, gates, *weights, needs_weights, _ = arguments
+    read = _nbytes((dy, p, shared, u, chosen, gates)) + _nbytes_of_experts(chosen, weights)
+    return Work((1 + needs_weights) * _expert_flops(chosen, weights), read, _nbytes(results))
+
+
+def _expert_flops(chosen: Tensor, weights: list[Tensor | None]) -> int:
+    """Each token meets the weights of its experts, and the shared ones."""
+    routed = sum(x[0].numel() for x in weights[:2] if x is not None)
+    shared = sum(x.numel() for x in weights[4:] if x is not None)
+    return 2 * (chosen.numel() * routed + chosen.shape[0] * shared)
+
+
+def _nbytes_of_experts(chosen: Tensor, weights: list[Tensor | None]) -> int:
+    """The weights of experts that no token chose are not read."""
+    used = len(chosen.unique())
+    return sum(used * _row(x) for x in weights[:4] if x is not None) + _nbytes(weights[4:])
+
+
 def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem:
     """The problem of dense tensors, or of packed ones, whose offsets are among the options."""
     if spec.layout == "packed":
@@ -409,6 +435,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "gated_delta": _delta,
     "gated_delta_backward": _delta_backward,
     "gated_delta_step": _step(lambda given: states.delta_flops(given[3], given[0], "fwd")),
+    "experts": _experts,
+    "experts_backward": _experts_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
     "gated_sum": _once,

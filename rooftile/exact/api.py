@@ -24,6 +24,7 @@ from rooftile.exact.spec import NO_OPTIONS, Call, CallSettings, Options, Spec, d
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV, QuantisedRows
 from rooftile.numerics.precision import Precision, recipe_of
+from rooftile.runtime.arguments import shown
 from rooftile.runtime.explanation import Explanation
 from rooftile.runtime.operators import mapped, transformed, transforms_active
 from rooftile.runtime.words import answers_foreign_words
@@ -287,7 +288,7 @@ def attention_quantised_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention_quantised`, and lse (B, H, T), or packed (H, total_q): of the original keys, also where they were smoothed."""
     if not isinstance(qkv, QuantisedQKV):
-        raise InvalidInput(f"qkv is {checks.shown(qkv)}; must be what quantise_qkv returns")
+        raise InvalidInput(f"qkv is {shown(qkv)}; must be what quantise_qkv returns")
     options = Options(sinks=sinks)
     code = checks.quantised_code(qkv, mask, options, CallSettings(scale, softcap, deterministic=False))
     with torch.no_grad():
@@ -359,7 +360,7 @@ def attention_paged_with_lse(
     """`attention_paged`, and lse (B, H, T), or packed (H, total_q)."""
     checks.check_query(q)
     if not isinstance(cache, PagedKV):
-        raise InvalidInput(f"cache is {checks.shown(cache)}; must be a rooftile.kvcache.PagedKV")
+        raise InvalidInput(f"cache is {shown(cache)}; must be a rooftile.kvcache.PagedKV")
     if shared_prefix:
         checks.check_shared_prefix(q, cache, mask, alibi, shared_prefix)
         same = partial(attention_paged_with_lse, backend=backend, deterministic=deterministic, scale=scale, softcap=softcap)

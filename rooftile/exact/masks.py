@@ -19,12 +19,12 @@ it is negative for the first queries when T > S.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftile.drawing import notebook as shown
 from rooftile.errors import InvalidInput
+from rooftile.runtime.arguments import whole
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
 if TYPE_CHECKING:
@@ -245,18 +245,6 @@ def _size(value: Any, word: str, least: int) -> int:
     if size is None or size < least:
         raise InvalidInput(f"{word} is {value!r}; must be an integer of at least {least}")
     return min(size, UNBOUNDED)
-
-
-def whole(value: Any) -> int | None:
-    """Returns an integer of Python, numpy or a tensor of one as an int; None for anything else, booleans too."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or str(getattr(value, "dtype", None)) in ("bool", "torch.bool"):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _least(a: int | None, b: int | None) -> int | None:

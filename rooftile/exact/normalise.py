@@ -20,6 +20,7 @@ from rooftile.exact.ops.nested import nested_of, packed_of
 from rooftile.exact.ops.padding import with_padding, without_padding
 from rooftile.exact.spec import Call, replaced
 from rooftile.runtime.operators import levels_of_gradients, only_grad_and_vmap, transformed, transforms_active
+from rooftile.runtime.tensors import autocast
 
 # gives o and lse of a normalised call the form that the caller's tensors have
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -58,7 +59,7 @@ def completed(call: Call) -> tuple[Call, str]:
     if is_packed:
         options = checks.check_packed(q, k, options, False)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (checks.autocast(x) for x in (q, k, v))
+        q, k, v = (autocast(x) for x in (q, k, v))
     if settings.dropout or settings.seed is not None:
         options = replaced(options, seed=checks.check_seed(settings.seed, settings.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)

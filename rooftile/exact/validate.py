@@ -8,7 +8,6 @@ The checks run on every call and inside torch.compile's tracing: plain attribute
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import warnings
@@ -19,14 +18,16 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.exact.masks import CAUSAL, FULL, Mask, whole
+from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.exact.paged_route import route_of
 from rooftile.exact.spec import DTYPE_NAMES, CallSettings, Options, encode, replaced
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV
 from rooftile.numerics.precision import recipe_of
+from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.devices import arch
-from rooftile.runtime.operators import levels_of_gradients, mapped, transformed, wants_grad
+from rooftile.runtime.operators import levels_of_gradients, transformed, wants_grad
+from rooftile.runtime.tensors import check_offsets
 
 # more query heads than any model has that we know
 MOST_HEADS = 128
@@ -187,36 +188,6 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < k.shape[0]:
             first, last = int(used.min()), int(used.max())
             raise InvalidInput(f"cache.table names blocks {first} to {last}; cache.k has 0 to {k.shape[0] - 1}")
-
-
-def autocast(x: Any) -> Any:
-    """Converts a tensor to the dtype of autocast, which is on; leaves float64 and what is no float as it is."""
-    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
-    """Packed offsets on the tensors' device, checked as far as can be known without waiting for the GPU.
-
-    read: check the values too, wherever they are.
-    """
-    if not isinstance(cu, Tensor):
-        raise InvalidInput(f"{name} is {shown(cu)}; must be a tensor (B + 1,) of int32 or int64 offsets")
-    if cu.ndim != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"{name} is {cu.dtype} {tuple(cu.shape)}; must be int32 or int64 of shape (B + 1,)")
-    if transformed() and mapped(cu):
-        raise InvalidInput(f"{name} is mapped by torch.vmap; must be the same for all samples: pack them all into one call")
-    if (cu.device.type == "cpu" or read) and not torch.compiler.is_compiling():
-        offsets = cu.tolist()
-        if offsets[0] != 0:
-            raise InvalidInput(f"{name} starts at {offsets[0]}; must start at 0")
-        if any(b < a for a, b in itertools.pairwise(offsets)):
-            raise InvalidInput(f"{name} falls somewhere; must never fall: {shown(offsets)}")
-        if offsets[-1] != total:
-            raise InvalidInput(f"{name} ends at {offsets[-1]}; must end at {total}, the number of {what}")
-    cu = cu.contiguous()
-    return cu if cu.device == device else cu.to(device, non_blocking=True)
 
 
 def check_packed(q: Tensor, k: Tensor, options: Options, read: bool) -> Options:
@@ -434,11 +405,3 @@ def _is_number(value: object) -> bool:
         return False
     # Dynamo traces the first test and not the second
     return isinstance(value, (int, float)) or (not torch.compiler.is_compiling() and isinstance(value, numbers.Real))
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it: tensors and long things by what they are."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -22,11 +22,11 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.exact.masks import Chunk, Mask
-from rooftile.exact.validate import shown
 from rooftile.integrations import flash_attn
 from rooftile.integrations.flash_attn.arguments import mask_of, options_of
 from rooftile.integrations.flash_attn_4 import UsedRows, refuse
 from rooftile.kvcache import PagedKV
+from rooftile.runtime.arguments import shown
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

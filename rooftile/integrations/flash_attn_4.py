@@ -27,9 +27,9 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.exact.ops.unpad import put_rows, take_rows
-from rooftile.exact.validate import shown
 from rooftile.integrations.flash_attn.arguments import mask_of
 from rooftile.kvcache import PagedKV
+from rooftile.runtime.arguments import shown
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 

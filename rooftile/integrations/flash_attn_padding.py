@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.ops.unpad import put_rows, take_rows
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
 

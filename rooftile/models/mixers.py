@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.approximate.native_sparse.compression import check_lengths
 from rooftile.approximate.native_sparse.selection import check_counts
 from rooftile.errors import InvalidInput
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.settings import Settings
 

@@ -1,7 +1,7 @@
-"""Layers: attention with its projections, and linear layers whose weight is codes.
+"""Layers: attention with its projections, recurrences with theirs, and linear layers whose weight is codes.
 
-The layer of an approximate method stands beside its function. It is imported when it is first used, and so are the layers of
-codes.
+The layers of approximate methods, of recurrences and of experts stand beside their functions. They are imported when they are
+first used, and so are the layers of codes.
 """
 
 from typing import TYPE_CHECKING
@@ -17,13 +17,21 @@ if TYPE_CHECKING:
     from rooftile.approximate.reformer.module import Reformer
     from rooftile.approximate.routing.module import Routing
     from rooftile.approximate.sparse_transformer.module import SparseTransformer
+    from rooftile.moe.module import DeepSeekMoE
     from rooftile.nn.quantised_linear import QuantisedLinear
     from rooftile.nn.sparse_linear import SparseLinear
+    from rooftile.recurrent.modules.gated_delta_net import GatedDeltaNet
+    from rooftile.recurrent.modules.mamba import Mamba
+    from rooftile.recurrent.modules.mamba2 import Mamba2
 
 __all__ = [
     "Attention",
+    "DeepSeekMoE",
+    "GatedDeltaNet",
     "LinearAttention",
     "Linformer",
+    "Mamba",
+    "Mamba2",
     "NativeSparse",
     "Performer",
     "QuantisedLinear",
@@ -36,10 +44,13 @@ __all__ = [
 __getattr__ = late_names(
     "rooftile.nn",
     {
+        "DeepSeekMoE": "rooftile.moe.module",
         "LinearAttention": "rooftile.approximate.linear.module", "Linformer": "rooftile.approximate.linformer.module",
         "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",
         "Reformer": "rooftile.approximate.reformer.module", "Routing": "rooftile.approximate.routing.module",
         "SparseTransformer": "rooftile.approximate.sparse_transformer.module",
+        "GatedDeltaNet": "rooftile.recurrent.modules.gated_delta_net", "Mamba": "rooftile.recurrent.modules.mamba",
+        "Mamba2": "rooftile.recurrent.modules.mamba2",
         "QuantisedLinear": "rooftile.nn.quantised_linear", "SparseLinear": "rooftile.nn.sparse_linear",
     },
 )  # fmt: skip

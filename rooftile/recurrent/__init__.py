@@ -13,6 +13,7 @@ rule         what a recurrence is: its tensors, its options, and one piece of it
 walk         forward and backward piece by piece, of dense and packed sequences
 operator     the operators of a rule, with their gradient
 arguments    the checks of a caller's tensors
+modules/     layers: Mamba, Mamba2, GatedDeltaNet (`rooftile.nn`)
 linear/      linear attention with feature maps
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 from collections.abc import Mapping
@@ -13,10 +12,12 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.recurrent.rule import wide_dtype
-from rooftile.runtime.operators import mapped, transformed
+from rooftile.runtime.arguments import shown
+from rooftile.runtime.operators import transformed
+from rooftile.runtime.tensors import autocast
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = ("auto", "tiled", "eager")
+BACKENDS = ("tiled", "eager")
 
 
 def check_shapes(tensors: Mapping[str, tuple[Any, str]], sizes: dict[str, int]) -> dict[str, int]:
@@ -92,21 +93,6 @@ def check_rows(state: Any, name: str, axes: str, slots: Any, sizes: dict[str, in
     return slots
 
 
-def check_offsets(cu: Any, total: int, device: torch.device) -> Tensor:
-    """Returns the offsets of packed sequences on the device. Their values are checked where they are on the host."""
-    if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"cu is {shown(cu)}; must be a tensor (B + 1,) of int32 or int64 offsets")
-    if transformed() and mapped(cu):
-        raise InvalidInput("cu is mapped by torch.vmap; must be the same for all samples: pack them all into one call")
-    if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-        offsets = cu.tolist()
-        if offsets[0] != 0 or offsets[-1] != total:
-            raise InvalidInput(f"cu goes from {offsets[0]} to {offsets[-1]}; must go from 0 to {total}, the number of tokens")
-        if any(b < a for a, b in itertools.pairwise(offsets)):
-            raise InvalidInput(f"cu falls somewhere; must never fall: {str(offsets)[:80]}")
-    return cu.to(device, non_blocking=True).contiguous()
-
-
 def check_values(name: str, x: Tensor, good: str) -> None:
     """Checks that all numbers of a tensor are "negative" or "at least 0"; where this would wait for a GPU, it does not."""
     if torch.compiler.is_compiling() or transformed() or x.device.type != "cpu":
@@ -127,31 +113,9 @@ def check_limits(limits: Any) -> tuple[float, float]:
     return low, high
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """Returns True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} is {shown(value)}; must be True or False")
-    return value
-
-
-def check_backend(value: Any) -> str:
-    """Returns the name of a way to compute; None and "auto" take the fastest that runs."""
-    if value is None:
-        return "auto"
-    if value not in BACKENDS:
-        raise InvalidInput(f"backend is {shown(value)}; must be {', '.join(map(repr, BACKENDS[:-1]))} or {BACKENDS[-1]!r}")
-    return str(value)
-
-
 def narrowed(*tensors: Any) -> tuple[Any, ...]:
-    """Returns fp32 tensors in autocast's dtype where autocast is on; others as they are."""
+    """Returns tensors in the dtype of autocast where it is on; others as they are."""
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
     if first is None or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)
-
-
-def shown(x: Any) -> str:
-    """Returns what came, in a few words."""
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {str(x)[:40]}"
+    return tuple(map(autocast, tensors))

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.recurrent.arguments import (
-    check_backend,
+    BACKENDS,
     check_dtypes,
-    check_flag,
-    check_offsets,
     check_rows,
     check_shapes,
     check_state,
     narrowed,
-    shown,
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
+from rooftile.runtime.arguments import check_backend, check_flag, shown
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -69,10 +68,10 @@ def causal_conv(
     (x,) = narrowed(x)
     front = "B T" if cu is None else "total"
     sizes = _checked(x, weight, bias, front)
-    cu = None if cu is None else check_offsets(cu, x.shape[0], x.device)
+    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     tail = check_state(tail, "tail", (count, sizes["W"], sizes["K"] - 1), x.dtype, x)
-    y, last = OPERATORS((x,), (weight, bias), tail, cu, (_activates(activation),), check_backend(backend))
+    y, last = OPERATORS((x,), (weight, bias), tail, cu, (_activates(activation),), check_backend(backend, BACKENDS))
     return (y, last) if check_flag("return_tail", return_tail) else y
 
 

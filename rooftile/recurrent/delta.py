@@ -20,19 +20,18 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.recurrent.arguments import (
-    check_backend,
+    BACKENDS,
     check_dtypes,
-    check_flag,
     check_groups,
-    check_offsets,
     check_rows,
     check_shapes,
     check_state,
     narrowed,
-    shown,
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.runtime.arguments import check_backend, check_flag, shown
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 # is added to the square of a key's length
@@ -90,10 +89,10 @@ def gated_delta(
     """
     q, k, v = narrowed(q, k, v)
     sizes, options = _checked(q, k, v, g, beta, scale, qk_norm, "B T" if cu is None else "total")
-    cu = None if cu is None else check_offsets(cu, q.shape[0], q.device)
+    cu = None if cu is None else check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["Hv"], sizes["Dk"], sizes["Dv"]), wide_dtype(q), q)
-    y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, check_backend(backend))
+    y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, check_backend(backend, BACKENDS))
     return (y, last) if check_flag("return_state", return_state) else y
 
 

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.recurrent.arguments import (
-    check_backend,
+    BACKENDS,
     check_dtypes,
-    check_flag,
     check_groups,
-    check_offsets,
     check_rows,
     check_shapes,
     check_state,
@@ -29,6 +27,8 @@ from rooftile.recurrent.arguments import (
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
 from rooftile.recurrent.state_space import UNLIMITED, steps_of
+from rooftile.runtime.arguments import check_backend, check_flag
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -88,10 +88,10 @@ def selective_scan(
     flag = check_flag("softplus", softplus)
     if not flag and dt_bias is None:
         check_values("dt", dt, "at least 0")
-    cu = None if cu is None else check_offsets(cu, x.shape[0], x.device)
+    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["W"], sizes["N"]), wide_dtype(x), x)
-    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, (flag,), check_backend(backend))
+    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, (flag,), check_backend(backend, BACKENDS))
     return (y, last) if check_flag("return_state", return_state) else y
 
 

@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.recurrent.arguments import (
-    check_backend,
+    BACKENDS,
     check_dtypes,
-    check_flag,
     check_groups,
     check_limits,
-    check_offsets,
     check_rows,
     check_shapes,
     check_state,
@@ -34,6 +32,8 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.runtime.arguments import check_backend, check_flag
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 UNLIMITED = (0.0, math.inf)
@@ -108,10 +108,10 @@ def ssd(
     check_values("A", A, "negative")
     if not softplus and dt_bias is None:
         check_values("dt", dt, "at least 0")
-    cu = None if cu is None else check_offsets(cu, x.shape[0], x.device)
+    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["H"], sizes["P"], sizes["N"]), wide_dtype(x), x)
-    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, options, check_backend(backend))
+    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, options, check_backend(backend, BACKENDS))
     return (y, last) if check_flag("return_state", return_state) else y
 
 

@@ -7,6 +7,8 @@ hopper             Gluon's dialect for Hopper: descriptors, barriers, PTX
 operators          operators of torch.library, their autograd and autocast
 explanation        which backend runs a call, and why the others do not
 words              names of arguments, and the words of other libraries
+arguments          checks of flags, words and numbers
+tensors            the dtype of autocast, and offsets of packed sequences
 late_names         names that are imported when they are first used
 dtypes             dtypes by their names
 """

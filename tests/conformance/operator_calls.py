@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import approximate, fused, qat
+from rooftile import approximate, fused, moe, qat
 from rooftile import weights as matmul
 from rooftile.approximate import gathered
 from rooftile.approximate.loki.decoding import choose, page_scores
@@ -404,6 +404,35 @@ def _branches(device: torch.device, requires_grad: bool = False) -> tuple[tuple[
     return (a, b, c), torch.rand(1, 4, 2, 3, device=device, requires_grad=requires_grad)
 
 
+def _expert_tensors(device: torch.device, requires_grad: bool = False) -> dict[str, Tensor]:
+    """5 tokens of 8 numbers, 4 experts of 6, and a shared expert of 3, in fp32."""
+    shapes = {
+        "u": (5, 8), "up": (4, 12, 8), "down": (4, 8, 6), "up_bias": (4, 12), "shared_up": (6, 8), "shared_down": (8, 3),
+        "shared_gate": (8,),
+    }  # fmt: skip
+    return {name: torch.randn(shape, device=device, requires_grad=requires_grad) for name, shape in shapes.items()}
+
+
+def _experts(device: torch.device) -> Work:
+    # two of the four experts are used
+    routing = moe.Routing(torch.tensor([[0, 3]], device=device).expand(5, 2), torch.rand(5, 2, device=device))
+    moe.experts(routing=routing, **_expert_tensors(device))
+    read = 5 * 8 * 4 + 2 * 5 * 2 * 4 + 2 * (96 + 48 + 12) * 4 + (48 + 24 + 8) * 4
+    return Work(2 * (10 * 144 + 5 * 80), read, 5 * 8 * 4)
+
+
+def _experts_backward(device: torch.device) -> Work:
+    tensors = _expert_tensors(device, True)
+    gates = torch.rand(5, 2, device=device, requires_grad=True)
+    routing = moe.Routing(torch.tensor([[0, 3]], device=device).expand(5, 2), gates)
+    y = moe.experts(routing=routing, **tensors)
+    y.backward(torch.ones_like(y))
+    # tokens, the gradient that comes, and the products before the activation of 10 rows and of 5
+    read = 2 * 5 * 8 * 4 + (10 * 12 + 5 * 6) * 4 + 2 * 5 * 2 * 4 + 2 * (96 + 48 + 12) * 4 + (48 + 24 + 8) * 4
+    written = sum(x.numel() for x in (gates, *tensors.values())) * 4
+    return Work(4 * (10 * 144 + 5 * 80), read, written)
+
+
 def _gathered(device: torch.device) -> Work:
     q, k, v = _tensors(device)
     hashes = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
@@ -488,6 +517,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,
+    "experts": _experts,
+    "experts_backward": _experts_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
     "gated_sum": _gated_sum,

@@ -10,6 +10,7 @@ import torch
 import rooftile
 import rooftile.models
 import rooftile.nn
+from rooftile import moe
 from rooftile.integrations import flash_attn
 from tests.docs.pages import NAMES, ROOT, printed_errors, program, run_script
 
@@ -19,7 +20,8 @@ DOCUMENTED = {
     name: thing
     for module, names in (
         (rooftile, rooftile.__all__),
-        (rooftile.nn, ["Attention"]),
+        (rooftile.nn, ["Attention", "DeepSeekMoE"]),
+        (moe, moe.__all__),
         (rooftile.models, ["TrainableDecoder"]),
         (flash_attn, flash_attn.__all__),
     )

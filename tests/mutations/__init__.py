@@ -17,13 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutations import approximate, attention, products, serving, training
+from tests.mutations import approximate, attention, experts, products, serving, training
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
-MUTATIONS = {
-    name: mutation for part in (attention, approximate, products, training, serving) for name, mutation in part.MUTATIONS.items()
-}
+PARTS = (attention, approximate, experts, products, training, serving)
+MUTATIONS = {name: mutation for part in PARTS for name, mutation in part.MUTATIONS.items()}
 
 
 def failures(mutation: Mutation) -> list[str]:

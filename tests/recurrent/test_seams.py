@@ -119,11 +119,11 @@ def good() -> dict[str, Any]:
         ({"state": torch.rand(2, 4, 5, 6).bfloat16()}, "state is torch.bfloat16"),
         ({"dt": -torch.rand(2, 6, 4), "softplus": False}, "dt has -.*; must be at least 0"),
         ({"dt_limit": (0.5, 0.1)}, r"dt_limit is \(0.5, 0.1\); must be two numbers from 0 on"),
-        ({"dt_limit": 3}, "dt_limit is int 3; must be two numbers"),
-        ({"softplus": 1}, "softplus is int 1; must be True or False"),
-        ({"backend": "cuda"}, "backend is str cuda; must be 'auto', 'tiled' or 'eager'"),
+        ({"dt_limit": 3}, "dt_limit is 3; must be two numbers"),
+        ({"softplus": 1}, "softplus is 1; must be True or False"),
+        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'tiled' or 'eager'"),
         ({"cu": torch.tensor([0, 6])}, r"x is \(2, 6, 4, 5\); must have 3 axes \(total, H, P\)"),
-        ({"D": [1.0]}, r"D is list \[1.0\]; must be a tensor \(H\)"),
+        ({"D": [1.0]}, r"D is \[1.0\]; must be a tensor \(H\)"),
         ({"window": 3}, "window"),
         ({"softcap": 3.0}, "softcap"),
     ],
@@ -137,9 +137,9 @@ def test_refusals_of_ssd(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("cu", "words"),
     [
-        (torch.tensor([0, 4, 3, 6]), "cu falls somewhere"), (torch.tensor([1, 6]), "cu goes from 1 to 6; must go from 0 to 6"),
-        (torch.tensor([0, 5]), "cu goes from 0 to 5; must go from 0 to 6"), (torch.tensor([0.0, 6.0]), "cu is torch.float32"),
-        ([0, 6], "cu is list"),
+        (torch.tensor([0, 4, 3, 6]), "cu falls somewhere"), (torch.tensor([1, 6]), "cu starts at 1; must start at 0"),
+        (torch.tensor([0, 5]), "cu ends at 5; must end at 6"), (torch.tensor([0.0, 6.0]), "cu is torch.float32"),
+        ([0, 6], r"cu is \[0, 6\]"),
     ],
 )  # fmt: skip
 def test_refusals_of_offsets(cu: Any, words: str) -> None:
@@ -150,10 +150,12 @@ def test_refusals_of_offsets(cu: Any, words: str) -> None:
 def test_refusals_of_the_others() -> None:
     x, weight = torch.rand(2, 6, 3), torch.rand(3, 4)
     for words, run in {
-        "activation is str relu; must be 'silu' or None": lambda: rec.causal_conv(x, weight, activation="relu"),
+        "activation is 'relu'; must be 'silu' or None": lambda: rec.causal_conv(x, weight, activation="relu"),
         "W is 3; W must be 5|so W is": lambda: rec.causal_conv(x, torch.rand(5, 4)),
         r"tail is torch.float32 \(2, 3, 4\)": lambda: rec.causal_conv(x, weight, tail=torch.rand(2, 3, 4)),
-        r"tail is torch.float32 \(2, 3, 4\); must be \(rows, 3, 3\)": lambda: rec.conv_step(torch.rand(2, 3, 4), x[:, 0], weight),
+        r"tail is a torch.float32 tensor \(2, 3, 4\); must be \(rows, 3, 3\)": lambda: rec.conv_step(
+            torch.rand(2, 3, 4), x[:, 0], weight
+        ),
         "slots is torch.float32; must be int32 or int64": lambda: rec.conv_step(
             torch.rand(2, 3, 3), x[:, 0], weight, slots=torch.rand(2)
         ),
@@ -161,7 +163,7 @@ def test_refusals_of_the_others() -> None:
         "Hv is 4 and Hk is 3; Hv must be a multiple of Hk": lambda: rec.gated_delta(
             torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4), torch.rand(1, 2, 4)
         ),
-        "scale is float inf; must be a finite number": lambda: rec.gated_delta(
+        "scale is inf; must be a finite number": lambda: rec.gated_delta(
             *(torch.rand(1, 2, 3, 4) for _ in range(3)), torch.rand(1, 2, 3), torch.rand(1, 2, 3), scale=math.inf
         ),
     }.items():

@@ -22,7 +22,7 @@ FLOORS = {
     "runtime": 2,
     "hardware": 3, "numerics": 3,
     "recurrent": 4, "fused": 4,
-    "weights": 5, "kvcache": 5, "optim": 5,
+    "weights": 5, "kvcache": 5, "optim": 5, "moe": 5,
     "exact": 6,
     "cost": 7, "integrations": 7,
     "approximate": 8,

@@ -10,15 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import (
-    check_backend,
-    check_causal_lengths,
-    check_deterministic,
-    check_flag,
-    check_qkv,
-    check_states,
-    is_causal,
-)  # fmt: skip
+from rooftile.approximate.arguments import check_causal_lengths, check_qkv, check_states, is_causal
 from rooftile.approximate.linear import definition
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import FULL, Mask
@@ -26,6 +18,7 @@ from rooftile.recurrent.linear.by_chunks import EMPTY, RunningSums
 from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.features import PLAIN, features
 from rooftile.recurrent.linear.problem import Recurrence
+from rooftile.runtime.arguments import check_backend, check_deterministic, check_flag
 from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.words import answers_foreign_words, answers_with
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.approximate.arguments import check_choice, is_causal
+from rooftile.approximate.arguments import is_causal
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.projections import Projections
+from rooftile.runtime.arguments import check_choice
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -15,7 +15,7 @@ from rooftile.approximate.linformer import definition
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.errors import InvalidInput
 from rooftile.exact.projections import Projections
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_foreign_words
 
 

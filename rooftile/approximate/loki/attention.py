@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_fraction, check_indices, check_range, check_way
 from rooftile.approximate.gathered.arrange import padded
 from rooftile.approximate.gathered.pairs import take
 from rooftile.approximate.loki import definition
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
-from rooftile.exact.validate import shown
 from rooftile.kvcache import PagedKV
+from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
 FORMAT = "rooftile loki 1"

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.approximate.chosen_arguments import check_fraction
 from rooftile.approximate.loki.attention import Loki, read_tensors, write_tensors
 from rooftile.errors import InvalidInput
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
 FORMAT = "rooftile loki layers 1"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_count, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_indices, check_way
 from rooftile.approximate.gathered.arrange import attend_by_head, by_column, from_columns
 from rooftile.approximate.native_sparse import definition
@@ -24,7 +24,8 @@ from rooftile.approximate.native_sparse.selection import check_counts, choose_bl
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, FULL, Window
-from rooftile.exact.validate import check_offsets, shown
+from rooftile.runtime.arguments import check_count, shown
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 Pair = tuple[Tensor, Tensor]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_count
 from rooftile.approximate.chosen_arguments import as_given
 from rooftile.errors import InvalidInput
-from rooftile.exact.validate import check_offsets, shown
+from rooftile.runtime.arguments import check_count, shown
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 Phi = str | Tensor | Callable[[Tensor], Tensor]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.approximate.native_sparse.compression import check_lengths
 from rooftile.approximate.native_sparse.selection import check_counts
 from rooftile.errors import InvalidInput
 from rooftile.exact.projections import Projections
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_backend, check_count, check_deterministic, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_indices, check_range
 from rooftile.approximate.gathered.pairs import best
 from rooftile.approximate.native_sparse import definition
@@ -20,7 +20,7 @@ from rooftile.approximate.native_sparse.selected.block_choice import choose as c
 from rooftile.approximate.native_sparse.selected.block_choice import refusal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import check_backend, check_count, check_deterministic, shown
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transformed
 from rooftile.runtime.words import answers_foreign_words, answers_with

@@ -10,23 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import (
-    check_backend,
-    check_causal_lengths,
-    check_deterministic,
-    check_qkv,
-    check_states,
-    is_causal,
-)
+from rooftile.approximate.arguments import check_causal_lengths, check_qkv, check_states, is_causal
 from rooftile.approximate.linear.attention import BACKENDS
 from rooftile.approximate.performer import definition
 from rooftile.approximate.performer.features import Features, check_positive_scale
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.validate import shown
 from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.problem import Recurrence
+from rooftile.runtime.arguments import check_backend, check_deterministic, shown
 from rooftile.runtime.words import answers_with
 
 # the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_scale
+from rooftile.approximate.arguments import check_scale
 from rooftile.approximate.performer.definition import KINDS, phi
 from rooftile.errors import InvalidInput
-from rooftile.exact.masks import whole
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown, whole
 from rooftile.runtime.words import answers_words
 
 LENGTHS = ("gaussian", "sqrt")

@@ -7,12 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_count
 from rooftile.approximate.chosen_arguments import as_given, check_seed
 from rooftile.approximate.gathered.grouping import can_choose
 from rooftile.approximate.gathered.grouping import hashes as hashes_in_kernel
 from rooftile.errors import InvalidInput
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.operators import outside_transforms, transformed, watched
 from rooftile.runtime.words import answers_foreign_words
 

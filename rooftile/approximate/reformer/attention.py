@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate import gathered
-from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_indices, check_mask, check_way, in_kernels
 from rooftile.approximate.gathered.pairs import attend, cleaned, take, take_flags
 from rooftile.approximate.reformer import definition
@@ -25,8 +25,8 @@ from rooftile.approximate.reformer.angles import lsh
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.validate import shown
 from rooftile.fused.norms import rms_norm
+from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate import gathered
-from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import as_given, check_indices, check_mask, check_range, check_way, in_kernels
 from rooftile.approximate.gathered.pairs import add_rows, attend, cleaned, take, take_flags
 from rooftile.approximate.routing import definition
@@ -24,8 +24,8 @@ from rooftile.approximate.routing.definition import normed
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, FULL, Mask
-from rooftile.exact.validate import shown
 from rooftile.fused.norms import layer_norm
+from rooftile.runtime.arguments import check_count, check_flag, shown
 from rooftile.runtime.operators import mapped, transformed
 from rooftile.runtime.words import answers_foreign_words
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
-from rooftile.approximate.arguments import check_number, check_qkv
+from rooftile.approximate.arguments import check_qkv
 from rooftile.approximate.chosen_arguments import as_given, check_fraction
 from rooftile.approximate.gathered.pairs import take
 from rooftile.approximate.routing.attention import Members, check_centroids, check_clusters, check_members
 from rooftile.approximate.routing.definition import normed
+from rooftile.runtime.arguments import check_number
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.approximate.arguments import check_count, check_flag
 from rooftile.approximate.chosen_arguments import check_fraction, check_mask, check_seed
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.projections import Projections
+from rooftile.runtime.arguments import check_count, check_flag
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftile.approximate.arguments import check_choice, check_count, check_qkv, check_scale
+from rooftile.approximate.arguments import check_qkv, check_scale
 from rooftile.approximate.chosen_arguments import check_way
 from rooftile.approximate.gathered.arrange import (
     as_groups,
@@ -33,6 +33,7 @@ from rooftile.approximate.sparse_transformer import definition
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, Chunk, Window
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_foreign_words
 
 Part = tuple[Tensor, Tensor]

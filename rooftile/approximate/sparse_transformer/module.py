@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.exact.projections import Projections
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_foreign_words
 
 

@@ -35,7 +35,8 @@ class IdleTime:
     def waiting_us(self) -> float:
         """The part of the host's gaps that waits for something else than launches."""
         # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
-        single = [gap.us * self.shrink for gap in self.timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
+        host = [gap for gap in self.timeline.gaps if gap.cause == "host"]
+        single = [gap.us * self.shrink for gap in host if gap.us > self._long_us or gap.is_work]
         return min(max(sum(single) / self.timeline.steps, sum(self.host_work.values())), self.by_cause.get("host", 0.0))
 
     @property

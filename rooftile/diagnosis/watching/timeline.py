@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.watching.compiled import NAMESPACE, GeneratedKernel, watched_kernels
-from rooftile.diagnosis.watching.host_place import HostPlace, HostSampler, work_of_the_host
+from rooftile.diagnosis.watching.host_place import BETWEEN_NS, HostPlace, HostSampler, work_of_the_host
 from rooftile.diagnosis.watching.intervals import Interval, Near, complement, length, union
 
 CAUSES = ("host", "exchange", "sync", "copy", "dependency")
@@ -52,6 +52,7 @@ class Gap(NamedTuple):
     end_ns: int
     cause: str
     where: str  # the user's line that ran meanwhile; "" unknown
+    is_work: bool = False  # this line asks for no operator, and the gap is longer than the time between two operators
 
     @property
     def us(self) -> float:
@@ -234,7 +235,7 @@ def timeline_of(
         work = [e for e in device if not e.name().startswith(BETWEEN)]
         copies = [_span(e) for e in moved]
         waits = _waits(host)
-        gaps = _device_gaps(work, copies, launched, waits, window, lines)
+        gaps = _device_gaps(work, copies, launched, waits, window, lines, asking_lines)
         launches, tail_us = _launched(work_of, waits, asking)
         spans = union(_span(e) for e in work)
         busy, count = length(spans), len(work)
@@ -248,7 +249,7 @@ def timeline_of(
             each[id(op)] += op.duration_ns() / 1e3
         spans = union(_span(e) for e in here)
         exchanges = Near(union(_span(e) for e in host if e.name().startswith(EXCHANGES)))
-        gaps = [_host_gap(gap, exchanges, lines) for gap in complement(spans, window)]
+        gaps = [_host_gap(gap, exchanges, lines, asking_lines) for gap in complement(spans, window)]
         busy, count = length(spans), len(outermost(here))
     in_order: defaultdict[str, list[float]] = defaultdict(list)
     for op in operators:
@@ -318,9 +319,15 @@ class _Around:
         return op if n >= 0 and at <= op.start_ns() + op.duration_ns() else None
 
 
-def _host_gap(gap: Interval, exchanges: Near, lines: Lines) -> Gap:
+def _host_gap(gap: Interval, exchanges: Near, lines: Lines, asking: Collection[str]) -> Gap:
     waits = 2 * exchanges.within(gap) > gap[1] - gap[0]
-    return Gap(*gap, "exchange" if waits else "host", _line_during(gap, lines))
+    where = _line_during(gap, lines)
+    return Gap(*gap, "exchange" if waits else "host", where, not waits and _is_host_work(gap, where, asking))
+
+
+def _is_host_work(gap: Interval, where: str, asking: Collection[str]) -> bool:
+    # a trace does not say which lines ask
+    return bool(asking) and gap[1] - gap[0] > BETWEEN_NS and where != "" and where not in asking
 
 
 def _line_during(gap: Interval, lines: Lines) -> str:
@@ -360,7 +367,7 @@ def _launched(
 
 def _device_gaps(
     work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], waits: Sequence[Interval], window: Interval,
-    lines: Lines,
+    lines: Lines, asking: Collection[str],
 ) -> list[Gap]:  # fmt: skip
     spans, copied, waited = union(_span(e) for e in work), Near(copies), Near(waits)
     starts = {e.start_ns(): launched.get(e.correlation_id()) for e in work}
@@ -375,5 +382,6 @@ def _device_gaps(
             cause = "sync"
         else:
             cause = "host"
-        found.append(Gap(*gap, cause, _line_during(gap, lines) if cause in ("host", "sync") else ""))
+        where = _line_during(gap, lines) if cause in ("host", "sync") else ""
+        found.append(Gap(*gap, cause, where, cause == "host" and _is_host_work(gap, where, asking)))
     return found

@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.exact.blocks import Blocks
 from rooftile.exact.masks import FULL
 from rooftile.exact.spec import Call, Options, replaced
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 from rooftile.runtime.operators import levels_of_gradients, mapped, transformed, wants_grad
 
 

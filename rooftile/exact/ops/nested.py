@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import Call
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 
 
 def packed_of(call: Call) -> Call:

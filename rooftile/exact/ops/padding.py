@@ -13,7 +13,8 @@ from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.ops.unpad import take_rows
 from rooftile.exact.spec import Call, CallSettings, Options
-from rooftile.exact.validate import check_dense_bias, shown
+from rooftile.exact.validate import check_dense_bias
+from rooftile.runtime.arguments import shown
 from rooftile.runtime.launch import is_capturing
 from rooftile.runtime.operators import mapped, transformed
 

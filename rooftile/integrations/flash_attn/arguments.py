@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
-from rooftile.exact.validate import shown
+from rooftile.runtime.arguments import shown
 
 # out, softmax_lse, and the weights of a dense call with dropout
 WithLse = tuple[Tensor, Tensor, Tensor | None]

@@ -10,10 +10,10 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.exact.masks import FULL
-from rooftile.exact.validate import shown
 from rooftile.integrations.flash_attn.arguments import mask_of, options_of
 from rooftile.integrations.flash_attn_rotary import rotated
 from rooftile.kvcache import PagedKV
+from rooftile.runtime.arguments import shown
 
 
 def flash_attn_with_kvcache(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rooftile.approximate.arguments import check_count
 from rooftile.errors import InvalidInput
+from rooftile.runtime.arguments import check_count
 from rooftile.runtime.words import answers_words
 
 

@@ -74,6 +74,17 @@ def event(name: str, start_us: float, us: float, thread: int = 1) -> SimpleNames
     return SimpleNamespace(**{word: lambda value=value: value for word, value in values.items()})
 
 
+@pytest.mark.parametrize(("where", "asking", "waits_us"), [
+    ("train.py:7", ["train.py:9"], 300.0), ("train.py:9", ["train.py:9"], 0.0), ("train.py:7", [], 0.0),
+])  # fmt: skip
+def test_a_gap_at_a_line_that_asks_for_no_operator_is_no_overhead(where: str, asking: list[str], waits_us: float) -> None:
+    """An environment in numpy takes 300 us between two operators; a library's forward may take as long."""
+    made = [event("aten::mm", 0, 100), event("aten::add", 400, 100)]
+    lines = [(int(1e3 * at), HostPlace(where)) for at in range(120, 400, 50)]
+    found = timeline_of(made, (0, MS // 2), (0, MS // 2), lines, False, lambda e: e.name().startswith("aten"), asking)
+    assert IdleTime(replace(found, host_work={}), 500.0).waiting_us == pytest.approx(waits_us)
+
+
 def test_a_gap_in_which_processes_exchange_is_no_time_of_the_host() -> None:
     made = [event("aten::mm", 0, 100), event("gloo:all_reduce", 150, 350, thread=9), event("aten::add", 500, 100)]
     made += [event("aten::mul", 900, 100)]

@@ -1,0 +1,130 @@
+"""The experts on sorted rows, forward and backward, in plain operations: for CPUs, for fp64, and where Triton does not run.
+
+    x = u by rows    p = x up^T    a = act(p)    z = a down^T    y_t = sum over k of g_tk z_tk, in the order of the choices
+
+A forward keeps p. The backward makes a again, and needs no z: with e = dy down, by rows,
+
+    dg = <a, e>    dp = act'(p) (g e)    du_t = sum over k of (dp up)    d_up = dp^T x    d_down = (g dy)^T a
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.moe.activations import activated, gradient
+from rooftile.moe.problem import Options, Weights
+from rooftile.moe.products import bias_gradient, elementwise, multiply, one_weight, weight_gradient
+from rooftile.moe.sorting import Sorted, sort
+
+
+class Gradients(NamedTuple):
+    """The gradients of tokens, gates and weights; None where there is no such weight, or none is wanted."""
+
+    u: Tensor
+    gates: Tensor
+    up: Tensor | None = None
+    down: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
+def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """y (N, d) in the dtype of u, the products before the activation of sorted rows (N K, 2 h), and the shared one (N, 2 s)."""
+    rows = sort(chosen, weights.up.shape[0])
+    p = multiply(u[rows.tokens], weights.up, weights.up_bias, rows, options.deterministic)
+    z = multiply(_activated(p, options), weights.down, weights.down_bias, rows, options.deterministic)
+    y = _summed(rows.back(z).unflatten(0, chosen.shape), gates)
+    shared = u.new_empty((u.shape[0], 0))
+    if weights.shared_up is not None and weights.shared_down is not None:
+        shared = one_weight(u, weights.shared_up, options.deterministic)
+        z = one_weight(_activated(shared, options), weights.shared_down, options.deterministic).to(gates.dtype)
+        y += z if weights.shared_gate is None else z * _shared_gate(u, weights.shared_gate, gates.dtype, options)
+    return y.to(u.dtype), p, shared
+
+
+def backward(
+    dy: Tensor, p: Tensor, shared: Tensor, u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options,
+    needs_weights: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of everything that has one; the weights' gradients only if they are wanted."""
+    rows = sort(chosen, weights.up.shape[0])
+    dy = dy.to(u.dtype)
+    du, dgates, found = _routed_gradients(dy, p, u, gates, rows, weights, options, needs_weights)
+    if weights.shared_up is not None and weights.shared_down is not None:
+        du_shared, found_shared = _shared_gradients(dy, shared, u, gates.dtype, weights, options, needs_weights)
+        du, found = du + du_shared, found | found_shared
+    return Gradients(du.to(u.dtype), dgates, **found)
+
+
+def _routed_gradients(
+    dy: Tensor, p: Tensor, u: Tensor, gates: Tensor, rows: Sorted, weights: Weights, options: Options, needs_weights: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The gradients of the tokens, in the dtype of the gates, of the gates, and of the routed experts' weights."""
+    dz, g = dy[rows.tokens], gates.flatten()[rows.order][:, None]
+    a, e = activated(p, options.activation), multiply(dz, weights.down.mT, None, rows, options.deterministic)
+    dg = (a.to(gates.dtype) * e.to(gates.dtype)).sum(-1)
+    if weights.down_bias is not None:
+        dg = dg + (dz.to(gates.dtype) * weights.down_bias[rows.experts.long()].to(gates.dtype)).sum(-1)
+    dp = gradient(p, g * e, options.activation).to(u.dtype)
+    dx = multiply(dp, weights.up.mT, None, rows, options.deterministic)
+    du = _summed(rows.back(dx).unflatten(0, gates.shape), None, gates.dtype)
+    found: dict[str, Tensor] = {}
+    if needs_weights:
+        dz = (g * dz).to(u.dtype)
+        found["up"] = weight_gradient(dp, u[rows.tokens], weights.up, rows)
+        found["down"] = weight_gradient(dz, a, weights.down, rows)
+        if weights.up_bias is not None:
+            found["up_bias"] = bias_gradient(dp, weights.up_bias, rows)
+        if weights.down_bias is not None:
+            found["down_bias"] = bias_gradient(dz, weights.down_bias, rows)
+    return du, rows.back(dg).view(gates.shape), found
+
+
+def _shared_gradients(
+    dy: Tensor, p: Tensor, u: Tensor, wide: torch.dtype, weights: Weights, options: Options, needs_weights: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients of the tokens and of the shared weights, through the shared network."""
+    up, down, gate = weights.shared_up, weights.shared_down, weights.shared_gate
+    assert up is not None
+    assert down is not None
+    a, dz, du, found = activated(p, options.activation), dy, torch.zeros_like(u, dtype=wide), {}
+    if gate is not None:
+        s = _shared_gate(u, gate, wide, options)
+        # the gradient of the gate's logit
+        dl = (a.to(wide) * (dy @ down).to(wide)).sum(-1, keepdim=True) * s * (1 - s)
+        du = dl * gate.to(wide)
+        dz = (s * dy).to(u.dtype)
+        if needs_weights:
+            found["shared_gate"] = (dl.mT @ u.to(wide))[0].to(gate.dtype)
+    dp = gradient(p, one_weight(dz, down.mT, options.deterministic), options.activation)
+    du = du + one_weight(dp, up.mT, options.deterministic).to(wide)
+    if needs_weights:
+        found["shared_up"], found["shared_down"] = dp.mT @ u, dz.mT @ a
+    return du, found
+
+
+def _activated(p: Tensor, options: Options) -> Tensor:
+    return elementwise(lambda row: activated(row, options.activation), p, options.deterministic)
+
+
+def _shared_gate(u: Tensor, gate: Tensor, wide: torch.dtype, options: Options) -> Tensor:
+    """The gate (N, 1) of the shared network, in the wide dtype."""
+    logit = one_weight(u.to(wide), gate.to(wide)[None], options.deterministic)
+    return elementwise(torch.sigmoid, logit, options.deterministic)
+
+
+def _summed(z: Tensor, gates: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over choices of z (N, K, d), times the gates (N, K) if given: one after the other, so in one order."""
+    wide = dtype if gates is None else gates.dtype
+    y = torch.zeros((z.shape[0], z.shape[2]), dtype=wide, device=z.device)
+    for k in range(z.shape[1]):
+        part = z[:, k].to(wide)
+        # a product and a sum apart: a CPU joins them in some of its loops and not in others
+        y += part if gates is None else part * gates[:, k, None]
+    return y

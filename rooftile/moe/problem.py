@@ -1,0 +1,40 @@
+"""The options of the experts' operators, and how they cross a schema."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """The weights of all experts, and of the one that every token uses."""
+
+    up: Tensor  # (E, 2 h, d), gate rows first; (E, h, d) for relu2
+    down: Tensor  # (E, d, h)
+    up_bias: Tensor | None = None  # (E, 2 h)
+    down_bias: Tensor | None = None  # (E, d)
+    shared_up: Tensor | None = None  # (2 s, d)
+    shared_down: Tensor | None = None  # (d, s)
+    shared_gate: Tensor | None = None  # (d,)
+
+
+class Options(NamedTuple):
+    """The options of a call; tensors travel beside them."""
+
+    activation: str = "silu"
+    deterministic: bool = False
+    backend: str = "auto"
+
+    @property
+    def code(self) -> str:
+        """The options as a string, which `decode` reads."""
+        return ";".join((self.activation, "deterministic" if self.deterministic else "", self.backend))
+
+
+@cache
+def decode(code: str) -> Options:
+    """The options that made this code."""
+    activation, deterministic, backend = code.split(";")
+    return Options(activation, deterministic == "deterministic", backend)

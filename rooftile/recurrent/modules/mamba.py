@@ -1,0 +1,106 @@
+"""Mamba-1 as a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.recurrent.convolution import causal_conv, conv_step
+from rooftile.recurrent.modules.parts import RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
+from rooftile.recurrent.selective import selective_scan, selective_scan_step
+from rooftile.runtime.words import answers_foreign_words
+
+
+class Mamba(nn.Module):
+    """The mixer of Mamba-1: (B, T, dim) in, (B, T, dim) out.
+
+    The parameters have the names and shapes of mamba-ssm's and Transformers' mixers, so `load_state_dict` takes theirs.
+
+    Args:
+        dim: the width of the model.
+        expand: the channels are expand dim.
+        state_size: the numbers of state for each channel.
+        conv: the taps of the causal convolution.
+        rank: of the projection that makes the steps; dim / 16, rounded up, if None.
+        bias, conv_bias: whether in_proj and out_proj, and the convolution, have biases.
+        backend: as in `rooftile.recurrent.selective_scan`.
+        device, dtype: of the projections and the convolution; A_log and D are float32.
+
+    Example:
+        >>> layer = Mamba(64)
+        >>> layer(torch.randn(2, 30, 64)).shape
+        torch.Size([2, 30, 64])
+
+    Gu and Dao, Mamba, arXiv:2312.00752.
+    """
+
+    @answers_foreign_words
+    def __init__(
+        self, dim: int, *, expand: int = 2, state_size: int = 16, conv: int = 4, rank: int | None = None, bias: bool = False,
+        conv_bias: bool = True, backend: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        rank = math.ceil(dim / 16) if rank is None else rank
+        check_sizes(dim=dim, expand=expand, state_size=state_size, conv=conv, rank=rank)
+        self.dim, self.width, self.state_size, self.rank, self.backend = dim, expand * dim, state_size, rank, backend
+        made = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, 2 * self.width, bias=bias, **made)  # type: ignore[arg-type]
+        self.conv1d = convolution(self.width, conv, conv_bias, device, dtype)
+        self.x_proj = nn.Linear(self.width, rank + 2 * state_size, bias=False, **made)  # type: ignore[arg-type]
+        self.dt_proj = nn.Linear(rank, self.width, **made)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self.dt_proj.weight.uniform_(-(rank**-0.5), rank**-0.5)
+            self.dt_proj.bias.copy_(first_dt_bias(self.width))
+        self.dt_proj.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        self.A_log = undecayed(torch.log(torch.arange(1.0, state_size + 1)).repeat(self.width, 1), device)
+        self.D = undecayed(torch.ones(self.width), device)
+        self.out_proj = nn.Linear(self.width, dim, bias=bias, **made)  # type: ignore[arg-type]
+
+    @answers_foreign_words
+    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
+        return self.with_state(x, cu=cu)[0]
+
+    @answers_foreign_words
+    def with_state(
+        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
+
+        Args:
+            x: the inputs.
+            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
+            cu: offsets (B + 1,), int32.
+
+        Returns:
+            y, as x, and the state after these tokens.
+        """
+        x, z = self.in_proj(x).chunk(2, -1)
+        tail, first = (None, None) if state is None else state
+        x, tail = causal_conv(x, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
+        y, last = selective_scan(
+            *self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias, state=first, cu=cu, backend=self.backend
+        )
+        y = self.out_proj(y)
+        return y, RecurrentState(tail, last)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """Reads one token of each sequence, x (B, dim), and changes the state in place. Returns y (B, dim) without a gradient."""
+        x, z = self.in_proj(x).chunk(2, -1)
+        x = conv_step(state.tail, x, self.conv1d.weight[:, 0], self.conv1d.bias)
+        y = selective_scan_step(state.state, *self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias)
+        found: Tensor = self.out_proj(y)
+        return found
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        low, B, C = self.x_proj(x).split((self.rank, self.state_size, self.state_size), -1)
+        # the bias joins inside of the softplus, in fp32
+        dt = nn.functional.linear(low, self.dt_proj.weight)
+        return x, dt, -torch.exp(self.A_log.to(torch.promote_types(x.dtype, torch.float32))), B, C
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, width={self.width}, state_size={self.state_size}, rank={self.rank}"

@@ -1,0 +1,122 @@
+"""Mamba-2 as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.errors import InvalidInput
+from rooftile.recurrent.convolution import causal_conv, conv_step
+from rooftile.recurrent.modules.parts import GatedNorm, RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
+from rooftile.recurrent.state_space import UNLIMITED, ssd, ssd_step
+from rooftile.runtime.words import answers_foreign_words
+
+
+class Mamba2(nn.Module):
+    """The mixer of Mamba-2: (B, T, dim) in, (B, T, dim) out.
+
+    The parameters have the names and shapes of mamba-ssm's and Transformers' mixers, so `load_state_dict` takes theirs.
+
+    Args:
+        dim: the width of the model.
+        expand: the heads together are expand dim wide.
+        head_dim: the width of a head.
+        state_size: the numbers of state for each number of a head.
+        groups: the groups of heads that share B and C.
+        conv: the taps of the causal convolution.
+        norm_groups: whether the norm is over each group by itself, as mamba-ssm has it; Transformers before 5.24 takes all
+            together.
+        dt_limit: steps are clamped to it.
+        bias, conv_bias: whether the projections and the convolution have biases.
+        eps: of the norm.
+        backend: as in `rooftile.recurrent.ssd`.
+        device, dtype: of the projections, the convolution and the norm; A_log, D and dt_bias are float32.
+
+    Raises:
+        InvalidInput: sizes do not go together.
+
+    Example:
+        >>> layer = Mamba2(256, head_dim=64)
+        >>> layer(torch.randn(2, 100, 256)).shape
+        torch.Size([2, 100, 256])
+
+    Dao and Gu, Transformers are SSMs, arXiv:2405.21060.
+    """
+
+    @answers_foreign_words
+    def __init__(
+        self, dim: int, *, expand: int = 2, head_dim: int = 64, state_size: int = 128, groups: int = 1, conv: int = 4,
+        norm_groups: bool = True, dt_limit: tuple[float, float] = UNLIMITED, bias: bool = False, conv_bias: bool = True,
+        eps: float = 1e-5, backend: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_sizes(dim=dim, expand=expand, head_dim=head_dim, state_size=state_size, groups=groups, conv=conv)
+        width = expand * dim
+        if width % head_dim or width // head_dim % groups:
+            raise InvalidInput(
+                f"expand dim is {width}, head_dim {head_dim} and groups {groups}; the second must divide the first, "
+                f"and groups the heads"
+            )
+        heads = width // head_dim
+        self.dim, self.heads, self.head_dim, self.groups, self.state_size = dim, heads, head_dim, groups, state_size
+        self.dt_limit, self.backend = dt_limit, backend
+        self._parts = width, width + 2 * groups * state_size, heads
+        self.in_proj = nn.Linear(dim, sum(self._parts), bias=bias, device=device, dtype=dtype)
+        self.conv1d = convolution(self._parts[1], conv, conv_bias, device, dtype)
+        self.dt_bias = undecayed(first_dt_bias(heads), device)
+        self.A_log = undecayed(torch.log(torch.empty(heads).uniform_(1, 16)), device)
+        self.D = undecayed(torch.ones(heads), device)
+        self.norm = GatedNorm(width, groups if norm_groups else 1, eps=eps, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
+
+    @answers_foreign_words
+    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
+        return self.with_state(x, cu=cu)[0]
+
+    @answers_foreign_words
+    def with_state(
+        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
+
+        Args:
+            x: the inputs.
+            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
+            cu: offsets (B + 1,), int32.
+
+        Returns:
+            y, as x, and the state after these tokens.
+        """
+        z, xBC, dt = self.in_proj(x).split(self._parts, -1)
+        tail, first = (None, None) if state is None else state
+        xBC, tail = causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
+        y, last = ssd(
+            *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit, state=first, cu=cu,
+            backend=self.backend,
+        )  # fmt: skip
+        y = self.out_proj(self.norm(y.flatten(-2), z))
+        return y, RecurrentState(tail, last)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """Reads one token of each sequence, x (B, dim), and changes the state in place. Returns y (B, dim) without a gradient."""
+        z, xBC, dt = self.in_proj(x).split(self._parts, -1)
+        xBC = conv_step(state.tail, xBC, self.conv1d.weight[:, 0], self.conv1d.bias)
+        y = ssd_step(state.state, *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit)
+        found: Tensor = self.out_proj(self.norm(y.flatten(-2), z))
+        return found
+
+    def _inputs(self, xBC: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
+        width, share = self.heads * self.head_dim, self.groups * self.state_size
+        x, B, C = xBC.split((width, share, share), -1)
+        B, C = (part.unflatten(-1, (self.groups, -1)) for part in (B, C))
+        return x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.float()).to(_wide(x)), B, C
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, groups={self.groups}, state_size={self.state_size}"
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

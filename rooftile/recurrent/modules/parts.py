@@ -1,0 +1,81 @@
+"""The parts that layers with a recurrence share: their state, the gated norm, the convolution, and first values."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rooftile.errors import InvalidInput
+
+
+class RecurrentState(NamedTuple):
+    """The state of a layer after some tokens.
+
+    tail (B, width of the convolution, K - 1): its last inputs; state: the state of the recurrence, float32.
+    """
+
+    tail: Tensor
+    state: Tensor
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of numbers that are multiplied by a gate: each of `groups` parts of the last axis by itself.
+
+    Args:
+        dim: the last axis.
+        groups: its parts.
+        gate_first: whether the norm is of x silu(z) (Mamba-2); else norm(x) is multiplied by silu(z) (gated delta net).
+        eps: is added to the mean of squares.
+    """
+
+    def __init__(
+        self, dim: int, groups: int = 1, *, gate_first: bool = True, eps: float = 1e-5,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        self.groups, self.gate_first, self.eps = groups, gate_first, eps
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """Normalises x (..., dim) with the gate z, in fp32; returns the dtype of x."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, gate = x.to(wide), F.silu(z.to(wide))
+        y = y * gate if self.gate_first else y
+        parts = y.unflatten(-1, (self.groups, -1))
+        y = (parts * (parts.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight.to(wide)
+        return (y if self.gate_first else y * gate).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, groups={self.groups}, gate_first={self.gate_first}, eps={self.eps}"
+
+
+def convolution(
+    width: int, taps: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Conv1d:  # fmt: skip
+    """Returns a module with the weights of a depthwise causal convolution, under the names that checkpoints have for them."""
+    return nn.Conv1d(width, width, taps, groups=width, padding=taps - 1, bias=bias, device=device, dtype=dtype)
+
+
+def first_dt_bias(count: int, low: float = 1e-3, high: float = 0.1, least: float = 1e-4) -> Tensor:
+    """Returns biases whose softplus is uniform in its logarithm between low and high, and at least `least`."""
+    dt = torch.exp(torch.rand(count) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=least)
+    # the inverse of softplus
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+def undecayed(value: Tensor, device: torch.device | str | None) -> nn.Parameter:
+    """Returns a parameter in fp32 that no weight decay should touch: `_no_weight_decay` says so, as mamba-ssm's does."""
+    parameter = nn.Parameter(value.float().to(device))
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def check_sizes(**sizes: int) -> None:
+    """Checks that sizes are whole numbers of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidInput(f"{name} is {size}; must be an int of at least 1")

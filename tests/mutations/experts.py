@@ -1,0 +1,59 @@
+"""Broken lines of routers, experts and the balance loss."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+ROUTING, EXPERTS, BALANCE = (f"tests/moe/test_{name}.py" for name in ("routing", "experts", "balance"))
+
+MUTATIONS = {
+    "router, the gate renormalised": Mutation("moe/routing.py", "if router.normalise:", "if True:", (ROUTING,)),
+    "router, a group's score": Mutation(
+        "moe/routing.py", "by_group.topk(2, -1).values.sum(-1)", "by_group.sum(-1)", (ROUTING,)
+    ),
+    "router, what is masked": Mutation("moe/routing.py", "[..., None], -math.inf)", "[..., None], 0.0)", (ROUTING,)),
+    "router, the bias in the gate": Mutation(
+        "moe/routing.py", "else scores.gather(-1, chosen)", "else (scores if bias is None else scores + bias).gather(-1, chosen)",
+        (ROUTING,),
+    ),
+    "router, ties": Mutation(
+        "moe/routing.py", "scores.sort(dim=-1, descending=True, stable=True).indices[..., : router.active]",
+        "scores.topk(router.active, -1).indices", (ROUTING, "-k", "ties"),
+    ),
+    "router, a detached score": Mutation(
+        "moe/routing.py", "gates = z.gather(-1, chosen).softmax(-1)", "gates = z.detach().gather(-1, chosen).softmax(-1)",
+        (ROUTING, "-k", "gradients"),
+    ),
+    "experts, the order of rows": Mutation(
+        "moe/sorting.py", "index_copy_(0, self.order, rows)", "copy_(rows[self.order])", (EXPERTS, "-k", "sorted")
+    ),
+    "experts, the gate's gradient": Mutation(
+        "moe/by_expert.py", "(a.to(gates.dtype) * e.to(gates.dtype))", "(a.to(gates.dtype) * g * e.to(gates.dtype))",
+        (EXPERTS, "-k", "sorted"),
+    ),
+    "experts, a clamp's gradient": Mutation("moe/activations.py", "da * gate * s * up_moves", "da * gate * s", (EXPERTS,)),
+    "experts, the shared gate": Mutation("moe/by_expert.py", "* s * (1 - s)", "* s", (EXPERTS, "-k", "sorted")),
+    "experts, an empty expert's neighbour": Mutation("moe/products.py", "if start < end:", "if start + 1 < end:", (EXPERTS,)),
+    "experts, a neighbour's bits": Mutation(
+        "moe/products.py", "product = linear_as_defined if deterministic else functional.linear", "product = functional.linear",
+        (EXPERTS, "-k", "neighbours"),
+    ),
+    "experts, a neighbour's exponential": Mutation(
+        "moe/products.py", "return torch.cat([function(row) for row in x.split(1)])", "return function(x)",
+        ("tests/moe", "-k", "neighbours"),
+    ),
+    "experts, infinity of another expert": Mutation(
+        "moe/definition.py", "torch.where(is_used, gate * z, 0)", "gate * z", (EXPERTS, "-k", "overflows")
+    ),
+    "experts, a tile too few": Mutation(
+        "moe/products.py", "// ROWS + min(count, x.shape[0])", "// ROWS + min(count, x.shape[0]) - 1", (EXPERTS, "-k", "tiles")
+    ),
+    "balance, over the batch": Mutation(
+        "moe/balance.py", "return torch.searchsorted(cu[1:], rows, right=True)", "return torch.zeros_like(rows).long()",
+        (BALANCE,),
+    ),
+    "balance, scores of a sigmoid": Mutation(
+        "moe/balance.py", "scores = scores / (scores.sum(-1, keepdim=True) + LEAST)", "scores = scores * 1", (BALANCE,)
+    ),
+    "balance, the step of a bias": Mutation("moe/balance.py", "counts.mean() - counts", "counts - counts.mean()", (BALANCE,)),
+}  # fmt: skip
