@@ -183,6 +183,25 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
         torch.testing.assert_close(state, other)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_states_in_bf16_take_half_and_change_little(name: str, peers) -> None:
+    """However a prompt is cut: a state is rounded wherever a step ends."""
+    asked, params = prompts(6), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = {}
+    for dtype, tokens in (("fp32", 96), ("bf16", 96), ("bf16", 7), ("bf16", 1)):
+        llm = LLM(peers(name).folder, state_dtype=dtype, **ROOM | {"max_num_seqs": 4, "max_batched_tokens": tokens})
+        states = next(memory for kind, memory in llm.caches.states.memory.items() if kind.endswith("states"))
+        assert states.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        outputs = llm.generate(asked, params)
+        read = [next(iter(one.values())).logprob for output in outputs for one in output.prompt_logprobs[1:]]
+        found[dtype, tokens] = torch.tensor(read)
+    exact = found.pop(("fp32", 96))
+    for (_, tokens), rounded in found.items():
+        assert (rounded - exact).abs().mean() < 0.02 * exact.std()
+        # a prompt that one step reads has no rounded state before its last token
+        assert tokens == 96 or not torch.equal(rounded, exact)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "due"),
     [
@@ -193,6 +212,7 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
             {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)},
             "approximate is given and the model has m",
         ),
+        ("llama", {"state_dtype": "bf16"}, 'state_dtype is "bf16" and no layer of the model has a state: leave state_dtype'),
         ("mamba2", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
     ],
 )

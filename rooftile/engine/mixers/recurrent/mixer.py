@@ -21,6 +21,7 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
 from rooftile.models import Attend, Decoder, Mamba2Sizes, MambaSizes, ModelConfig
 from rooftile.models.layers import Layer
+from rooftile.runtime.dtypes import torch_dtype
 
 
 class RecurrentMixer(Mixer):
@@ -58,7 +59,7 @@ class RecurrentMixer(Mixer):
 
     @property
     def _state(self) -> State:
-        return State(self.layers, f"{self.name} states", self.state_shape)
+        return State(self.layers, f"{self.name} states", self.state_shape, torch_dtype(self.config.state_dtype))
 
     @property
     def _tail(self) -> State:
