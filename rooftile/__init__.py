@@ -13,6 +13,7 @@
     rt.LLM(folder).generate(prompts)                # serves from a paged KV cache
     rt.kvcache, rt.attention_paged                  # the cache, and attention to it
     rt.approximate                                  # attention to fewer pairs
+    rt.moe                                          # experts: routers, products, the balance loss
 
 Names are imported when they are first used: `import rooftile` brings neither torch nor Triton.
 """

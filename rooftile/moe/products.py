@@ -26,10 +26,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sorted, deter
     """x (N K, in) times each row's weight transposed, of (E, out, in), plus bias (E, out): (N K, out)."""
     if x.device.type == "cpu":
         return _by_expert(x, weight, bias, rows, deterministic)
-    if not deterministic and _has_grouped(x, weight):
-        y = torch._grouped_mm(x, weight.mT, offs=rows.ends)
-    else:
-        y = by_tiles(x, weight, rows)
+    y = grouped(x, weight, rows) if not deterministic and _has_grouped(x, weight) else by_tiles(x, weight, rows)
     return y if bias is None else y + bias[rows.experts.long()]
 
 
@@ -40,12 +37,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, rows: Sorted) -> Tens
         for e, part in _parts(rows):
             torch.mm(dy[part].mT, x[part], out=found[e])
         return found
-    if _has_grouped(x, weight):
-        found = torch._grouped_mm(dy.mT, x, offs=rows.ends)
-        # what a group without rows gets is not promised
-        counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
-        return torch.where(counts[:, None, None] > 0, found, 0)
-    return gradient_by_tiles(dy, x, weight, rows)
+    return (grouped_gradient if _has_grouped(x, weight) else gradient_by_tiles)(dy, x, weight, rows)
 
 
 def bias_gradient(dy: Tensor, bias: Tensor, rows: Sorted) -> Tensor:
@@ -91,6 +83,18 @@ def _by_expert(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sorted, det
     for e, part in _parts(rows):
         y[part] = product(x[part], weight[e], None if bias is None else bias[e])
     return y
+
+
+def grouped(x: Tensor, weight: Tensor, rows: Sorted) -> Tensor:
+    """`multiply` without a bias, by PyTorch's grouped product."""
+    return torch._grouped_mm(x, weight.mT, offs=rows.ends)
+
+
+def grouped_gradient(dy: Tensor, x: Tensor, weight: Tensor, rows: Sorted) -> Tensor:
+    """`weight_gradient` by PyTorch's grouped product, which promises nothing for an expert without rows."""
+    found = torch._grouped_mm(dy.mT, x, offs=rows.ends)
+    counts = rows.ends.diff(prepend=rows.ends.new_zeros(1))
+    return torch.where(counts[:, None, None] > 0, found, 0)
 
 
 def laid_out(x: Tensor, rows: Sorted, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ SIZES = {
     "all active": (5, 4, 4, 8, 6, 0),
     "one expert": (9, 1, 1, 8, 6, 3),
     "wide": (35, 2, 5, 40, 33, 17),
+    "aligned": (50, 2, 7, 40, 32, 16),
 }
 ACTIVATIONS = ("silu", "clamped", "relu2")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -247,6 +248,19 @@ def test_products_in_tiles_equal_products_by_expert(size: str, kind: str) -> Non
     tiles, places, expert = products.laid_out(x, rows, E)
     assert torch.equal(tiles.flatten(0, 1)[places], x)
     assert torch.equal(expert[places // products.ROWS], rows.experts.long())
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+def test_grouped_products_equal_products_by_expert() -> None:
+    # the last experts have no rows
+    rows = sort(torch.randint(0, 5, (40, 2), dtype=torch.int32), 7)
+    x, dy, weight = (torch.randn(shape).bfloat16() for shape in ((80, 16), (80, 24), (7, 24, 16)))
+    for a, w in ((x, weight), (dy, weight.mT)):
+        due = products.multiply(a, w, None, rows, False)
+        torch.testing.assert_close(products.grouped(a, w, rows), due)
+    due = products.weight_gradient(dy, x, weight, rows)
+    torch.testing.assert_close(products.grouped_gradient(dy, x, weight, rows), due)
+    assert (due[5:] == 0).all()
 
 
 def test_a_row_of_a_tile_does_not_depend_on_the_other_tiles() -> None:

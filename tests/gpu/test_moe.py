@@ -1,0 +1,89 @@
+"""Experts on a GPU: values and gradients, no wait of the host, the same bits in every run, a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile import moe
+from tests.approximate.tolerance import assert_within
+from tests.moe.test_experts import ACTIVATIONS, DTYPES, run, tensors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", ["none", "odd", "aligned"])
+def test_experts_equal_python(size: str, activation: str, dtype: torch.dtype) -> None:
+    experts, given = tensors(size, activation)
+    experts = experts.cuda()
+    given = {name: (x if name == "gates" else x.to(dtype).float()).cuda() for name, x in given.items()}
+    exact = run(experts, given, torch.float64, activation, by_hand=True)
+    plain = run(experts, given, dtype, activation, backend="eager")
+    for deterministic in (False, True):
+        found = run(experts, given, dtype, activation, deterministic=deterministic)
+        assert_within(found, exact, plain, dtype, terms=256)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_host_waits_for_nothing(dtype: torch.dtype) -> None:
+    layer = rt.nn.DeepSeekMoE(64, 16, 3, 1, 48, device="cuda", dtype=dtype, selection_bias=True)
+    x = torch.randn(100, 64, device="cuda", dtype=dtype)
+    cu = torch.tensor([0, 40, 100], dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        routing = layer.route(x)
+        loss = layer(x, routing).float().square().mean() + moe.balance_loss(routing, cu=cu)
+        loss.backward()
+        moe.update_bias(layer.selection_bias, routing)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_deterministic_token_does_not_depend_on_neighbours(dtype: torch.dtype) -> None:
+    layer = rt.nn.DeepSeekMoE(64, 16, 3, 1, 48, device="cuda", dtype=dtype, deterministic=True)
+    x = torch.randn(300, 64, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        due = layer(x)
+        for rows in (slice(0, 1), slice(299, 300), slice(3, 130)):
+            assert torch.equal(layer(x[rows]), due[rows])
+
+
+def gradients(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(layer(x).float().square().sum(), list(layer.parameters())))
+
+
+def test_every_run_has_the_same_bits() -> None:
+    layer = rt.nn.DeepSeekMoE(64, 16, 3, 1, 48, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
+    due = gradients(layer, x)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(layer, x), due, strict=True))
+
+
+def test_a_captured_graph_follows_the_tokens() -> None:
+    layer = rt.nn.DeepSeekMoE(64, 16, 3, 1, 48, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer(x))
