@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,11 +69,11 @@ class RecurrentMixer(Mixer):
     def working_bytes(self, largest: Largest) -> int:
         """Returns the bytes of what the convolution and the recurrence write, and of the states of the chunks of a step.
 
-        A step has at most as many chunks as answers run, and their states are there twice, before and after.
+        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32.
         """
         written = largest.tokens * (self.sizes.convolved + self.sizes.width) * largest.computed.itemsize
-        kept = self._state.sequence_bytes() + self._tail.sequence_bytes()
-        return written + 2 * largest.answers * kept // len(self.layers)
+        kept = math.prod(self.state_shape) * 4 + self._tail.sequence_bytes() // len(self.layers)
+        return written + 2 * largest.answers * kept
 
     def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         assert caches.states is not None
