@@ -85,6 +85,8 @@ class LLM:
             word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
             the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
             {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
+        state_dtype: the dtype of the states of recurrences (Mamba): "fp32", or "bf16", which takes half the memory and rounds a
+            state after each token.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
     one by one, with the reason, unless they ask for what happens anyway.
@@ -108,7 +110,7 @@ class LLM:
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
-        weights: Weights = "auto",
+        weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -116,7 +118,7 @@ class LLM:
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
-            generation_config=generation_config, approximate=approximate, weights=weights,
+            generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self._default_params = SamplingParams()

@@ -128,4 +128,4 @@ def test_importing_rooftile_imports_no_approximate_method() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "4"]
     with pytest.raises(AttributeError, match=r"module 'rooftile.nn' has no attribute 'RetNet'"):
-        _ = rt.nn.Mamba
+        _ = rt.nn.RetNet

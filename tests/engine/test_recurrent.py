@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Mamba2Config
 
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, AsyncEngine, SamplingParams
@@ -18,6 +19,8 @@ from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
+from tests.models.checkpoints import made, saved
+from tests.models.recurrent import MAMBA2
 
 NAMES = ["mamba", "mamba2", "mamba2, groups", "bamba"]
 # tokens per block of the cache
@@ -43,6 +46,17 @@ def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> 
     assert tokens_of(llm, asked, GREEDY) == [[row] for row in due]
     assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
     assert max(len(set(row)) for row in due) > 8
+
+
+@pytest.mark.parametrize("how", ["in chunks", "chunks of one"])
+def test_bounds_of_time_steps_hold_in_prompts_and_answers(how: str, tmp_path: Path) -> None:
+    """A step of Transformers 5.17 has no bounds, so one pass over all tokens says what is due."""
+    model = made(Mamba2Config(**MAMBA2, time_step_limit=(0.6, 0.7)))
+    llm, asked = LLM(saved(model, tmp_path), block_size=SIZE, **SETTINGS[how]), prompts(4)
+    for prompt, (answer,) in zip(asked, tokens_of(llm, asked, GREEDY), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,6 +183,25 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
         torch.testing.assert_close(state, other)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_states_in_bf16_take_half_and_change_little(name: str, peers) -> None:
+    """However a prompt is cut: a state is rounded wherever a step ends."""
+    asked, params = prompts(6), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = {}
+    for dtype, tokens in (("fp32", 96), ("bf16", 96), ("bf16", 7), ("bf16", 1)):
+        llm = LLM(peers(name).folder, state_dtype=dtype, **ROOM | {"max_num_seqs": 4, "max_batched_tokens": tokens})
+        states = next(memory for kind, memory in llm.caches.states.memory.items() if kind.endswith("states"))
+        assert states.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        outputs = llm.generate(asked, params)
+        read = [next(iter(one.values())).logprob for output in outputs for one in output.prompt_logprobs[1:]]
+        found[dtype, tokens] = torch.tensor(read)
+    exact = found.pop(("fp32", 96))
+    for (_, tokens), rounded in found.items():
+        assert (rounded - exact).abs().mean() < 0.02 * exact.std()
+        # a prompt that one step reads has no rounded state before its last token
+        assert tokens == 96 or not torch.equal(rounded, exact)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "due"),
     [
@@ -179,6 +212,7 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
             {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)},
             "approximate is given and the model has m",
         ),
+        ("llama", {"state_dtype": "bf16"}, 'state_dtype is "bf16" and no layer of the model has a state: leave state_dtype'),
         ("mamba2", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
     ],
 )

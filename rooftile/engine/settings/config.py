@@ -57,6 +57,7 @@ class EngineConfig:
     generation_config: Literal["auto", "none"] = "auto"
     approximate: Approximation | str | Path | None = None
     weights: Weights = "auto"
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __repr__(self) -> str:
         return changed(self)

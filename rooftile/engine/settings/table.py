@@ -164,6 +164,7 @@ SETTINGS = {
         Setting("max_batched_tokens", int, 8192, "Most tokens read in one step.", _whole(1), "max_num_batched_tokens"),
         Setting("gpu_memory_utilization", float, 0.9, "Share of the GPU's memory for model and cache.", _share),
         Setting("kv_dtype", str, "auto", "Dtype of the KV cache: fp8; auto for the model's.", _kv_dtype, "kv_cache_dtype"),
+        Setting("state_dtype", str, "fp32", "Dtype of the states of recurrences: fp32, bf16.", _one_of("fp32", "bf16")),
         Setting("allocator", str, "paged", "paged, or contiguous for comparison.", _one_of("paged", "contiguous")),
         Setting("tensor_parallel_size", int, 1, "Must be 1.", _tensor_parallel),
         Setting("max_num_seqs", int, 256, "Most answers that run at once.", _whole(1, MOST_SEQS)),

@@ -54,6 +54,8 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
     if config.kv_dtype == "fp8" and not layout.places:
         raise Unsupported('kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out')
+    if config.state_dtype != "fp32" and not layout.has_states:
+        raise Unsupported(f'state_dtype is "{config.state_dtype}" and no layer of the model has a state: leave state_dtype out')
     check_weights(model, config, device)
     decoder = load_decoder(model, shape, config, device, max_len)
     for mixer in mixers:

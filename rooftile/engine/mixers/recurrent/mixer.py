@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
 from rooftile.models import Attend, Decoder, Mamba2Sizes, MambaSizes, ModelConfig
 from rooftile.models.layers import Layer
+from rooftile.runtime.dtypes import torch_dtype
 
 
 class RecurrentMixer(Mixer):
@@ -58,7 +60,7 @@ class RecurrentMixer(Mixer):
 
     @property
     def _state(self) -> State:
-        return State(self.layers, f"{self.name} states", self.state_shape)
+        return State(self.layers, f"{self.name} states", self.state_shape, torch_dtype(self.config.state_dtype))
 
     @property
     def _tail(self) -> State:
@@ -67,11 +69,11 @@ class RecurrentMixer(Mixer):
     def working_bytes(self, largest: Largest) -> int:
         """Returns the bytes of what the convolution and the recurrence write, and of the states of the chunks of a step.
 
-        A step has at most as many chunks as answers run, and their states are there twice, before and after.
+        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32.
         """
         written = largest.tokens * (self.sizes.convolved + self.sizes.width) * largest.computed.itemsize
-        kept = self._state.sequence_bytes() + self._tail.sequence_bytes()
-        return written + 2 * largest.answers * kept // len(self.layers)
+        kept = math.prod(self.state_shape) * 4 + self._tail.sequence_bytes() // len(self.layers)
+        return written + 2 * largest.answers * kept
 
     def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         assert caches.states is not None

@@ -67,9 +67,10 @@ class RecurrentStep:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read_chunks(self, one: Recurrence, x: Tensor, rest: tuple[Tensor, ...], cu: Tensor) -> Tensor:
-        tails, states = one.tails[self.slots], one.states[self.slots]
+        # a chunk is summed in fp32, whatever dtype its state is kept in
+        tails, states = one.tails[self.slots], one.states[self.slots].float()
         x, tails = rec.causal_conv(x, one.conv_weight, one.conv_bias, activation="silu", tail=tails, cu=cu)
         y, states = one.read(x, rest, states, cu)
         one.tails.index_copy_(0, self.slots, tails)
-        one.states.index_copy_(0, self.slots, states)
+        one.states.index_copy_(0, self.slots, states.to(one.states.dtype))
         return y
