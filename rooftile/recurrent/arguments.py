@@ -94,11 +94,11 @@ def check_rows(state: Any, name: str, axes: str, slots: Any, sizes: dict[str, in
 
 
 def check_values(name: str, x: Tensor, good: str) -> None:
-    """Checks that all numbers of a tensor are "negative" or "at least 0"; where this would wait for a GPU, it does not."""
+    """Checks that all numbers of a tensor are "at most 0" or "at least 0"; where this would wait for a GPU, it does not."""
     if torch.compiler.is_compiling() or transformed() or x.device.type != "cpu":
         return
     x = x.detach()
-    wrong = x >= 0 if good == "negative" else x < 0
+    wrong = x > 0 if good == "at most 0" else x < 0
     if bool(wrong.any()):
         raise InvalidInput(f"{name} has {float(x[wrong].flatten()[0]):g}; must be {good}")
 

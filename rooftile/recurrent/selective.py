@@ -56,7 +56,7 @@ def selective_scan(
     Args:
         x: inputs (B, T, W), float32, bfloat16, float16 or float64, any strides; with cu (total, W).
         dt: steps (B, T, W) before softplus, in the dtype of x or in float32.
-        A: the rates of decay (W, N), negative.
+        A: the rates of decay (W, N), at most 0.
         B, C: (B, T, N) in the dtype of x, one for all channels; or (B, T, G, N), each for W / G neighbouring channels.
         D: the weight of x in y, (W,).
         z: a gate (B, T, W), in the dtype of x.
@@ -115,7 +115,8 @@ def selective_scan_step(
     Args:
         state: states (rows, W, N), float32, bfloat16 or float16; sums are in float32, and rounded into it.
         x, dt, A, B, C, D, z, dt_bias, softplus: as in `selective_scan`, without the axis of tokens.
-        slots: the row of each sequence's state, int32 or int64, no row twice; None for row n of sequence n.
+        slots: the row of each sequence's state, int32 or int64; None for row n of sequence n. Tokens that share a row, such
+            as padding, leave one of their states in it.
 
     Returns:
         y (S, W) in the dtype of x. It has no gradient.
@@ -144,7 +145,7 @@ def _checked(
     if grouped:
         check_groups(sizes["W"], sizes["G"], "W")
     check_dtypes(x, {"B": B, "C": C, "z": z}, {"dt": dt, "A": A, "D": D, "dt_bias": dt_bias})
-    check_values("A", A, "negative")
+    check_values("A", A, "at most 0")
     return sizes
 
 

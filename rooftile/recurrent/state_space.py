@@ -65,7 +65,7 @@ def ssd(
     Args:
         x: inputs (B, T, H, P), float32, bfloat16, float16 or float64, any strides; with cu (total, H, P).
         dt: steps (B, T, H) before softplus, in the dtype of x or in float32.
-        A: the rate of decay (H,), negative.
+        A: the rate of decay (H,), at most 0.
         B, C: (B, T, G, N) in the dtype of x; G divides H, and each group serves H / G neighbouring heads.
         D: the weight of x in y, (H,) or (H, P).
         z: a gate (B, T, H, P), in the dtype of x.
@@ -105,7 +105,7 @@ def ssd(
     sizes = _checked(shapes, D, z, dt_bias, front)
     check_dtypes(x, {"B": B, "C": C, "z": z}, {"dt": dt, "A": A, "D": D, "dt_bias": dt_bias})
     options = check_flag("softplus", softplus), *check_limits(dt_limit)
-    check_values("A", A, "negative")
+    check_values("A", A, "at most 0")
     if not softplus and dt_bias is None:
         check_values("dt", dt, "at least 0")
     cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
@@ -136,7 +136,8 @@ def ssd_step(
     Args:
         state: states (rows, H, P, N), float32, bfloat16 or float16; sums are in float32, and rounded into it.
         x, dt, A, B, C, D, z, dt_bias, softplus, dt_limit: as in `ssd`, without the axis of tokens.
-        slots: the row of each sequence's state, int32 or int64, no row twice; None for row n of sequence n.
+        slots: the row of each sequence's state, int32 or int64; None for row n of sequence n. Tokens that share a row, such
+            as padding, leave one of their states in it.
 
     Returns:
         y (S, H, P) in the dtype of x. It has no gradient.
