@@ -20,7 +20,7 @@ from rooftile.moe.router import Router
 from rooftile.runtime.arguments import check_deterministic, shown
 from rooftile.runtime.words import answers_foreign_words
 
-# what DeepSeek-V3 adds to a sum of gates before it divides by it; a softmax's sum is too large to change by it
+# DeepSeek-V3 adds this to a sum of gates before it divides by the sum; a softmax's sum is too large to change by it
 LEAST = 1e-20
 
 

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 MEMORY = 1 << 30
 # runs of the smallest call, from the cache
 WARM_RUNS = 5
-# what a call takes more, at most, because its code is not in the caches
+# a call takes at most this much longer because its code is not in the caches
 COLD_CODE_US = 30.0
 # slices that take more than 1.3 times as long as the whole call run in another way, and show nothing of its traffic
 SLOWER = 1.3

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from rooftile.recurrent.arguments import check_groups
 from rooftile.recurrent.convolution import causal_conv, conv_step
 from rooftile.recurrent.delta import gated_delta, gated_delta_step
-from rooftile.recurrent.modules.parts import GatedNorm, RecurrentState, check_sizes, convolution, undecayed
+from rooftile.recurrent.modules.parts import GatedNorm, RecurrentLayer, RecurrentState, check_sizes, convolution, undecayed
 from rooftile.runtime.words import answers_foreign_words
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentLayer):
     """The mixer of gated delta nets: (B, T, dim) in, (B, T, dim) out.
 
     The parameters have the names and shapes of Transformers' `qwen3_5`, so `load_state_dict` takes its mixers.
@@ -60,30 +60,10 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(value_dim, gate_first=False, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(self._parts[2], dim, **made)  # type: ignore[arg-type]
 
-    @answers_foreign_words
-    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
-        return self.with_state(x, cu=cu)[0]
-
-    @answers_foreign_words
-    def with_state(
-        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
-    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
-
-        Args:
-            x: the inputs.
-            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
-            cu: offsets (B + 1,), int32.
-
-        Returns:
-            y, as x, and the state after these tokens.
-        """
-        tail, first = (None, None) if state is None else state
+    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         qkv, tail = causal_conv(self.in_proj_qkv(x), self.conv1d.weight[:, 0], tail=tail, cu=cu)
         y, last = gated_delta(*self._inputs(x, qkv), state=first, cu=cu, backend=self.backend)
-        y = self._out(x, y)
-        return y, RecurrentState(tail, last)
+        return self._out(x, y), tail, last
 
     @torch.no_grad()
     def step(self, x: Tensor, state: RecurrentState) -> Tensor:

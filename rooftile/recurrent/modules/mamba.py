@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.recurrent.convolution import causal_conv, conv_step
-from rooftile.recurrent.modules.parts import RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
+from rooftile.recurrent.modules.parts import RecurrentLayer, RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
 from rooftile.recurrent.selective import selective_scan, selective_scan_step
 from rooftile.runtime.words import answers_foreign_words
 
 
-class Mamba(nn.Module):
+class Mamba(RecurrentLayer):
     """The mixer of Mamba-1: (B, T, dim) in, (B, T, dim) out.
 
     The parameters have the names and shapes of mamba-ssm's and Transformers' mixers, so `load_state_dict` takes theirs.
@@ -59,33 +59,13 @@ class Mamba(nn.Module):
         self.D = undecayed(torch.ones(self.width), device)
         self.out_proj = nn.Linear(self.width, dim, bias=bias, **made)  # type: ignore[arg-type]
 
-    @answers_foreign_words
-    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
-        return self.with_state(x, cu=cu)[0]
-
-    @answers_foreign_words
-    def with_state(
-        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
-    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
-
-        Args:
-            x: the inputs.
-            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
-            cu: offsets (B + 1,), int32.
-
-        Returns:
-            y, as x, and the state after these tokens.
-        """
+    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x, z = self.in_proj(x).chunk(2, -1)
-        tail, first = (None, None) if state is None else state
         x, tail = causal_conv(x, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
         y, last = selective_scan(
             *self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias, state=first, cu=cu, backend=self.backend
         )
-        y = self.out_proj(y)
-        return y, RecurrentState(tail, last)
+        return self.out_proj(y), tail, last
 
     @torch.no_grad()
     def step(self, x: Tensor, state: RecurrentState) -> Tensor:

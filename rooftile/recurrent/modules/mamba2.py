@@ -7,12 +7,20 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.recurrent.convolution import causal_conv, conv_step
-from rooftile.recurrent.modules.parts import GatedNorm, RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
+from rooftile.recurrent.modules.parts import (
+    GatedNorm,
+    RecurrentLayer,
+    RecurrentState,
+    check_sizes,
+    convolution,
+    first_dt_bias,
+    undecayed,
+)
 from rooftile.recurrent.state_space import UNLIMITED, ssd, ssd_step
 from rooftile.runtime.words import answers_foreign_words
 
 
-class Mamba2(nn.Module):
+class Mamba2(RecurrentLayer):
     """The mixer of Mamba-2: (B, T, dim) in, (B, T, dim) out.
 
     The parameters have the names and shapes of mamba-ssm's and Transformers' mixers, so `load_state_dict` takes theirs.
@@ -70,34 +78,14 @@ class Mamba2(nn.Module):
         self.norm = GatedNorm(width, groups if norm_groups else 1, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
 
-    @answers_foreign_words
-    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
-        return self.with_state(x, cu=cu)[0]
-
-    @answers_foreign_words
-    def with_state(
-        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
-    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
-        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
-
-        Args:
-            x: the inputs.
-            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
-            cu: offsets (B + 1,), int32.
-
-        Returns:
-            y, as x, and the state after these tokens.
-        """
+    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         z, xBC, dt = self.in_proj(x).split(self._parts, -1)
-        tail, first = (None, None) if state is None else state
         xBC, tail = causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
         y, last = ssd(
             *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit, state=first, cu=cu,
             backend=self.backend,
         )  # fmt: skip
-        y = self.out_proj(self.norm(y.flatten(-2), z))
-        return y, RecurrentState(tail, last)
+        return self.out_proj(self.norm(y.flatten(-2), z)), tail, last
 
     @torch.no_grad()
     def step(self, x: Tensor, state: RecurrentState) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.runtime.words import answers_foreign_words
 
 
 class RecurrentState(NamedTuple):
@@ -20,6 +22,39 @@ class RecurrentState(NamedTuple):
 
     tail: Tensor
     state: Tensor
+
+
+class RecurrentLayer(nn.Module):
+    """A layer whose memory of earlier tokens is a `RecurrentState`; a kind of layer writes `_mixed`."""
+
+    @answers_foreign_words
+    def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
+        return self.with_state(x, cu=cu)[0]
+
+    @answers_foreign_words
+    def with_state(
+        self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
+        """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu.
+
+        Args:
+            x: the inputs.
+            state: the state after earlier tokens; None at the beginning. Gradients flow to it.
+            cu: offsets (B + 1,), int32.
+
+        Returns:
+            y, as x, and the state after these tokens.
+        """
+        tail, first = (None, None) if state is None else state
+        y, tail, last = self._mixed(x, tail, first, cu)
+        return y, RecurrentState(tail, last)
+
+    @abstractmethod
+    def _mixed(
+        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns y, the last tail of the convolution and the last state of the recurrence."""
 
 
 class GatedNorm(nn.Module):
