@@ -17,7 +17,7 @@ from rooftile.runtime.operators import transformed
 from rooftile.runtime.tensors import autocast
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = ("tiled", "eager")
+BACKENDS = ("triton", "tiled", "eager")
 
 
 def check_shapes(tensors: Mapping[str, tuple[Any, str]], sizes: dict[str, int]) -> dict[str, int]:

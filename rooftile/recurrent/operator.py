@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.recurrent import walk
-from rooftile.recurrent.rule import Rule, Tensors
+from rooftile.recurrent.rule import Given, Kernels, Rule, Tensors
+from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
+from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, call, define, transformed, wants_grad, watched
 
 
@@ -27,7 +30,7 @@ class Operators:
         self.rule, self._by_token = rule, replace(rule, piece=None)
         self._count = len(rule.tensors) + 1
         tensors = ", ".join(f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in rule.tensors)
-        options = ", ".join(rule.options)
+        options = ", ".join((*rule.options, "str backend"))
         given = f"{tensors}, Tensor state, Tensor? cu, {options}"
         self._function = _function(self)
         self.forward = define(
@@ -39,7 +42,9 @@ class Operators:
             self._run_backward, self._fake_backward, partial(_refuse_twice, self), has_gradient=tuple(range(self._count + 2)),
         )  # fmt: skip
         self.step = define(
-            f"{rule.name}_step(Tensor(a!) state, {tensors}, Tensor? slots, {options}) -> Tensor", self._run_step, self._fake_step
+            f"{rule.name}_step(Tensor(a!) state, {tensors}, Tensor? slots, {', '.join(rule.options)}) -> Tensor",
+            self._run_step,
+            self._fake_step,
         )
 
     def __call__(
@@ -50,7 +55,9 @@ class Operators:
             return walk.forward(self._by_token, tokens, constants, state, cu, options)
         if transformed():
             return walk.forward(self.rule, tokens, constants, state, cu, options)
-        arguments = (*tokens, *constants, state, cu, *options)
+        if backend == "triton" and (reason := self.refusal(tokens, constants, state, options)) is not None:
+            raise Unsupported(f"backend 'triton' cannot run {self.rule.name}: {reason}")
+        arguments = (*tokens, *constants, state, cu, *options, backend)
         if torch.compiler.is_compiling() or watched(*arguments) or state.is_meta:
             y, last = self.forward(*arguments)
         elif wants_grad(*arguments[: self._count]):
@@ -66,33 +73,68 @@ class Operators:
         found: Tensor = call(self.step, self._run_step, state, *tokens, *constants, slots, *options)
         return found
 
+    def refusal(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
+        """Says why no kernel runs such tensors, or None: what came; what the kernels have."""
+        if self.rule.kernels is None:
+            return "no kernels are there for it"
+        if lack := lack_of_kernels(arch(state.device)):
+            return lack
+        return self._kernels.refusal(tokens, constants, state, options)
+
+    @property
+    def _kernels(self) -> Kernels:
+        assert self.rule.kernels is not None
+        found: Any = import_module(self.rule.kernels)
+        return cast(Kernels, found)
+
+    def _runs_kernels(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given, backend: str) -> bool:
+        if backend == "auto":
+            warn_without_triton(state.is_cuda)
+        return backend in ("auto", "triton") and self.refusal(tokens, constants, state, options) is None
+
     def run_backward(self, arguments: Sequence[Any]) -> list[Tensor]:
         """Runs the backward, as an operator where something watches."""
         if torch.is_grad_enabled() or watched(*arguments) or arguments[0].is_meta:
             return list(self.backward(*arguments))
         return self._run_backward(*arguments)
 
-    def _split(self, arguments: Sequence[Any]) -> tuple[Tensors, Tensors, Tensor, Tensor | None, Sequence[Any]]:
+    def _split(self, arguments: Sequence[Any]) -> tuple[Tensors, Tensors, Tensor, Tensor | None, Given, str]:
         tokens, n = len(self.rule.tokens), self._count - 1
-        return arguments[:tokens], arguments[tokens:n], arguments[n], arguments[n + 1], arguments[n + 2 :]
+        *options, backend = arguments[n + 2 :]
+        return arguments[:tokens], arguments[tokens:n], arguments[n], arguments[n + 1], options, backend
 
     def _run(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        state = arguments[self._count - 1]
+        tokens, constants, state, cu, options, backend = self._split(arguments)
+        if self._runs_kernels(tokens, constants, state, options, backend):
+            with device_of(state):
+                return self._kernels.forward(tokens, constants, state, cu, options)
         with torch.autocast(state.device.type, enabled=False):
-            y, last = walk.forward(self.rule, *self._split(arguments))
+            y, last = walk.forward(self.rule, tokens, constants, state, cu, options)
         # an operator returns none of its inputs
         return y.contiguous(), last.clone(memory_format=torch.contiguous_format)
 
     def _run_backward(self, dy: Tensor, d_last: Tensor | None, *arguments: Any) -> list[Tensor]:
-        tokens, constants, state, cu, options = self._split(arguments)
+        tokens, constants, state, cu, options, backend = self._split(arguments)
+        if self._runs_kernels(tokens, constants, state, options, backend):
+            with device_of(state):
+                return self._kernels.backward(dy, d_last, tokens, constants, state, cu, options)
         d_last = torch.zeros_like(state) if d_last is None else d_last
         with torch.autocast(state.device.type, enabled=False):
             return walk.backward(self.rule, dy, d_last, tokens, constants, state, cu, options)
+
+    def _step_in_kernels(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> bool:
+        warn_without_triton(state.is_cuda)
+        if self.rule.kernels is None or lack_of_kernels(arch(state.device)):
+            return False
+        return self._kernels.step_refusal(tokens, constants, state, options) is None
 
     def _run_step(self, state: Tensor, *arguments: Any) -> Tensor:
         tokens, constants, (slots, *options) = (
             arguments[: len(self.rule.tokens)], arguments[len(self.rule.tokens) : self._count - 1], arguments[self._count - 1 :]
         )  # fmt: skip
+        if self._step_in_kernels(tokens, constants, state, options):
+            with device_of(state):
+                return self._kernels.step(state, tokens, constants, slots, options)
         rows = None if slots is None else slots.long()
         own = state if rows is None else state.index_select(0, rows)
         with torch.autocast(state.device.type, enabled=False):

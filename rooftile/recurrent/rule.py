@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,36 @@ Tensors = Sequence[Tensor | None]
 # tokens, constants, state, options -> outputs and the state afterwards
 Given = Sequence[Any]
 Step = Callable[[Given, Given, Tensor, Given], tuple[Tensor, Tensor]]
+
+
+class Kernels(Protocol):
+    """The module of a rule's kernels. It imports Triton, so it is imported where kernels can run, and at the first call."""
+
+    def refusal(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
+        """Says why the kernels do not run such tensors (shapes and dtypes alone count), or None: what came; what they have."""
+
+    def step_refusal(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
+        """Says the same of a step."""
+
+    def forward(
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
+    ) -> tuple[Tensor, Tensor]:
+        """Returns contiguous outputs in the dtype of `like`, and a new tensor with the last states, in the dtype of the first."""
+
+    def backward(
+        self,
+        dy: Tensor,
+        d_last: Tensor | None,
+        tokens: Tensors,
+        constants: Tensors,
+        state: Tensor,
+        cu: Tensor | None,
+        options: Given,
+    ) -> list[Tensor]:
+        """Returns contiguous gradients of the tensors that are there, in order, and of the first state, each in its dtype."""
+
+    def step(self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Given) -> Tensor:
+        """Reads one token of each sequence, changes the states in place, and returns contiguous outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +58,7 @@ class Rule:
         piece: computes consecutive tokens (B, c, ...) from the state before them; None goes token by token.
         length: the tokens of a piece, between which the backward keeps no more than the states.
         like: the place in `tokens` of the tensor whose shape and dtype the outputs have.
+        kernels: the name of the module with its kernels, which has the functions of `Kernels`; None without kernels.
     """
 
     name: str
@@ -38,6 +69,7 @@ class Rule:
     piece: Step | None
     length: int
     like: int = 0
+    kernels: str | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:

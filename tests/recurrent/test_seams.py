@@ -120,7 +120,7 @@ def good() -> dict[str, Any]:
         ({"dt_limit": (0.5, 0.1)}, r"dt_limit is \(0.5, 0.1\); must be two numbers from 0 on"),
         ({"dt_limit": 3}, "dt_limit is 3; must be two numbers"),
         ({"softplus": 1}, "softplus is 1; must be True or False"),
-        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'tiled' or 'eager'"),
+        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'triton', 'tiled' or 'eager'"),
         ({"cu": torch.tensor([0, 6])}, r"x is \(2, 6, 4, 5\); must have 3 axes \(total, H, P\)"),
         ({"D": [1.0]}, r"D is \[1.0\]; must be a tensor \(H\)"),
         ({"window": 3}, "window"),
