@@ -237,12 +237,12 @@ def _recurrence_flops(q: Tensor, k: Tensor, state: Tensor, projection: Tensor | 
 
 
 def _ssd(arguments: tuple[Any, ...], results: Any) -> Work:
-    x, *_, state, _, _, _, _ = arguments
+    x, *_, state, _, _, _, _, _ = arguments
     return Work(states.ssd_flops(x, state, "fwd"), _nbytes(arguments), _nbytes(results))
 
 
 def _ssd_backward(arguments: tuple[Any, ...], results: Any) -> Work:
-    _, _, x, *_, state, _, _, _, _ = arguments
+    _, _, x, *_, state, _, _, _, _, _ = arguments
     return Work(states.ssd_flops(x, state, "bwd"), _nbytes(arguments), _nbytes(results))
 
 

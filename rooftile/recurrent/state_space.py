@@ -228,5 +228,6 @@ OPERATORS = Operators(
         token=_token,
         piece=_piece,
         length=64,
+        kernels="rooftile.recurrent.kernels.state_space",
     )
 )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The kernels of Mamba-2's recurrence compile for the chips that they are for, without one; no register spills."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.grids import swept
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.kernels.newer import NEWER  # noqa: E402
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+
+# bytes outside of registers
+ROOM = 32 if NEWER else 0
+WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+IN_DTYPE = {"x_ptr", "b_ptr", "c_ptr", "z_ptr", "y_ptr", "dt_ptr", "dy_ptr", "dx_ptr", "dz_ptr"}
+NAMES = ("_steps", "_products", "_segment_sums", "_scan", "_outputs")
+
+
+def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True) -> Any:
+    """A kernel as it is launched for tensors that are aligned to 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rooftile.recurrent.kernels import state_space as own
+
+    kernel = next(x.fn for x in vars(own).values() if isinstance(x, own.Kernel) and x.name == name)
+    constants: dict[str, Any] = own._constants(P, N, dtype, sm >= 90, 8, 2, False, GATED=gated)
+    constants = constants | {
+        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False,
+    }  # fmt: skip
+    if name == "_scan":
+        constants = constants | {"BLOCK": own._SCANNED}
+    options = {word: constants[word] for word in ("num_warps", "num_stages")}
+    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    signature: dict[str, Any] = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_strides"):
+            signature[argument] = ("i32",) * (2 if argument == "d_strides" else 3)
+        elif argument in ("low", "high"):
+            signature[argument] = "fp32"
+        elif not argument.endswith("_ptr"):
+            signature[argument] = "i32"
+        elif argument == "cu_ptr":
+            signature[argument] = "*i32"
+        elif argument == "cb_ptr":
+            signature[argument] = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+        else:
+            signature[argument] = WORDS[dtype] if argument in IN_DTYPE else "*fp32"
+    names = list(enumerate(kernel.arg_names))
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
+    even += [
+        (n, axis)
+        for n, argument in names
+        if argument in ("x_strides", "b_strides", "c_strides", "z_strides")
+        for axis in range(3)
+    ]
+    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+SIZES = ((64, 128), (128, 64), (64, 256), (32, 16))
+GRID = [
+    (name, sm, dtype, size) for name in NAMES for sm in (80, 90) for dtype in WORDS for size in SIZES
+    if size[1] <= 128 or dtype != torch.float32
+]  # fmt: skip
+
+
+def _traits(case: tuple) -> tuple:
+    """`make test` compiles every kernel for Hopper in bf16 at Mamba-2's sizes, and every chip, dtype and size with one."""
+    name, sm, dtype, size = case
+    return (sm == 90 and dtype == torch.bfloat16 and size == SIZES[0] and name), (name == "_outputs" and sm, dtype), size
+
+
+@pytest.mark.parametrize(("name", "sm", "dtype", "size"), swept(GRID, _traits), ids=str)
+def test_compiles_without_spills(name: str, sm: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    kernel = compiled(name, sm, dtype, *size)
+    assert stack(kernel) <= ROOM
+    assert re.search(r"mma|MMA", kernel.asm["ptx"]) or name in ("_steps", "_scan")
+
+
+def test_the_outputs_of_mamba2_without_a_gate_spill_nothing() -> None:
+    assert stack(compiled("_outputs", 90, torch.bfloat16, 64, 128, gated=False)) <= ROOM
