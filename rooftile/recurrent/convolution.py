@@ -157,5 +157,6 @@ OPERATORS = Operators(
         token=_token,
         piece=_piece,
         length=256,
+        kernels="rooftile.recurrent.kernels.convolution",
     )
 )  # fmt: skip

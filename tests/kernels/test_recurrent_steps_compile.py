@@ -1,0 +1,92 @@
+"""The kernels of the convolution, of the selective scan and of the steps compile for the chips that they are for; no register spills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.grids import swept
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.kernels.newer import NEWER  # noqa: E402
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+
+# bytes outside of registers
+ROOM = 32 if NEWER else 0
+
+WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+IN_FP32 = {"A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
+# the numbers of strides that are a tuple, with the last one 1
+RANKS = {
+    "_ssd_step": {"state": 4, "D": 2, "dt": 2},
+    "_conv_step": {"x": 2},
+    "_scan_step": {"x": 2, "dt": 2, "B": 2, "C": 2, "z": 2},
+}
+
+
+def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Each kernel by name, with the constants of a launch of a model's size."""
+    from rooftile.recurrent.kernels import convolution, state_space_step
+
+    conv = {"SILU": True, "HAS_BIAS": True}
+    return {
+        "_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=False, **conv)),
+        "_packed_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=True, **conv)),
+        "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
+        "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
+        "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
+    }
+
+
+NAMES = ["_conv", "_packed_conv", "_last_inputs", "_conv_step", "_ssd_step"]
+
+
+def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
+    """A kernel as it is launched for tensors that are aligned to 16 bytes, whose last axis is in one piece."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = kernels()[name]
+    options = {word: constants[word] for word in ("num_warps",)}
+    places = {(kernel.arg_names.index(word),): value for word, value in constants.items() if word in kernel.arg_names}
+    signature: dict[str, Any] = {}
+    even: list[tuple[int, ...]] = []
+    for n, argument in enumerate(kernel.arg_names):
+        stem = argument.rsplit("_", 1)[0]
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            fp32 = WORDS[state] if argument == "state_ptr" else WORDS[dtype]
+            signature[argument] = "*fp32" if argument in IN_FP32 else {"cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, fp32)
+            even.append((n,))
+        elif argument.endswith("_strides"):
+            rank = RANKS.get(name, {}).get(stem, 3 if "step" in name else 2)
+            whole = "step" in name and stem not in ("D", "dt") or name == "_scan_step"
+            signature[argument] = ("i32",) * (rank - 1) + (("constexpr",) if whole else ("i32",))
+            if whole:
+                places[(n, rank - 1)] = 1
+            even += [(n, axis) for axis in range(rank - 1)]
+        else:
+            signature[argument] = "fp32" if argument in ("low", "high") else "i32"
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+GRID = [(name, sm, dtype, state) for name in NAMES for sm in (80, 90) for dtype in WORDS for state in (torch.float32, dtype)]
+
+
+def _traits(case: tuple) -> tuple:
+    name, sm, dtype, state = case
+    return (sm == 90 and (name, dtype)), (sm, name), state
+
+
+@pytest.mark.parametrize(("name", "sm", "dtype", "state"), swept(GRID, _traits), ids=str)
+def test_kernels_compile_and_spill_nothing(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> None:
+    built = compiled(name, sm, dtype, state)
+    assert stack(built) <= ROOM
+    # a thread's numbers of a state come 16 bytes at once
+    if name == "_ssd_step" and state == torch.float32:
+        assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
