@@ -205,5 +205,6 @@ OPERATORS = Operators(
         piece=_piece,
         length=32,
         like=2,
+        kernels="rooftile.recurrent.kernels.delta",
     )
 )  # fmt: skip

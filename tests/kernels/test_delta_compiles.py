@@ -1,0 +1,84 @@
+"""The gated delta rule's kernels compile for the chips that they are for, without one; no register spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.grids import swept
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.kernels.newer import NEWER  # noqa: E402
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+
+# bytes outside of registers
+ROOM = 32 if NEWER else 0
+WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+KERNELS = ("prepare", "walk", "outputs", "step")
+# W, V' and the states between chunks are in bf16, or in fp32
+BETWEEN = {"w_ptr", "u_ptr", "states_ptr"}
+
+
+def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:
+    between = {*BETWEEN, "v_ptr"} if name == "outputs" else BETWEEN
+    signature = {}
+    for argument in kernel.arg_names:
+        pointer = WORDS[dtype] if argument in ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "beta_ptr") else "*fp32"
+        if argument in between:
+            pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+        pointer = {"total_ptr": "*fp64", "cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, pointer)
+        other = "fp32" if argument == "scale" else "i32"
+        signature[argument] = "constexpr" if argument in constants else pointer if argument.endswith("_ptr") else other
+        if argument.endswith("_strides"):
+            signature[argument] = ("i32",) * (3 if name != "step" else 4 if argument == "state_strides" else 2)
+    return signature
+
+
+def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1, packed: bool = False):
+    """Compiles a kernel as it is launched for tensors that are aligned to 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rooftile.recurrent.kernels import delta
+
+    kernel = getattr(delta, f"_{name}")
+    constants = delta.tile_of(name, dim, dim, dtype)
+    options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
+    constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "QK_NORM": True, "PACKED": packed, "SLOTS": True}
+    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    even: list[tuple[int, ...]] = [(n,) for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr")]
+    if name != "step":
+        wide = ("q_strides", "k_strides", "v_strides")
+        even += [(n, axis) for n, argument in enumerate(kernel.arg_names) if argument in wide for axis in range(3)]
+    source = ASTSource(
+        kernel, _signature(kernel, name, constants, dtype), places, {place: [["tt.divisibility", 16]] for place in even}
+    )
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+GRID = [(name, sm, dtype, dim) for name in KERNELS for sm in (80, 90) for dtype in WORDS for dim in (64, 128)]
+
+
+def _traits(case: tuple) -> tuple:
+    name, sm, dtype, dim = case
+    return (dtype == torch.bfloat16 and (name, sm, dim)), (sm, dtype)
+
+
+@pytest.mark.parametrize(("name", "sm", "dtype", "dim"), swept(GRID, _traits), ids=str)
+def test_kernels_compile(name: str, sm: int, dtype: torch.dtype, dim: int) -> None:
+    built = compiled(name, sm, dtype, dim)
+    assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
+    assert stack(built) <= ROOM
+    if dtype == torch.bfloat16 and name != "step":
+        # products of 16-bit numbers run on the matrix units
+        assert re.search(r"wgmma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
+
+
+@pytest.mark.parametrize("name", ["prepare", "walk", "outputs"])
+@pytest.mark.parametrize("sm", [80, 90])
+def test_packed_groups_spill_nothing(sm: int, name: str) -> None:
+    assert stack(compiled(name, sm, torch.bfloat16, 128, group=2, packed=True)) <= ROOM
