@@ -73,6 +73,6 @@ def test_a_deterministic_token_does_not_depend_on_neighbours() -> None:
 def test_fp64_is_refused_by_name_and_taken_without() -> None:
     u, routing, given = tensors("odd", "silu", torch.float32, False, False)
     wide = {name: x.double() for name, x in given.items()}
-    with pytest.raises(Unsupported, match="u is torch.float64; needs bfloat16"):
+    with pytest.raises(Unsupported, match=r"u is torch\.float64; needs bfloat16"):
         moe.experts(u.double(), routing, backend="triton", **wide)
     torch.testing.assert_close(moe.experts(u.double(), routing, **wide), mixture(u.double(), *routing[:2], **wide))

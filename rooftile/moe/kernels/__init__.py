@@ -36,14 +36,16 @@ def rows_of_tile(rows: int, experts: int, dtype: torch.dtype, deterministic: boo
     return min(max(triton.next_power_of_2(-(-rows // experts)), 16), largest)
 
 
-def tile_of(block_m: int, two: bool, dtype: torch.dtype, hopper: bool) -> dict[str, int]:
+def tile_of(block_m: int, activation: str, dtype: torch.dtype, hopper: bool) -> dict[str, int]:
     """Columns and depth of a tile, warps and stages: as large as fits registers and shared memory."""
+    two = activation in ("silu", "clamped")
     if dtype == torch.float32:
         return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     if block_m <= 32:
         # few rows: the weights are what is read, in long pieces
         return {"BLOCK_M": block_m, "BLOCK_N": 32 if two else 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    wide = 128 if hopper or not two else 64
+    # two halves of 128 columns fill the registers, and a clamp with biases needs some more
+    wide = 128 if not two or (hopper and activation == "silu") else 64
     warps = 8 if block_m == 128 else 4
     block_n = wide if block_m == 128 or not two else 64
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": warps, "num_stages": 3}
@@ -58,7 +60,7 @@ def _constants(
     return {
         "E": E, "BLOCK_E": triton.next_power_of_2(E), "IN": size_in, "OUT": size_out, "ACTIVATION": activation,
         "GATHER": not is_second, "SCATTER": is_second, "BIAS": bias, "KEEP": keep, "GROUP": _GROUP,
-        **tile_of(block_m, activation in ("silu", "clamped"), dtype, hopper),
+        **tile_of(block_m, activation, dtype, hopper),
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The product of sorted rows with the weight of each row's expert, and the sum over a token's choices.
 
-A program owns a tile of rows of one expert and a block of columns. Which expert that is, it reads from where the experts' rows end,
-on the device: there are at most N K / BLOCK_M + min(E, N K) tiles, and programs past the last one leave. Rows are read and written
+A program owns a tile of rows of one expert and a block of columns. It finds the expert on the device, from where the experts'
+rows end: there are at most N K / BLOCK_M + min(E, N K) tiles, and programs past the last one leave. Rows are read and written
 through an index, so no tensor is permuted for a product.
 """
 
@@ -30,14 +30,13 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
     """As in `activations`; gate is up for relu2."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "clamped":
+    if ACTIVATION == "clamped":
         # a comparison keeps NaN, which a minimum would drop
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return (up + 1) * (gate * tl.sigmoid(1.702 * gate))
-    else:
-        gate = tl.where(gate < 0.0, 0.0, gate)
-        return gate * gate
+    gate = tl.where(gate < 0.0, 0.0, gate)
+    return gate * gate
 
 
 # fmt: off
@@ -107,7 +106,7 @@ def _sum_choices(
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), tl.float32)
-    for k in range(0, K):
+    for k in range(K):
         z = tl.load(z_ptr + (t * K + k) * D + n, mask=n < D, other=0.0)
         y += tl.load(gates_ptr + t * K + k) * z.to(tl.float32)
     if SHARED:
