@@ -40,12 +40,19 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
     p = multiply(u[rows.tokens], weights.up, weights.up_bias, rows, options.deterministic)
     z = multiply(_activated(p, options), weights.down, weights.down_bias, rows, options.deterministic)
     y = _summed(rows.back(z).unflatten(0, chosen.shape), gates)
-    shared = u.new_empty((u.shape[0], 0))
-    if weights.shared_up is not None and weights.shared_down is not None:
-        shared = one_weight(u, weights.shared_up, options.deterministic)
-        z = one_weight(_activated(shared, options), weights.shared_down, options.deterministic).to(gates.dtype)
-        y += z if weights.shared_gate is None else z * _shared_gate(u, weights.shared_gate, gates.dtype, options)
+    z_shared, shared = shared_forward(u, weights, options, gates.dtype)
+    if z_shared is not None:
+        y += z_shared
     return y.to(u.dtype), p, shared
+
+
+def shared_forward(u: Tensor, weights: Weights, options: Options, wide: torch.dtype) -> tuple[Tensor | None, Tensor]:
+    """The shared network's output (N, d) in the wide dtype, None without one, and its products before the activation (N, 2 s)."""
+    if weights.shared_up is None or weights.shared_down is None:
+        return None, u.new_empty((u.shape[0], 0))
+    shared = one_weight(u, weights.shared_up, options.deterministic)
+    z = one_weight(_activated(shared, options), weights.shared_down, options.deterministic).to(wide)
+    return z if weights.shared_gate is None else z * _shared_gate(u, weights.shared_gate, wide, options), shared
 
 
 def backward(

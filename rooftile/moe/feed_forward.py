@@ -50,8 +50,9 @@ def experts(
         down: (E, d, h).
         activation: "silu" (SwiGLU), "clamped" (gpt-oss: (up + 1) gate sigmoid(1.702 gate), gate at most 7 and up from -7 to 7) or
             "relu2" (Nemotron-H: relu(up)^2, without a gate).
-        backend: "tiled" (rows sorted by expert) or "eager" (the definition: every expert on all tokens, with derivatives of
-            derivatives); None or "auto" takes the fastest that runs.
+        backend: "triton" (kernels for the forward, on rows sorted by expert), "tiled" (the same in PyTorch's operations) or
+            "eager" (the definition: every expert on all tokens, with derivatives of derivatives); None or "auto" takes the fastest
+            that runs.
         deterministic: whether a token's output has the same bits whatever the other tokens are, and however many; None follows
             torch. From run to run results are the same bits either way.
         up_bias, down_bias: (E, 2 h) and (E, d), added to the products of each expert.
@@ -65,7 +66,7 @@ def experts(
 
     Raises:
         InvalidInput: an argument is wrong; says what came and what is due.
-        Unsupported: a derivative of a derivative is asked of a backend other than "eager".
+        Unsupported: a derivative of a derivative is asked of a backend other than "eager", or "triton" is named and cannot run.
 
     Example:
         >>> u, up, down = torch.randn(5, 16), torch.randn(8, 2 * 12, 16), torch.randn(8, 16, 12)

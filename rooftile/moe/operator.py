@@ -14,6 +14,7 @@ from torch import Tensor
 from rooftile.errors import Unsupported
 from rooftile.moe import by_expert, definition
 from rooftile.moe.problem import Options, Weights, decode
+from rooftile.runtime.devices import arch, lack_of_kernels, runs_kernels
 from rooftile.runtime.operators import (
     below_autograd,
     define,
@@ -24,7 +25,7 @@ from rooftile.runtime.operators import (
     watched,
 )  # fmt: skip
 
-BACKENDS = ("tiled", "eager")
+BACKENDS = ("triton", "tiled", "eager")
 # the places of arguments that have a gradient: tokens, gates and weights
 _DIFFERENTIABLE = (0, *range(2, 10))
 
@@ -33,6 +34,8 @@ def run_experts(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, opti
     """u (N, d), chosen (N, K) int32 and gates (N, K) in fp32 or fp64 to (N, d)."""
     if options.backend == "eager" or _in_transform():
         return definition.experts(u, chosen, gates, weights, options.activation)
+    if options.backend == "triton" and not u.is_meta and (lack := _lack_of_kernels(u, weights)):
+        raise Unsupported(f"backend 'triton': {lack}; name 'tiled' or none")
     arguments = (u, chosen, gates, *weights, False, options.code)
     if torch.compiler.is_compiling() or watched(*arguments):
         return experts(*arguments)[0]
@@ -46,11 +49,31 @@ def _in_transform() -> bool:
     return transforms_active() if torch.compiler.is_compiling() else transformed() or in_forward_mode()
 
 
+def _lack_of_kernels(u: Tensor, weights: Weights) -> str:
+    """Says why the kernels do not take these tensors; an empty text if they do."""
+    if u.dtype == torch.float64:
+        return "u is torch.float64; needs bfloat16, float16 or float32"
+    if not weights.down[0].numel():
+        return f"down is {tuple(weights.down.shape)}; needs at least one number for each expert"
+    return lack_of_kernels(arch(u.device))
+
+
+def _takes_kernels(u: Tensor, weights: Weights, backend: str) -> bool:
+    return backend == "triton" or (backend == "auto" and runs_kernels(u) and not _lack_of_kernels(u, weights))
+
+
 def _run(u: Tensor, chosen: Tensor, gates: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *weights, keep, code = rest
     # the dtypes are the caller's, also where autocast is on
     with torch.autocast(u.device.type, enabled=False):
-        y, p, shared = by_expert.forward(u, chosen, gates, Weights(*weights), decode(code))
+        given, options = Weights(*weights), decode(code)
+        if _takes_kernels(u, given, options.backend):
+            # imported where Triton is known to be there
+            from rooftile.moe import kernels
+
+            y, p, shared = kernels.forward(u, chosen, gates, given, options, keep)
+        else:
+            y, p, shared = by_expert.forward(u, chosen, gates, given, options)
     return (y, p, shared) if keep else (y, p[:0].clone(), shared[:0].clone())
 
 

@@ -105,7 +105,7 @@ def test_other_activations_have_their_shapes() -> None:
         ({"shared": -1}, "shared is -1; must be an int of at least 0"),
         ({"router": moe.Router(active=3)}, "active is 2 and router has active=3; leave one out"),
         ({"activation": "gelu"}, "activation is 'gelu'; must be 'silu', 'clamped' or 'relu2'"),
-        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'tiled' or 'eager'"),
+        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'triton', 'tiled' or 'eager'"),
         ({"n_routed_experts": 6}, "DeepSeekMoE has no argument n_routed_experts: write experts="),
         ({"num_experts_per_tok": 2}, "DeepSeekMoE has no argument num_experts_per_tok: write active="),
         ({"hidden_size": 2}, "DeepSeekMoE has no argument hidden_size: write width="),

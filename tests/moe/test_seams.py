@@ -195,7 +195,7 @@ def routed(experts: Tensor | None = None, gates: Tensor | None = None) -> moe.Ro
         ((U, R, UP, DOWN), {"shared_gate": U[0]}, "shared_gate came without shared_up and shared_down; give all three"),
         ((U, R, UP, DOWN), {"up_bias": U}, r"up_bias is .*; must be \(E, 2 h\) = \(6, 20\)"),
         ((U, R, UP, DOWN), {"activation": "gelu"}, "activation is 'gelu'; must be 'silu', 'clamped' or 'relu2'"),
-        ((U, R, UP, DOWN), {"backend": "triton"}, "backend is 'triton'; must be 'auto', 'tiled' or 'eager'"),
+        ((U, R, UP, DOWN), {"backend": "cuda"}, "backend is 'cuda'; must be 'auto', 'triton', 'tiled' or 'eager'"),
         ((U, R, UP, DOWN), {"validate": 1}, "validate is 1; must be True or False"),
         ((U.long(), R, UP, DOWN), {}, "u is a torch.int64 tensor .*; must be a tensor .* of bfloat16"),
         ((U, R[0], UP, DOWN), {}, r"routing is .*; must be the Routing that route returns, or Routing\(experts, gates\)"),
@@ -220,3 +220,11 @@ def test_a_mistake_gets_a_sentence(arguments: tuple, options: dict, sentence: st
 def test_gates_below_zero_are_numbers_unless_validated() -> None:
     found = moe.experts(U, routed(gates=-R.gates), UP, DOWN)
     torch.testing.assert_close(found, -moe.experts(U, R, UP, DOWN, validate=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lack"), [(torch.float32, "tensors are on cpu"), (torch.float64, "u is torch.float64")], ids=str
+)
+def test_kernels_that_cannot_run_are_refused_by_name(dtype: torch.dtype, lack: str) -> None:
+    with pytest.raises(rt.Unsupported, match=f"backend 'triton': {lack}; needs .*; name 'tiled' or none"):
+        layer(*weights(dtype), backend="triton")

@@ -1,0 +1,78 @@
+"""The experts' kernels, interpreted: against the experts token by token in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile import moe
+from rooftile.errors import Unsupported
+from tests.moe.by_hand import mixture
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# tokens, d, h, E, K
+SIZES = {"none": (0, 16, 16, 4, 2), "one": (1, 24, 20, 5, 1), "odd": (37, 40, 23, 7, 3), "many": (150, 144, 72, 3, 2)}
+
+
+def tensors(size: str, activation: str, dtype: torch.dtype, bias: bool, shared: bool) -> tuple[Tensor, moe.Routing, dict]:
+    N, d, h, E, K = SIZES[size]
+    n = 1 if activation == "relu2" else 2
+    made = {"up": (E, n * h, d), "down": (E, d, h)}
+    made |= {"up_bias": (E, n * h), "down_bias": (E, d)} if bias else {}
+    made |= {"shared_up": (n * 9, d), "shared_down": (d, 9), "shared_gate": (d,)} if shared else {}
+    given = {name: (torch.randn(shape) / shape[-1] ** 0.5).to(dtype) for name, shape in made.items()}
+    # the last expert has no token, and the first has most
+    weight = torch.tensor([8.0, *[1.0] * (E - 2), 0.0]) if E - 1 >= K else torch.ones(E)
+    chosen = torch.stack([torch.multinomial(weight, K) for _ in range(N)]) if N else torch.zeros(0, K, dtype=torch.int64)
+    return torch.randn(N, d).to(dtype), moe.Routing(chosen.int(), torch.rand(N, K)), given
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("activation", "bias", "shared"), [("silu", False, True), ("clamped", True, False), ("relu2", True, True)]
+)
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_equal_python(size: str, activation: str, bias: bool, shared: bool, dtype: torch.dtype) -> None:
+    u, routing, given = tensors(size, activation, dtype, bias, shared)
+    wide = {name: x.double() for name, x in given.items()}
+    due = mixture(u.double(), *routing[:2], activation=activation, **wide)
+    for deterministic in (False, True):
+        y = moe.experts(u, routing, activation=activation, backend="triton", deterministic=deterministic, **given)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), due, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
+def test_gradients_read_what_the_kernel_keeps(activation: str) -> None:
+    u, routing, given = tensors("odd", activation, torch.float32, True, True)
+    leaves = [u.requires_grad_(), routing.gates.requires_grad_(), *(x.requires_grad_() for x in given.values())]
+    found, due = (
+        torch.autograd.grad(moe.experts(u, routing, activation=activation, backend=way, **given).square().sum(), leaves)
+        for way in ("triton", "eager")
+    )
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_strides_do_not_matter() -> None:
+    u, routing, given = tensors("odd", "silu", torch.float32, False, False)
+    due = moe.experts(u, routing, backend="triton", **given)
+    turned = {name: x.mT.contiguous().mT for name, x in given.items()}
+    assert torch.equal(moe.experts(u.mT.contiguous().mT, routing, backend="triton", **turned), due)
+
+
+def test_a_deterministic_token_does_not_depend_on_neighbours() -> None:
+    u, routing, given = tensors("many", "silu", torch.float32, False, False)
+    due = moe.experts(u, routing, backend="triton", deterministic=True, **given)
+    for rows in (slice(0, 1), slice(3, 90)):
+        part = moe.Routing(routing.experts[rows], routing.gates[rows])
+        assert torch.equal(moe.experts(u[rows], part, backend="triton", deterministic=True, **given), due[rows])
+
+
+def test_fp64_is_refused_by_name_and_taken_without() -> None:
+    u, routing, given = tensors("odd", "silu", torch.float32, False, False)
+    wide = {name: x.double() for name, x in given.items()}
+    with pytest.raises(Unsupported, match=r"u is torch\.float64; needs bfloat16"):
+        moe.experts(u.double(), routing, backend="triton", **wide)
+    torch.testing.assert_close(moe.experts(u.double(), routing, **wide), mixture(u.double(), *routing[:2], **wide))
