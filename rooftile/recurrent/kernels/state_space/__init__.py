@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.state_space.outputs import _outputs, _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
+from rooftile.recurrent.kernels.state_space_step import step, step_refusal
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
@@ -27,6 +28,8 @@ from rooftile.runtime.launch import Kernel
 _start_steps, _start_products, _start_sums, _start_scan, _start_outputs = map(
     Kernel, (_steps, _products, _segment_sums, _scan, _outputs)
 )
+__all__ = ["backward", "forward", "refusal", "step", "step_refusal"]
+
 LARGEST_HEAD = 1024
 # tokens of a segment where a sequence is cut, and numbers of a state that a program of the scan carries
 _SEGMENT, _SCANNED = 2048, 1024
@@ -43,11 +46,6 @@ def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) 
     if largest < N or P > LARGEST_HEAD:
         return f"{x.dtype} with P {P} and N {N}; has P up to {LARGEST_HEAD} and N up to {largest}"
     return None
-
-
-def step_refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
-    """Says that no kernel takes one token."""
-    return "has no kernel for a step"
 
 
 # the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80: tokens, columns, warps, stages; the second row of a

@@ -1,0 +1,108 @@
+"""The kernels of the recurrences on a GPU: against the plain operations in fp64, the same bits in every run, in a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile import recurrent as rec
+
+pytestmark = pytest.mark.gpu
+ERRORS = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
+LENGTHS = {"dense": None, "packed": [0, 3, 3, 700, 701, 2000, 2100]}
+D = torch.float64
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=D, device="cuda")
+
+
+def ssd(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict[str, Tensor]]:
+    H, G = 8, 2
+    given = {
+        "x": rand(*front, H, P), "dt": rand(*front, H) - 2, "A": -torch.rand(H, dtype=D, device="cuda") * 4,
+        "B": rand(*front, G, N), "C": rand(*front, G, N), "D": rand(H), "dt_bias": rand(H), "state": rand(count, H, P, N),
+    }  # fmt: skip
+    return rec.ssd, given
+
+
+def gated(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict[str, Tensor]]:
+    run, given = ssd(front, count, P, N)
+    return run, given | {"z": rand(*given["x"].shape)}
+
+
+def conv(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict[str, Tensor]]:
+    return rec.causal_conv, {"x": rand(*front, P), "weight": rand(P, 4), "bias": rand(P), "tail": rand(count, P, 3)}
+
+
+def delta(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict[str, Tensor]]:
+    Hk, Hv = 2, 4
+    given = {
+        "q": rand(*front, Hk, N), "k": rand(*front, Hk, N), "v": rand(*front, Hv, P),
+        "g": -torch.rand(*front, Hv, dtype=D, device="cuda"), "beta": torch.rand(*front, Hv, dtype=D, device="cuda"),
+        "state": rand(count, Hv, N, P),
+    }  # fmt: skip
+    return rec.gated_delta, given
+
+
+NARROW = {"x", "B", "C", "z", "q", "k", "v", "tail"}
+KINDS = {"ssd": ssd, "gated": gated, "conv": conv, "delta": delta}
+SIZES = [
+    ("ssd", 64, 128),
+    ("ssd", 40, 16),
+    ("ssd", 128, 256),
+    ("gated", 64, 128),
+    ("conv", 200, 0),
+    ("delta", 128, 128),
+    ("delta", 48, 64),
+]
+
+
+def narrowed(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: x.to(dtype if name in NARROW else torch.float32) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
+@pytest.mark.parametrize("layout", LENGTHS)
+@pytest.mark.parametrize(("kind", "P", "N"), SIZES)
+def test_kernels_equal_plain_operations(kind: str, P: int, N: int, layout: str, dtype: torch.dtype) -> None:
+    ends = LENGTHS[layout]
+    cu = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
+    front, count = ((3, 1500), 3) if ends is None else ((ends[-1],), len(ends) - 1)
+    run, given = KINDS[kind](front, count, P, N)
+    given = narrowed(given, dtype)
+    if kind in ("ssd", "gated") and dtype == torch.float32 and N > 128:
+        given = narrowed(KINDS[kind](front, count, P, 128)[1], dtype)
+    found = [run(**given, cu=cu, backend="triton") for _ in range(4)]
+    due = run(**{name: x.double() for name, x in given.items()}, cu=cu, backend="tiled")
+    for n, right in enumerate(due):
+        error = (found[0][n].double() - right).norm() / right.norm()
+        assert error <= ERRORS[dtype], float(error)
+        assert all(torch.equal(found[0][n], again[n]) for again in found[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_in_a_graph_give_the_rows_of_the_whole(dtype: torch.dtype) -> None:
+    T, S = 6, 5
+    run, given = ssd((S, T), S, 64, 128)
+    given = narrowed(given, dtype)
+    due, last = run(**given, backend="triton")
+    states = torch.zeros(S + 3, *given["state"].shape[1:], device="cuda")
+    slots = torch.tensor([6, 1, 2, 0, 5], dtype=torch.int32, device="cuda")
+    each = {name: given[name][:, 0].clone() for name in ("x", "dt", "B", "C")}
+    fixed = {name: given[name] for name in ("A", "D", "dt_bias")}
+    rec.ssd_step(states, **each, **fixed, slots=slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rec.ssd_step(states, **each, **fixed, slots=slots)
+    states[slots.long()] = given["state"]
+    for t in range(T):
+        for name, x in each.items():
+            x.copy_(given[name][:, t])
+        graph.replay()
+        torch.testing.assert_close(y.float(), due[:, t].float(), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
+    torch.testing.assert_close(states[slots.long()], last, rtol=2e-2, atol=2e-2)
+    assert not states[[3, 4, 7]].any()
