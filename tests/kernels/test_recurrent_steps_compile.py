@@ -85,7 +85,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
             even.append((n,))
         elif argument.endswith("_strides"):
             rank = RANKS.get(name, {}).get(stem, 3 if "step" in name else 2)
-            whole = "step" in name and stem not in ("D", "dt") or name == "_scan_step"
+            whole = ("step" in name and stem not in ("D", "dt")) or name == "_scan_step"
             signature[argument] = ("i32",) * (rank - 1) + (("constexpr",) if whole else ("i32",))
             if whole:
                 places[(n, rank - 1)] = 1
@@ -110,4 +110,5 @@ def test_kernels_compile_and_spill_nothing(name: str, sm: int, dtype: torch.dtyp
     assert stack(built) <= ROOM
     # a thread's numbers of a state come 16 bytes at once
     if name == "_ssd_step" and state == torch.float32:
-        assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
+        assert "ld.global.v4.b32" in built.asm["ptx"]
+        assert "st.global.v4.b32" in built.asm["ptx"]

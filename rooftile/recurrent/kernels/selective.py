@@ -242,15 +242,15 @@ def forward(
     total = torch.empty((slots, W), dtype=torch.float32, device=x.device)
     # any tensor stands for one that is not there
     z_or, D_or, bias_or, offsets = x if z is None else z, A if D is None else D, A if bias is None else bias, x if cu is None else cu
-    options = {"SOFTPLUS": bool(options[0]), "HAS_BIAS": bias is not None, "PACKED": packed}
+    flags = {"SOFTPLUS": bool(options[0]), "HAS_BIAS": bias is not None, "PACKED": packed}
     strides = [token_strides(given, packed) for given in (x, dt, B, C, z_or)]
     if y.numel():
-        own = constants_of(W, N, _CHANNELS, 1, **options)
+        own = constants_of(W, N, _CHANNELS, 1, **flags)
         _start_states((slots, blocks, 1), (x, dt, B, A, bias_or, part, total, offsets, *strides[:3], T, count), own)
     if last.numel():
         _start_scan((count, blocks, 1), (part, total, A, first, last, offsets, T), constants_of(W, N, _CHANNELS, 1, PACKED=packed))
     if y.numel():
-        own = constants_of(W, N, _CHANNELS, 1, HAS_D=D is not None, HAS_Z=z is not None, **options)
+        own = constants_of(W, N, _CHANNELS, 1, HAS_D=D is not None, HAS_Z=z is not None, **flags)
         arguments = (x, dt, B, C, z_or, A, D_or, bias_or, part, y, offsets, *strides, T, count)
         _start_outputs((slots, blocks, 1), arguments, own)
     return y, last
