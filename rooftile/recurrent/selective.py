@@ -176,5 +176,6 @@ OPERATORS = Operators(
         token=_token,
         piece=None,
         length=64,
+        kernels="rooftile.recurrent.kernels.selective",
     )
 )  # fmt: skip

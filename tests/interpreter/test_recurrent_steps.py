@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 import rooftile as rt
 from rooftile import recurrent as rec
 from rooftile.recurrent import walk
-from rooftile.recurrent.kernels import state_space_step
+from rooftile.recurrent.kernels import selective, state_space_step
+from rooftile.runtime.launch import observe
 from tests.recurrent import cases
 from tests.recurrent.cases import Case
 
@@ -47,7 +49,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
     close(found, case.defining(double(case.tensors), double(case.given)), ROOM[dtype])
 
 
-KINDS = {"conv": cases.conv}
+KINDS = {"conv": cases.conv, "scan": cases.scan}
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
@@ -57,6 +59,8 @@ def _no_plain_walk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the plain walk ran")
 
     monkeypatch.setattr(walk, "forward", refuse)
+    # a few chunks in a short sequence
+    monkeypatch.setattr(selective, "CHUNK", tl.constexpr(8))
 
 
 @kinds
@@ -127,8 +131,6 @@ def test_a_step_of_the_convolution(K: int, dtype: torch.dtype, slots: Tensor | N
     due, last = case.defining(double(case.tensors), {"tail": tail[rows].double()})
     before = tail.clone()
     names: list[str] = []
-    from rooftile.runtime.launch import observe
-
     with observe(names.append):
         y = rec.conv_step(tail, x[:, 0], weight, bias, slots=slots)
     assert names == ["_conv_step"]
@@ -179,3 +181,49 @@ def test_small_steps_keep_their_bits() -> None:
     one = torch.ones(1, 4, 1)
     state_space_step.step(state, [one, dt, one, one, None], [torch.zeros(4), None, None], None, (True, 0.0, float("inf")))
     torch.testing.assert_close(state.flatten(), torch.nn.functional.softplus(dt.double()).flatten().float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("less", [("D",), ("z", "dt_bias"), ("D", "z", "dt_bias", "state")])
+def test_a_scan_without_some_of_its_tensors(less: tuple[str, ...]) -> None:
+    torch.manual_seed(8)
+    case = rounded(cases.scan(20, W=37, N=16), torch.float32)
+    given = {name: x for name, x in case.given.items() if name not in less}
+    check(Case(case.run, case.defined, case.tensors, given, case.options, case.state), torch.float32)
+
+
+def test_a_scan_of_steps_as_they_are() -> None:
+    torch.manual_seed(9)
+    case = rounded(cases.scan(20, softplus=False), torch.float32)
+    tensors = dict(case.tensors) | {"dt": case.tensors["dt"].abs()}
+    given = {"D": case.given["D"]}
+    check(Case(case.run, case.defined, tensors, given, case.options, case.state), torch.float32)
+
+
+def test_a_scan_in_groups_is_refused() -> None:
+    x, A, B = torch.randn(1, 3, 4), -torch.rand(4, 2), torch.randn(1, 3, 2, 2)
+    with pytest.raises(rt.Unsupported, match=r"B \(1, 3, 2, 2\) in groups; has B and C that serve all channels"):
+        rec.selective_scan(x, x, A, B, B, backend="triton")
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=["rows", "int32", "int64"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("less", [(), ("D",), ("z", "dt_bias")])
+def test_a_step_of_the_scan(less: tuple[str, ...], kept: torch.dtype, dtype: torch.dtype, slots: Tensor | None) -> None:
+    torch.manual_seed(10)
+    case = rounded(cases.scan(1, W=131, N=5), dtype)
+    rows = [0, 1] if slots is None else slots.tolist()
+    state = torch.randn(2 if slots is None else 6, 131, 5).to(kept)
+    x, dt, A, B, C = case.tensors.values()
+    given = {name: value for name, value in case.given.items() if name not in (*less, "state")}
+    due, last = case.defining(double(case.tensors), double(given) | {"state": state[rows].double()})
+    before = state.clone()
+    own = dict(given) | ({"z": given["z"][:, 0]} if "z" in given else {})
+    names: list[str] = []
+    with observe(names.append):
+        y = rec.selective_scan_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], slots=slots, **own)
+    assert names == ["_scan_step"]
+    close([y], [due[:, 0]], ROOM[dtype])
+    close([state[rows]], [last], ROOM[kept])
+    others = [n for n in range(len(state)) if n not in rows]
+    assert torch.equal(state[others], before[others])

@@ -18,7 +18,7 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 ROOM = 32 if NEWER else 0
 
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-IN_FP32 = {"A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
+IN_FP32 = {"first_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
 # the numbers of strides that are a tuple, with the last one 1
 RANKS = {
     "_ssd_step": {"state": 4, "D": 2, "dt": 2},
@@ -29,19 +29,40 @@ RANKS = {
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Each kernel by name, with the constants of a launch of a model's size."""
-    from rooftile.recurrent.kernels import convolution, state_space_step
+    from rooftile.recurrent.kernels import convolution, selective, state_space_step
 
     conv = {"SILU": True, "HAS_BIAS": True}
+    steps = {"SOFTPLUS": True, "HAS_BIAS": True}
+
+    def scan(N: int = 16, block: int = 32, warps: int = 1, **own: bool) -> dict[str, Any]:
+        return selective.constants_of(5120, N, block, warps, **own)
+
     return {
         "_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=False, **conv)),
         "_packed_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=True, **conv)),
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
         "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
         "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
+        "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
+        "_scan": (selective._scan, scan(PACKED=True)),
+        "_outputs": (selective._outputs, scan(PACKED=True, HAS_D=True, HAS_Z=True, **steps)),
+        "_wide_outputs": (selective._outputs, scan(32, PACKED=False, HAS_D=True, HAS_Z=True, **steps)),
+        "_scan_step": (selective._scan_step, scan(16, 128, 4, HAS_D=True, HAS_Z=True, HAS_SLOTS=True, **steps)),
     }
 
 
-NAMES = ["_conv", "_packed_conv", "_last_inputs", "_conv_step", "_ssd_step"]
+NAMES = [
+    "_conv",
+    "_packed_conv",
+    "_last_inputs",
+    "_conv_step",
+    "_ssd_step",
+    "_chunk_states",
+    "_scan",
+    "_outputs",
+    "_wide_outputs",
+    "_scan_step",
+]
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
@@ -64,7 +85,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
             even.append((n,))
         elif argument.endswith("_strides"):
             rank = RANKS.get(name, {}).get(stem, 3 if "step" in name else 2)
-            whole = "step" in name and stem not in ("D", "dt") or name == "_scan_step"
+            whole = ("step" in name and stem not in ("D", "dt")) or name == "_scan_step"
             signature[argument] = ("i32",) * (rank - 1) + (("constexpr",) if whole else ("i32",))
             if whole:
                 places[(n, rank - 1)] = 1
@@ -89,4 +110,5 @@ def test_kernels_compile_and_spill_nothing(name: str, sm: int, dtype: torch.dtyp
     assert stack(built) <= ROOM
     # a thread's numbers of a state come 16 bytes at once
     if name == "_ssd_step" and state == torch.float32:
-        assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
+        assert "ld.global.v4.b32" in built.asm["ptx"]
+        assert "st.global.v4.b32" in built.asm["ptx"]
