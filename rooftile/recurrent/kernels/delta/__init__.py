@@ -4,7 +4,7 @@
     steps    one token of each sequence, in place
 
 Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours. The
-gradients are computed in plain operations.
+gradients are computed in plain operations. A NaN or an infinity may reach earlier tokens of its chunk.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from rooftile.recurrent import walk
 from rooftile.recurrent.delta import OPERATORS
-from rooftile.recurrent.kernels.delta.chunks import CHUNK, _outputs, _prepare, _walk
+from rooftile.recurrent.kernels.delta.chunks import CHUNK, _invert, _outputs, _prepare, _walk
 from rooftile.recurrent.kernels.delta.steps import _step
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
@@ -27,7 +26,8 @@ from rooftile.runtime.launch import Kernel
 LARGEST_DIM = 128
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_start_prepare, _start_walk, _start_outputs, _start_step = Kernel(_prepare), Kernel(_walk), Kernel(_outputs), Kernel(_step)
+_start_invert, _start_prepare, _start_walk = Kernel(_invert), Kernel(_prepare), Kernel(_walk)
+_start_outputs, _start_step = Kernel(_outputs), Kernel(_step)
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -40,38 +40,42 @@ def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) 
 def step_refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
     """Says why the kernel of a step does not run such tensors, or None."""
     q, _, v, g, _ = tokens
-    assert q is not None and v is not None and g is not None
+    assert q is not None
+    assert v is not None
+    assert g is not None
     if g.ndim == q.ndim:
         return "g for each channel; the kernels have g for each head"
     if q.dtype not in _DTYPES or state.dtype not in _DTYPES:
         wrong = state.dtype if q.dtype in _DTYPES else q.dtype
         return f"{wrong}; the kernels have float32, bfloat16 and float16"
-    if not 1 <= min(q.shape[-1], v.shape[-1]) or max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
+    if not q.shape[-1] or not v.shape[-1] or max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
         return f"head dims {q.shape[-1]}, {v.shape[-1]}; the kernels have 1 to {LARGEST_DIM}"
     return None
 
 
 def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the columns of a tile, how its products are made, and warps: what spills nothing on sm80 and sm90."""
+    """Returns the columns of a tile, how its products are made, and warps: bf16 and fp16 spill nothing on sm80 and sm90."""
     block_d, block_v = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v))
     if kernel == "step":
         return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, 32), "num_warps": 4, "num_stages": 1}
     narrow = dtype == torch.bfloat16
-    columns = {"prepare": 128, "walk": 32, "outputs": 128 if narrow else 64}[kernel]
+    columns = {"invert": 128, "prepare": 64 if narrow else 32, "walk": 32, "outputs": 128 if narrow else 64}[kernel]
     # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
-    products = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32"}
     if kernel == "prepare":
-        # three products of tf32 are as exact as one of fp32
-        products["EXACT"] = "tf32x3"
+        block_d = min(block_d, columns)
+    how = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "tf32"}[dtype]
     stages = 2 if narrow and kernel == "walk" else 1
     warps = 4 if narrow and kernel == "walk" else 8
-    return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, columns), "num_warps": warps, "num_stages": stages} | products
+    return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, columns), "num_warps": warps, "num_stages": stages, "HOW": how}
 
 
 @cache
 def _constants(kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, **own: bool) -> dict[str, Any]:
     """Returns one dictionary for the same arguments: a launch is recognised by it."""
-    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype)
+    found = {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype)
+    if kernel == "invert":
+        del found["DV"], found["BLOCK_V"]
+    return found
 
 
 def forward(
@@ -88,6 +92,7 @@ def forward(
     y, last = torch.empty(v.shape, dtype=v.dtype, device=device), torch.empty(state.shape, device=device)
     w, u = (torch.empty((*v.shape[:-1], n), dtype=wide, device=device) for n in (dim, dim_v))
     states = torch.empty((slots, heads, dim, dim_v), dtype=wide, device=device)
+    x = torch.empty((slots, heads, CHUNK.value, CHUNK.value), dtype=torch.float32, device=device)
     total = torch.empty(v.shape[:-1], dtype=torch.float64, device=device)
     unit = torch.empty(v.shape[:-1], dtype=torch.float32, device=device)
     # any tensor stands for the offsets of calls that are not packed
@@ -95,8 +100,10 @@ def forward(
     q_strides, k_strides, v_strides, g_strides, beta_strides = (_strides(x, packed) for x in (q, k, v, g, beta))
     some = y.numel() > 0
     if some:
-        given = (k, v, g, beta, w, u, total, unit, offsets, k_strides, v_strides, g_strides, beta_strides, length, sequences)
-        _start_prepare((slots, heads, 1), given, _constants("prepare", *shape, QK_NORM=qk_norm, PACKED=packed))
+        given = (k, g, beta, x, total, unit, offsets, k_strides, g_strides, beta_strides, length, sequences)
+        _start_invert((slots, heads, 1), given, _constants("invert", *shape, QK_NORM=qk_norm, PACKED=packed))
+        given = (k, v, beta, x, w, u, total, unit, offsets, k_strides, v_strides, beta_strides, length, sequences)
+        _start_prepare((slots, heads, 1), given, _constants("prepare", *shape, PACKED=packed))
     if last.numel():
         own = _constants("walk", *shape, PACKED=packed)
         given = (k, w, u, states, total, unit, state.contiguous(), last, offsets, k_strides, length, sequences)

@@ -3,7 +3,7 @@
 With G_t the sum of exponents from the chunk's first token until t, and S the state before the chunk:
 
     M_ts = beta_t <k_t, k_s> exp(G_t - G_s) for s < t,  X = (1 + M)^-1
-    W = X (beta exp(G) K),  U = X (beta V)                    one program for each chunk and value head
+    W = X (beta exp(G) K),  U = X (beta V)                         X, then these: one program for each chunk and value head
     V' = U - W S,  S <- exp(G_last) S + (exp(G_last - G) K)^T V'   one for each sequence, value head and block of columns
     Y = scale (exp(G) Q S + (Q K^T exp(G_t - G_s), s <= t) V')     one for each chunk, value head and block of columns
 
@@ -28,6 +28,24 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
+def product(a, b, HOW: tl.constexpr):
+    """Multiplies matrices with sums in fp32: "bf16" and "tf32" round the factors to that, "fp32" does not.
+
+    "fp32" makes three products of the factors' upper and lower halves: Triton's own "tf32x3" spills on Hopper.
+    """
+    if HOW == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if HOW == "tf32":
+        return tl.dot(a, b, input_precision="tf32")
+    high_a = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    high_b = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    found = tl.dot(a - high_a, high_b, input_precision="tf32")
+    found = tl.dot(high_a, b - high_b, found, input_precision="tf32")
+    return tl.dot(high_a, high_b, found, input_precision="tf32")
+
+
+@triton.jit
 def inverse_length(x, QK_NORM: tl.constexpr):
     """Computes what rows are multiplied by."""
     x = x.to(tl.float32)
@@ -44,7 +62,7 @@ def decay_between(total):
 
 
 @triton.jit
-def inverse(m, EXACT: tl.constexpr):
+def inverse(m):
     """Inverts 1 + m for a strictly lower triangular m (CHUNK, CHUNK), in fp32.
 
     With D the blocks of 1 + m on the diagonal, 1 + m = D (1 + N), and N^4 = 0, since N lies below the blocks.
@@ -52,7 +70,7 @@ def inverse(m, EXACT: tl.constexpr):
     n = tl.arange(0, CHUNK)
     same = (n // _BLOCK)[:, None] == (n // _BLOCK)[None, :]
     one = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    # (block, row, column)
+    # by block, row and column
     blocks = tl.sum(tl.reshape(tl.where(same, m, 0.0), (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)), 2)
     i = tl.arange(0, _BLOCK)
     x = tl.zeros((_BLOCKS, _BLOCK, _BLOCK), tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None]
@@ -64,28 +82,27 @@ def inverse(m, EXACT: tl.constexpr):
     b = tl.arange(0, _BLOCKS)
     places = b[:, None, None, None] == b[None, None, :, None]
     d = tl.reshape(tl.where(places, x[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    below = tl.dot(d, tl.where(same, 0.0, m), input_precision=EXACT)
-    square = tl.dot(below, below, input_precision=EXACT)
-    return tl.dot(tl.dot(one - below, one + square, input_precision=EXACT), d, input_precision=EXACT)
+    below = product(d, tl.where(same, 0.0, m), "fp32")
+    square = product(below, below, "fp32")
+    return product(product(one - below, one + square, "fp32"), d, "fp32")
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
-def _prepare(
-    k_ptr, v_ptr, g_ptr, beta_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr,
-    k_strides, v_strides, g_strides, beta_strides, T, B,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    QK_NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+def _invert(
+    k_ptr, g_ptr, beta_ptr, x_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, g_strides, beta_strides, T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes W, U, G and what keys are multiplied by."""
+    """Writes X, G and what keys are multiplied by."""
     slot, h = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    t, batch = start + tl.arange(0, CHUNK), b.to(tl.int64)
+    n = tl.arange(0, CHUNK)
+    t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
     here = t < length
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     g = tl.load(g_ptr + batch * g_strides[0] + (first + t) * g_strides[1] + h * g_strides[2], mask=here, other=0.0)
     total = tl.cumsum(g.to(tl.float64), 0)
     beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
@@ -95,16 +112,43 @@ def _prepare(
     row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
     tl.store(total_ptr + row, total, mask=here)
     tl.store(unit_ptr + row, unit, mask=here)
-    k = k.to(DOT)
-    m = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (beta * unit)[:, None] * unit[None, :] * decay_between(total)
+    m = product(k, tl.trans(k), HOW) * (beta * unit)[:, None] * unit[None, :] * decay_between(total)
+    x = inverse(tl.where(n[:, None] > n[None, :], m, 0.0))
+    place = (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
+    tl.store(x_ptr + place, x)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
+def _prepare(
+    k_ptr, v_ptr, beta_ptr, x_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, v_strides, beta_strides, T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PACKED: tl.constexpr, HOW: tl.constexpr,
+):
+    # fmt: on
+    """Writes W and U."""
+    slot, h = tl.program_id(0), tl.program_id(1)
+    b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
+    if start >= length:
+        return
     n = tl.arange(0, CHUNK)
-    x = inverse(tl.where(n[:, None] > n[None, :], m, 0.0), EXACT)
-    by_key = x * (beta * unit * tl.exp(total.to(tl.float32)))[None, :]
-    w = tl.dot(by_key.to(DOT), k, input_precision=PRECISION)
-    tl.store(w_ptr + row[:, None] * D + d[None, :], w, mask=here[:, None] & (d < D)[None, :])
-    v = head_rows(v_ptr, v_strides, batch, h, first, t, e, here, e < DV)
-    u = tl.dot((x * beta[None, :]).to(DOT), v.to(DOT), input_precision=PRECISION)
-    tl.store(u_ptr + row[:, None] * DV + e[None, :], u, mask=here[:, None] & (e < DV)[None, :])
+    t, batch = start + n, b.to(tl.int64)
+    here = t < length
+    row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
+    beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
+    beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
+    total = tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32)
+    factor = beta * tl.load(unit_ptr + row, mask=here, other=0.0) * tl.exp(total)
+    x = tl.load(x_ptr + (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
+    by_key, by_value = x * factor[None, :], x * beta[None, :]
+    for column in range(0, D, BLOCK_D):
+        d = column + tl.arange(0, BLOCK_D)
+        k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
+        tl.store(w_ptr + row[:, None] * D + d[None, :], product(by_key, k, HOW), mask=here[:, None] & (d < D)[None, :])
+    for column in range(0, DV, BLOCK_V):
+        e = column + tl.arange(0, BLOCK_V)
+        v = head_rows(v_ptr, v_strides, batch, h, first, t, e, here, e < DV)
+        tl.store(u_ptr + row[:, None] * DV + e[None, :], product(by_value, v, HOW), mask=here[:, None] & (e < DV)[None, :])
 
 
 # fmt: off
@@ -112,7 +156,7 @@ def _prepare(
 def _walk(
     k_ptr, w_ptr, u_ptr, states_ptr, total_ptr, unit_ptr, state_ptr, last_ptr, cu_ptr, k_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
     """Writes the state before each chunk and the last one, and V' in the place of U."""
@@ -140,15 +184,13 @@ def _walk(
         w = tl.load(w_ptr + row[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
         there = here[:, None] & (e < DV)[None, :]
         u = tl.load(u_ptr + row[:, None] * DV + e[None, :], mask=there, other=0.0)
-        new = u - tl.dot(w.to(DOT), state.to(DOT), input_precision=PRECISION)
+        new = u - product(w, state, HOW)
         tl.store(u_ptr + row[:, None] * DV + e[None, :], new, mask=there)
         end = tl.load(total_ptr + (begin + tl.minimum(start + CHUNK, length) - 1) * HEADS + h)
         total = tl.load(total_ptr + row, mask=here, other=float("inf"))
         factor = tl.exp((end - total).to(tl.float32)) * tl.load(unit_ptr + row, mask=here, other=0.0)
         k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
-        new = (new * factor[:, None]).to(DOT)
-        state *= tl.exp(end.to(tl.float32))
-        state = tl.dot(tl.trans(k.to(DOT)), new, state, input_precision=PRECISION)
+        state = state * tl.exp(end.to(tl.float32)) + product(tl.trans(k), new * factor[:, None], HOW)
         slot += 1
     tl.store(last_ptr + own + place, state, mask=inside)
 
@@ -158,7 +200,7 @@ def _walk(
 def _outputs(
     q_ptr, k_ptr, v_ptr, states_ptr, total_ptr, unit_ptr, y_ptr, cu_ptr, q_strides, k_strides, scale, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    QK_NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
     """Writes the outputs of a chunk from V' and the state before it."""
@@ -178,11 +220,10 @@ def _outputs(
     q = head_rows(q_ptr, q_strides, batch, h // GROUP, first, t, d, here, d < D)
     k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
     factor = inverse_length(q, QK_NORM) * scale
-    q = q.to(DOT)
-    pairs = tl.dot(q, tl.trans(k.to(DOT)), input_precision=PRECISION) * unit[None, :] * decay_between(total)
+    pairs = product(q, tl.trans(k), HOW) * unit[None, :] * decay_between(total)
     place = (slot.to(tl.int64) * HEADS + h) * (D * DV) + d[:, None] * DV + e[None, :]
     state = tl.load(states_ptr + place, mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
-    y = tl.dot(q, state.to(DOT), input_precision=PRECISION) * tl.exp(total.to(tl.float32))[:, None]
+    y = product(q, state, HOW) * tl.exp(total.to(tl.float32))[:, None]
     v = tl.load(v_ptr + row[:, None] * DV + e[None, :], mask=there, other=0.0)
-    y = tl.dot(pairs.to(DOT), v.to(DOT), y, input_precision=PRECISION) * factor[:, None]
+    y = (y + product(pairs, v, HOW)) * factor[:, None]
     tl.store(y_ptr + row[:, None] * DV + e[None, :], y, mask=there)
