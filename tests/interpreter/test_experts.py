@@ -12,7 +12,13 @@ from tests.moe.by_hand import mixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # tokens, d, h, E, K
-SIZES = {"none": (0, 16, 16, 4, 2), "one": (1, 24, 20, 5, 1), "odd": (37, 40, 23, 7, 3), "many": (150, 144, 72, 3, 2)}
+SIZES = {
+    "none": (0, 16, 16, 4, 2),
+    "one": (1, 24, 20, 5, 1),
+    "alone": (5, 16, 8, 1, 1),
+    "odd": (37, 40, 23, 7, 3),
+    "many": (150, 144, 72, 3, 2),
+}
 
 
 def tensors(size: str, activation: str, dtype: torch.dtype, bias: bool, shared: bool) -> tuple[Tensor, moe.Routing, dict]:

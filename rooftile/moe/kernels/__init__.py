@@ -28,10 +28,10 @@ _FIXED_ROWS = 64
 _GROUP = 8
 
 
-def rows_of_tile(rows: int, experts: int, dtype: torch.dtype, deterministic: bool) -> int:
-    """The power of two from 16 to 128 (32 in fp32) that holds an expert's rows if all experts have the same number."""
+def rows_of_tile(rows: int, experts: int, dtype: torch.dtype, is_fixed: bool) -> int:
+    """The power of two from 16 to 128 (fp32: 32) that holds an expert's rows if experts share them evenly; fixed: 64."""
     largest = 32 if dtype == torch.float32 else 128
-    if deterministic:
+    if is_fixed:
         return min(_FIXED_ROWS, largest)
     return min(max(triton.next_power_of_2(-(-rows // experts)), 16), largest)
 
