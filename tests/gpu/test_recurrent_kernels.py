@@ -1,4 +1,4 @@
-"""The kernels of the recurrences on a GPU: against the plain operations in fp64, the same bits in every run, in a captured graph."""
+"""The recurrences' kernels on a GPU: against plain operations in fp64, the same bits in every run, in a captured graph."""
 
 from __future__ import annotations
 

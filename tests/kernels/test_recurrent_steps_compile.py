@@ -1,4 +1,4 @@
-"""The kernels of the convolution, of the selective scan and of the steps compile for the chips that they are for; no register spills."""
+"""The kernels of the convolution, of the selective scan and of the steps compile without a GPU; no register spills."""
 
 from __future__ import annotations
 
