@@ -52,7 +52,7 @@ def causal_conv(
             flow to it.
         return_tail: whether the last K - 1 inputs are returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; no output of one reads an input of another.
-        backend: "tiled", "eager" (with gradients of gradients), or None or "auto" for the fastest that runs.
+        backend: "triton" (kernels), "tiled", "eager" (with gradients of gradients), or None or "auto" for the fastest that runs.
 
     Returns:
         y (B, T, W) in the dtype of x; with return_tail (y, tail), tail (B, W, K - 1) in the dtype of x. Gradients flow from both.

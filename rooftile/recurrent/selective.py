@@ -65,7 +65,8 @@ def selective_scan(
         state: the state before the first token (B, W, N), float32 (float64 for float64); None for zeros. Gradients flow to it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
-        backend: "tiled" (plain operations, whose backward keeps one state in 64), "eager" (with gradients of gradients); None or
+        backend: "triton" (kernels; the backward is that of "tiled"), "tiled" (plain operations, whose backward keeps one state
+            in 64), "eager" (with gradients of gradients); None or
             "auto" takes the fastest that runs.
 
     Returns:

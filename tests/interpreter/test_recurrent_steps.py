@@ -12,7 +12,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import recurrent as rec
 from rooftile.recurrent import walk
-from rooftile.recurrent.kernels import selective, state_space_step
+from rooftile.recurrent.kernels import convolution_gradients, selective, state_space_step
 from rooftile.runtime.launch import observe
 from tests.recurrent import cases
 from tests.recurrent.cases import Case
@@ -227,3 +227,43 @@ def test_a_step_of_the_scan(less: tuple[str, ...], kept: torch.dtype, dtype: tor
     close([state[rows]], [last], ROOM[kept])
     others = [n for n in range(len(state)) if n not in rows]
     assert torch.equal(state[others], before[others])
+
+
+def conv_gradients(case: Case, defined: bool, use_last: bool) -> list[Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in (case.tensors | case.given).items()}
+    first, given = ({name: leaves[name] for name in its} for its in (case.tensors, case.given))
+    y, last = case.defining(first, given) if defined else case.run(*first.values(), **given, **case.options, backend="triton")
+    loss = (y * torch.linspace(-1, 1, max(1, y.numel()))[: y.numel()].reshape(y.shape).to(y)).sum()
+    # all tensors are in the graph, where no token is there as well
+    loss = loss + sum(0 * x.sum() for x in leaves.values())
+    if use_last:
+        loss = loss + (last * torch.linspace(0.5, 1, max(1, last.numel()))[: last.numel()].reshape(last.shape).to(last)).sum()
+    return list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
+
+
+@pytest.mark.parametrize("K", [1, 2, 4, 8])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("cu", [None, *PACKS[:2], [0, 0, 2, 3, 3]], ids=str)
+def test_gradients_of_the_convolution(
+    cu: list[int] | None, activation: str | None, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(K)
+    monkeypatch.setattr(convolution_gradients, "PART", tl.constexpr(32))
+    monkeypatch.setattr(walk, "backward", None)
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    for T in (0, 1, 2, 3, 16, 70) if cu is None else (cu[-1],):
+        case = rounded(cases.conv(T, K=K, cu=offsets, activation=activation), torch.float32)
+        wide = Case(case.run, case.defined, double(case.tensors), double(case.given), case.options, case.state)
+        for use_last in (True, False):
+            close(conv_gradients(case, False, use_last), conv_gradients(wide, True, use_last), ROOM[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_gradients_of_the_convolution_in_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(11)
+    case = rounded(cases.conv(35, W=150), dtype)
+    del case.tensors["bias"]
+    wide = Case(case.run, case.defined, double(case.tensors), double(case.given), case.options, case.state)
+    found, due = conv_gradients(case, False, True), conv_gradients(wide, True, True)
+    assert [x.dtype for x in found] == [dtype, torch.float32, dtype]
+    close(found, due, 4 * ROOM[dtype])

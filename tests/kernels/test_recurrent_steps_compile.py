@@ -1,4 +1,4 @@
-"""The kernels of the convolution, of the selective scan and of the steps compile without a GPU; no register spills."""
+"""The kernels of the convolution, of the selective scan and of the steps compile for their chips; no register spills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 ROOM = 32 if NEWER else 0
 
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-IN_FP32 = {"first_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
+IN_FP32 = {"first_ptr", "g_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
 # the numbers of strides that are a tuple, with the last one 1
 RANKS = {
     "_ssd_step": {"state": 4, "D": 2, "dt": 2},
@@ -29,9 +29,9 @@ RANKS = {
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Each kernel by name, with the constants of a launch of a model's size."""
-    from rooftile.recurrent.kernels import convolution, selective, state_space_step
+    from rooftile.recurrent.kernels import convolution, convolution_gradients, selective, state_space_step
 
-    conv = {"SILU": True, "HAS_BIAS": True}
+    conv: dict[str, Any] = {"SILU": True, "HAS_BIAS": True}
     steps = {"SOFTPLUS": True, "HAS_BIAS": True}
 
     def scan(N: int = 16, block: int = 32, warps: int = 1, **own: bool) -> dict[str, Any]:
@@ -43,6 +43,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
         "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
         "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
+        "_sum_gradients": (
+            convolution_gradients._sum_gradients,
+            convolution.constants_of(5376, 4, BLOCK_K=8, PACKED=True, num_warps=8, **conv),
+        ),
+        "_input_gradients": (
+            convolution_gradients._input_gradients,
+            convolution.constants_of(5376, 4, PACKED=False, num_warps=8),
+        ),
+        "_tail_gradients": (convolution_gradients._tail_gradients, convolution.constants_of(5376, 4, PACKED=False, num_warps=8)),
         "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
         "_scan": (selective._scan, scan(PACKED=True)),
         "_outputs": (selective._outputs, scan(PACKED=True, HAS_D=True, HAS_Z=True, **steps)),
@@ -52,6 +61,9 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 NAMES = [
+    "_sum_gradients",
+    "_input_gradients",
+    "_tail_gradients",
     "_conv",
     "_packed_conv",
     "_last_inputs",

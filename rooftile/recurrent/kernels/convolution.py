@@ -14,29 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent import walk
-from rooftile.recurrent.kernels.parts import readable, silu, token_strides, unknown_dtype
+from rooftile.recurrent.kernels import convolution_gradients as gradients
+from rooftile.recurrent.kernels.parts import TOKENS, inputs, readable, silu, token_strides, unknown_dtype
 from rooftile.recurrent.linear.kernels.tiles import part_of
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
 
-TOKENS = tl.constexpr(16)
 LARGEST_K = 8
 _CHANNELS = 128
-
-
-@triton.jit
-def _inputs(x_base, tail_base, first, t, w, here, W, K: tl.constexpr, x_stride, start):
-    """Loads the inputs of tokens t (BLOCK, channels): those before the first one are in the tail."""
-    there = here & (t >= 0)
-    place = (first + t)[:, None] * x_stride + w[None, :]
-    x = tl.load(x_base + place, mask=there[:, None] & (w < W)[None, :], other=0.0).to(tl.float32)
-    if K > 1:
-        if start < K - 1:
-            place = w[None, :].to(tl.int64) * (K - 1) + (t + K - 1)[:, None]
-            past = here & (t < 0)
-            x += tl.load(tail_base + place, mask=past[:, None] & (w < W)[None, :], other=0.0).to(tl.float32)
-    return x
 
 
 # fmt: off
@@ -57,7 +42,7 @@ def _conv(
     tail_base = tail_ptr + b.to(tl.int64) * W * (K - 1)
     y = tl.zeros((TOKENS, BLOCK_W), tl.float32)
     for k in tl.static_range(K):
-        x = _inputs(x_base, tail_base, first, t - (K - 1) + k, w, here, W, K, x_strides[1], start)
+        x = inputs(x_base, tail_base, first, t - (K - 1) + k, w, here, W, K, x_strides[1], start)
         y += x * tl.load(weight_ptr + w * K + k, mask=w < W, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + w, mask=w < W, other=0.0).to(tl.float32)[None, :]
@@ -120,13 +105,15 @@ def _conv_step(
 
 
 _start, _start_last, _start_step = Kernel(_conv), Kernel(_last_inputs), Kernel(_conv_step)
+_start_sums, _start_inputs = Kernel(gradients._sum_gradients), Kernel(gradients._input_gradients)
+_start_tails = Kernel(gradients._tail_gradients)
 
 
 @cache
-def constants_of(W: int, K: int, **own: bool) -> dict[str, Any]:
+def constants_of(W: int, K: int, **own: int) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
     # a step's program must have a channel for each thread, so that no thread reads what another has moved
-    return {"W": W, "K": K, "BLOCK_W": _CHANNELS, **own, "num_warps": 4}
+    return {"W": W, "K": K, "BLOCK_W": _CHANNELS, "num_warps": 4, **own}
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -183,9 +170,27 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
 def backward(
     dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients, by plain operations."""
-    from rooftile.recurrent.convolution import OPERATORS
-
-    d_last = torch.zeros_like(state) if d_last is None else d_last
-    with torch.autocast(state.device.type, enabled=False):
-        return walk.backward(OPERATORS.rule, dy, d_last, tokens, constants, state, cu, options)
+    """Returns the gradients of x, of the weight, of the bias where it is there, and of the first tail."""
+    (x,), (weight, bias) = tokens, constants
+    assert x is not None and weight is not None
+    x, rows, tail, dy = readable(x), weight.contiguous(), state.contiguous(), dy.contiguous()
+    d_last = torch.zeros_like(tail) if d_last is None else d_last.contiguous()
+    (W, K), T, count, packed = weight.shape, x.shape[-2], tail.shape[0], cu is not None
+    dx, d_tail = (torch.empty(like.shape, dtype=like.dtype, device=x.device) for like in (x, tail))
+    g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    offsets, blocks, part_size = x if cu is None else cu, triton.cdiv(W, _CHANNELS), gradients.PART.value
+    slots, tiles = (T // size + count if packed else triton.cdiv(T, size) * count for size in (part_size, TOKENS.value))
+    # not every slot of a packed batch has tokens
+    part = torch.zeros((slots, K + 1, W), dtype=torch.float32, device=x.device)
+    own = constants_of(W, K, PACKED=packed, num_warps=8)
+    if x.numel():
+        more = {"num_warps": 8, "SILU": bool(options[0]), "HAS_BIAS": bias is not None, "PACKED": packed}
+        shift = rows if bias is None else bias.contiguous()
+        arguments = (x, dy, rows, shift, tail, g, part, offsets, token_strides(x, packed), T, count)
+        _start_sums((slots, blocks, 1), arguments, constants_of(W, K, BLOCK_K=triton.next_power_of_2(K + 1), **more))
+        _start_inputs((tiles, blocks, 1), (g, rows, d_last, dx, offsets, T, count), own)
+    if tail.numel():
+        _start_tails((count, blocks, 1), (g, rows, d_last, d_tail, offsets, T), own)
+    total = part.sum(0)
+    d_weight = total[:K].t().to(weight.dtype).contiguous()
+    return [dx, d_weight, *([] if bias is None else [total[K].to(bias.dtype)]), d_tail]
