@@ -69,8 +69,8 @@ def gated_delta(
             it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
-        backend: "tiled" (pieces, in plain operations) or "eager" (token by token, with gradients of gradients); None or "auto"
-            takes the fastest that runs.
+        backend: "triton" (kernels, with g of each head), "tiled" (pieces, in plain operations) or "eager" (token by token, with
+            gradients of gradients); None or "auto" takes the fastest that runs.
 
     Returns:
         y (B, T, Hv, Dv) in the dtype of v; with return_state (y, state), state (B, Hv, Dk, Dv) in float32. Gradients flow from

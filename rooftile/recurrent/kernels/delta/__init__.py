@@ -98,20 +98,21 @@ def forward(
     # any tensor stands for the offsets of calls that are not packed
     offsets = k if cu is None else cu
     q_strides, k_strides, v_strides, g_strides, beta_strides = (_strides(x, packed) for x in (q, k, v, g, beta))
-    some = y.numel() > 0
-    if some:
-        given = (k, g, beta, x, total, unit, offsets, k_strides, g_strides, beta_strides, length, sequences)
-        _start_invert((slots, heads, 1), given, _constants("invert", *shape, QK_NORM=qk_norm, PACKED=packed))
-        given = (k, v, beta, x, w, u, total, unit, offsets, k_strides, v_strides, beta_strides, length, sequences)
-        _start_prepare((slots, heads, 1), given, _constants("prepare", *shape, PACKED=packed))
+    if y.numel():
+        own = _constants("invert", *shape, QK_NORM=qk_norm, PACKED=packed)
+        known = (k, g, beta, x, total, unit, offsets, k_strides, g_strides, beta_strides, length, sequences)
+        _start_invert((slots, heads, 1), known, own)
+        own = _constants("prepare", *shape, PACKED=packed)
+        added = (k, v, beta, x, w, u, total, unit, offsets, k_strides, v_strides, beta_strides, length, sequences)
+        _start_prepare((slots, heads, 1), added, own)
     if last.numel():
         own = _constants("walk", *shape, PACKED=packed)
-        given = (k, w, u, states, total, unit, state.contiguous(), last, offsets, k_strides, length, sequences)
-        _start_walk((triton.cdiv(dim_v, own["BLOCK_V"]), sequences, heads), given, own)
-    if some:
+        walked = (k, w, u, states, total, unit, state.contiguous(), last, offsets, k_strides, length, sequences)
+        _start_walk((triton.cdiv(dim_v, own["BLOCK_V"]), sequences, heads), walked, own)
+    if y.numel():
         own = _constants("outputs", *shape, QK_NORM=qk_norm, PACKED=packed)
-        given = (q, k, u, states, total, unit, y, offsets, q_strides, k_strides, scale, length, sequences)
-        _start_outputs((slots, heads, triton.cdiv(dim_v, own["BLOCK_V"])), given, own)
+        read = (q, k, u, states, total, unit, y, offsets, q_strides, k_strides, scale, length, sequences)
+        _start_outputs((slots, heads, triton.cdiv(dim_v, own["BLOCK_V"])), read, own)
     return y, last
 
 
