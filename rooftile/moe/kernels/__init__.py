@@ -29,7 +29,7 @@ _GROUP = 8
 
 
 def rows_of_tile(rows: int, experts: int, dtype: torch.dtype, is_fixed: bool) -> int:
-    """The power of two from 16 to 128 (fp32: 32) that holds an expert's rows if experts share them evenly; fixed: 64."""
+    """The power of two from 16 to 128 (fp32: 32) that holds an expert's rows if experts share them evenly; or a fixed one."""
     largest = 32 if dtype == torch.float32 else 128
     if is_fixed:
         return min(_FIXED_ROWS, largest)
