@@ -132,7 +132,7 @@ def main() -> None:
         sys.stdout.write(", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()) + "\n")
     word = "h200" if "H200" in torch.cuda.get_device_name() else "h100" if "H100" in torch.cuda.get_device_name() else "gpu"
     head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy bytes/s": bandwidth}
-    (RESULTS / f"{word}-experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (head, *rows)))
+    (RESULTS / f"{word}-experts.json").write_text(json.dumps([head, *rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

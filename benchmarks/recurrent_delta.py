@@ -2,7 +2,7 @@
 
     python benchmarks/recurrent_delta.py
 
-Prints a table, and writes it to benchmarks/results/GPU-recurrent-delta.jsonl.
+Prints a table, and writes it to benchmarks/results/GPU-recurrent-delta.json.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def _kernels_file() -> str:
 def main() -> None:
     """Prints the table and writes it."""
     gpu = torch.cuda.get_device_name()
-    path = Path(__file__).parent / "results" / f"{re.findall(r'[ABHL][0-9]+', gpu)[0].lower()}-recurrent-delta.jsonl"
+    path = Path(__file__).parent / "results" / f"{re.findall(r'[ABHL][0-9]+', gpu)[0].lower()}-recurrent-delta.json"
     found = rows()
     for row in found:
         wrong = "" if row["error"] is None else f"  error {row['error']:.1e}"
         sys.stdout.write(f"{row['what']:8} {row['B']:3} x {row['T']:6}  {row['by']:9} {row['ms']:9.3f} ms{wrong}\n")
     about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-    path.write_text("".join(json.dumps(about | row) + "\n" for row in found))
+    path.write_text(json.dumps([about | row for row in found], indent=1) + "\n")
 
 
 if __name__ == "__main__":
