@@ -10,7 +10,7 @@ from tests.recurrent import cases
 
 # numpy warns of what a GPU does in silence
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
-# of the norm of what is due
+# as a share of the norm of the definition
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 

@@ -73,7 +73,7 @@ def _sum_constants(K: int, d: int, shared: bool) -> dict[str, Any]:
 def forward(
     u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `by_expert.forward`; the products before the activation are empty unless they are to be kept."""
+    """Computes what `by_expert.forward` does; the products before the activation are empty unless they are to be kept."""
     u, gates = u.contiguous(), gates.contiguous()
     (N, d), K, h = u.shape, chosen.shape[1], weights.down.shape[2]
     rows = sort(chosen, weights.up.shape[0])

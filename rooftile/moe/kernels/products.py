@@ -27,7 +27,7 @@ def _tile(ends_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def _activated(gate, up, ACTIVATION: tl.constexpr):
-    """As in `activations`; gate is up for relu2."""
+    """Applies the activation, like `activations`; gate is up for relu2."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
     if ACTIVATION == "clamped":
