@@ -91,7 +91,7 @@ def conv_step(
         tail: tails (rows, W, K - 1), oldest input first.
         x, weight, bias, activation: as in `causal_conv`, without the axis of tokens.
         slots: the row of each sequence's tail, int32 or int64; None for row n of sequence n. Tokens that share a row, such
-            as padding, leave one of their states in it.
+            as padding, leave numbers of any of their states in it.
 
     Returns:
         y (S, W) in the dtype of x. It has no gradient.

@@ -115,7 +115,7 @@ def gated_delta_step(
         state: states (rows, Hv, Dk, Dv), float32, bfloat16 or float16; sums are in float32, and rounded into it.
         q, k, v, g, beta, scale, qk_norm: as in `gated_delta`, without the axis of tokens.
         slots: the row of each sequence's state, int32 or int64; None for row n of sequence n. Tokens that share a row, such
-            as padding, leave one of their states in it.
+            as padding, leave numbers of any of their states in it.
 
     Returns:
         y (S, Hv, Dv) in the dtype of v. It has no gradient.

@@ -117,7 +117,7 @@ def selective_scan_step(
         state: states (rows, W, N), float32, bfloat16 or float16; sums are in float32, and rounded into it.
         x, dt, A, B, C, D, z, dt_bias, softplus: as in `selective_scan`, without the axis of tokens.
         slots: the row of each sequence's state, int32 or int64; None for row n of sequence n. Tokens that share a row, such
-            as padding, leave one of their states in it.
+            as padding, leave numbers of any of their states in it.
 
     Returns:
         y (S, W) in the dtype of x. It has no gradient.

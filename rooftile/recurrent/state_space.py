@@ -137,7 +137,7 @@ def ssd_step(
         state: states (rows, H, P, N), float32, bfloat16 or float16; sums are in float32, and rounded into it.
         x, dt, A, B, C, D, z, dt_bias, softplus, dt_limit: as in `ssd`, without the axis of tokens.
         slots: the row of each sequence's state, int32 or int64; None for row n of sequence n. Tokens that share a row, such
-            as padding, leave one of their states in it.
+            as padding, leave numbers of any of their states in it.
 
     Returns:
         y (S, H, P) in the dtype of x. It has no gradient.
