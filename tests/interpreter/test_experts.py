@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rooftile import moe
 from rooftile.errors import Unsupported
+from rooftile.moe import kernels
+from rooftile.moe.problem import Options, Weights
 from tests.moe.by_hand import mixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -82,3 +84,16 @@ def test_fp64_is_refused_by_name_and_taken_without() -> None:
     with pytest.raises(Unsupported, match=r"u is torch\.float64; needs bfloat16"):
         moe.experts(u.double(), routing, backend="triton", **wide)
     torch.testing.assert_close(moe.experts(u.double(), routing, **wide), mixture(u.double(), *routing[:2], **wide))
+
+
+def test_a_choice_that_is_no_expert_gives_nan_in_its_token_alone() -> None:
+    u, routing, given = tensors("odd", "silu", torch.float32, False, False)
+    due = moe.experts(u, routing, backend="triton", **given)
+    chosen = routing.experts.clone()
+    chosen[3, 1], chosen[20, 0] = 7, -1
+    options = Options("silu", False, "triton")
+    y, _, _ = kernels.forward(u, chosen, routing.gates, Weights(given["up"], given["down"]), options, False)
+    wrong = torch.zeros(len(u), dtype=torch.bool)
+    wrong[[3, 20]] = True
+    assert y[wrong].isnan().all()
+    torch.testing.assert_close(y[~wrong], due[~wrong], rtol=1e-5, atol=1e-5)

@@ -65,9 +65,9 @@ def _constants(
 
 
 @cache
-def _sum_constants(K: int, d: int, shared: bool) -> dict[str, Any]:
+def _sum_constants(E: int, K: int, d: int, shared: bool) -> dict[str, Any]:
     block = min(triton.next_power_of_2(d), 1024)
-    return {"K": K, "D": d, "SHARED": shared, "BLOCK": block, "num_warps": 4}
+    return {"E": E, "K": K, "D": d, "SHARED": shared, "BLOCK": block, "num_warps": 4}
 
 
 def forward(
@@ -84,9 +84,9 @@ def forward(
         block_m = rows_of_tile(N * K, weights.up.shape[0], u.dtype, options.deterministic)
         _multiply(u, weights.up, weights.up_bias, a, p, rows, block_m, options.activation, keep)
         _multiply(a, weights.down, weights.down_bias, z, p, rows, block_m, "none", False)
-        constants = _sum_constants(K, d, shared is not None)
+        constants = _sum_constants(weights.up.shape[0], K, d, shared is not None)
         grid = (N, triton.cdiv(d, constants["BLOCK"]), 1)
-        _start_sum(grid, (z, gates, z if shared is None else shared.contiguous(), y), constants)
+        _start_sum(grid, (z, gates, z if shared is None else shared.contiguous(), chosen.contiguous(), y), constants)
     return y, p, shared_p
 
 

@@ -100,15 +100,20 @@ def _product(
 
 @triton.jit
 def _sum_choices(
-    z_ptr, gates_ptr, shared_ptr, y_ptr, K: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    z_ptr, gates_ptr, shared_ptr, chosen_ptr, y_ptr,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """y = the sum over choices of gate times z, one after the other, plus the shared network's output; rounded once."""
+    """y = the sum over choices of gate times z, one after the other, plus the shared network's output; rounded once.
+
+    A choice that is no expert gives NaN: the host, which could raise an error, would wait for the choices.
+    """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         z = tl.load(z_ptr + (t * K + k) * D + n, mask=n < D, other=0.0)
-        y += tl.load(gates_ptr + t * K + k) * z.to(tl.float32)
+        expert = tl.load(chosen_ptr + t * K + k)
+        y += tl.where((expert >= 0) & (expert < E), tl.load(gates_ptr + t * K + k) * z.to(tl.float32), float("nan"))
     if SHARED:
         y += tl.load(shared_ptr + t * D + n, mask=n < D, other=0.0).to(tl.float32)
     tl.store(y_ptr + t * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
