@@ -115,9 +115,9 @@ class Operators:
 
     def _run_backward(self, dy: Tensor, d_last: Tensor | None, *arguments: Any) -> list[Tensor]:
         tokens, constants, state, cu, options, backend = self._split(arguments)
-        if self._runs_kernels(tokens, constants, state, options, backend):
+        if self._runs_kernels(tokens, constants, state, options, backend) and (run := self._kernels.backward) is not None:
             with device_of(state):
-                return self._kernels.backward(dy, d_last, tokens, constants, state, cu, options)
+                return run(dy, d_last, tokens, constants, state, cu, options)
         d_last = torch.zeros_like(state) if d_last is None else d_last
         with torch.autocast(state.device.type, enabled=False):
             return walk.backward(self.rule, dy, d_last, tokens, constants, state, cu, options)

@@ -29,17 +29,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Returns contiguous outputs in the dtype of `like`, and a new tensor with the last states, in the dtype of the first."""
 
-    def backward(
-        self,
-        dy: Tensor,
-        d_last: Tensor | None,
-        tokens: Tensors,
-        constants: Tensors,
-        state: Tensor,
-        cu: Tensor | None,
-        options: Given,
-    ) -> list[Tensor]:
-        """Returns contiguous gradients of the tensors that are there, in order, and of the first state, each in its dtype."""
+    # takes dy and d_last (or None) before the arguments of `forward`; returns contiguous gradients of the tensors that are there,
+    # in order, and of the first state, each in its dtype. None: plain operations compute the gradients
+    backward: Callable[..., list[Tensor]] | None
 
     def step(self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Given) -> Tensor:
         """Reads one token of each sequence, changes the states in place, and returns contiguous outputs."""

@@ -106,3 +106,43 @@ def test_steps_in_a_graph_give_the_rows_of_the_whole(dtype: torch.dtype) -> None
         assert (y.float() - due[:, t].float()).norm() <= ERRORS[dtype] * due[:, t].float().norm()
     assert (states[slots.long()] - last).norm() <= ERRORS[dtype] * last.norm()
     assert not states[[3, 4, 7]].any()
+
+
+@pytest.mark.parametrize("name", ["dt", "x", "B"])
+def test_a_nan_reaches_all_later_tokens_of_its_sequence_and_no_other_sequence(name: str) -> None:
+    cu = torch.tensor([0, 300, 700, 900], dtype=torch.int32, device="cuda")
+    run, given = ssd((900,), 3, 64, 128)
+    given = narrowed(given, torch.bfloat16)
+    given[name][500] = float("nan")
+    y, last = run(**given, cu=cu, backend="triton")
+    assert y[500:700].isnan().all()
+    assert last[1].isnan().all()
+    assert not y[:300].isnan().any()
+    assert not y[700:].isnan().any()
+    assert not last[[0, 2]].isnan().any()
+    # a chunk has 64 tokens
+    assert not y[300:436].isnan().any()
+
+
+def test_gradients_run_through_kernels_and_plain_operations_alike() -> None:
+    for kind, P, N in (("ssd", 64, 128), ("conv", 200, 0), ("delta", 64, 64)):
+        run, given = KINDS[kind]((2, 300), 2, P, N)
+        leaves = {name: x.float().requires_grad_() for name, x in given.items()}
+        found, due = (
+            torch.autograd.grad(sum(out.square().sum() for out in run(**leaves, backend=way)), list(leaves.values()))
+            for way in ("triton", "tiled")
+        )
+        for x, right in zip(found, due, strict=True):
+            assert (x - right).norm() <= 1e-3 * right.norm()
+
+
+def test_compiled_and_autocast_calls_give_the_same() -> None:
+    run, given = ssd((2, 300), 2, 64, 128)
+    given = {name: x.float() for name, x in given.items()}
+    due = run(**narrowed(given, torch.bfloat16))
+    compiled = torch.compile(run, fullgraph=True)(**narrowed(given, torch.bfloat16))
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = run(**given)
+    for a, b, c in zip(due, compiled, cast, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)

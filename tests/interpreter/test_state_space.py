@@ -10,7 +10,7 @@ from tests.recurrent import cases
 
 # numpy warns of what a GPU does in silence
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
-# as a share of the norm of the definition
+# the largest error that is allowed, as a share of the norm of what the definition gives
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -65,6 +65,13 @@ def test_steps_that_are_tiny_and_decays_that_underflow() -> None:
     given = {name: x for name, x in case.given.items() if name != "dt_bias"}
     # a sum of exponents of thousands is rounded to fp32 once
     assert_defined(cases.Case(case.run, case.defined, {**case.tensors, "dt": steps}, given, case.options), times=5)
+
+
+def test_steps_far_below_one_keep_their_bits() -> None:
+    case = cases.ssd(30, P=8, N=8)
+    given = {name: x for name, x in case.given.items() if name not in ("D", "z", "state")}
+    far = {**case.tensors, "dt": case.tensors["dt"] - 13}
+    assert_defined(cases.Case(case.run, case.defined, far, given, case.options))
 
 
 def test_limits_and_strides() -> None:

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent import walk
 from rooftile.recurrent.kernels.parts import readable, silu, softplus, token_strides, unknown_dtype
 from rooftile.recurrent.linear.kernels.tiles import part_of
 from rooftile.recurrent.rule import Given, Tensors
@@ -277,12 +276,5 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
     return y
 
 
-def backward(
-    dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
-) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients, by plain operations."""
-    from rooftile.recurrent.selective import OPERATORS
-
-    d_last = torch.zeros_like(state) if d_last is None else d_last
-    with torch.autocast(state.device.type, enabled=False):
-        return walk.backward(OPERATORS.rule, dy, d_last, tokens, constants, state, cu, options)
+# plain operations compute the gradients
+backward = None

@@ -16,8 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent import walk
-from rooftile.recurrent.delta import OPERATORS
 from rooftile.recurrent.kernels.delta.chunks import CHUNK, _invert, _outputs, _prepare, _walk
 from rooftile.recurrent.kernels.delta.steps import _step
 from rooftile.recurrent.rule import Given, Tensors
@@ -116,13 +114,8 @@ def forward(
     return y, last
 
 
-def backward(
-    dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
-) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients, computed in plain operations."""
-    d_last = torch.zeros_like(state) if d_last is None else d_last
-    with torch.autocast(state.device.type, enabled=False):
-        return walk.backward(OPERATORS.rule, dy, d_last, tokens, constants, state, cu, options)
+# plain operations compute the gradients
+backward = None
 
 
 def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Given) -> Tensor:

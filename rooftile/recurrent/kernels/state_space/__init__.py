@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.recurrent.kernels.parts import readable, unknown_dtype
 from rooftile.recurrent.kernels.state_space.outputs import _outputs, _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.kernels.state_space_step import step, step_refusal
@@ -40,8 +41,8 @@ def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) 
     x = tokens[0]
     assert x is not None
     P, N = state.shape[-2:]
-    if x.dtype == torch.float64:
-        return "float64; has float32, bfloat16, float16"
+    if (reason := unknown_dtype(x, state)) is not None:
+        return reason
     largest = 128 if x.dtype == torch.float32 else 256
     if largest < N or P > LARGEST_HEAD:
         return f"{x.dtype} with P {P} and N {N}; has P up to {LARGEST_HEAD} and N up to {largest}"
@@ -105,8 +106,8 @@ class _Call:
         assert dt is not None
         assert B is not None
         assert C is not None
-        self.x, self.B, self.C = (_readable(given) for given in (x, B, C))
-        self.z = None if z is None else _readable(z)
+        self.x, self.B, self.C = (readable(given) for given in (x, B, C))
+        self.z = None if z is None else readable(z)
         self.dt, self.A, self.D, self.bias, self.options = dt, *constants, options
         self.packed, self.T, (self.H, self.P) = cu is not None, x.shape[-3], x.shape[-2:]
         self.G, self.N = B.shape[-2:]
@@ -197,18 +198,5 @@ def forward(tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | Non
     return y, last
 
 
-def backward(
-    dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
-) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients, computed in plain operations piece by piece."""
-    from rooftile.recurrent import walk
-    from rooftile.recurrent.state_space import OPERATORS
-
-    d_last = torch.zeros_like(state) if d_last is None else d_last
-    with torch.autocast(state.device.type, enabled=False):
-        return walk.backward(OPERATORS.rule, dy, d_last, tokens, constants, state, cu, options)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Returns x with its last axis in one piece."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+# plain operations compute the gradients
+backward = None

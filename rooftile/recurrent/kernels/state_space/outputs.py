@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.state_space.tiles import segment_of, tile
+from rooftile.recurrent.kernels.parts import silu
+from rooftile.recurrent.kernels.state_space.tiles import tile
+from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 @triton.jit
@@ -38,7 +40,7 @@ def _segment_sums(
     # fmt: on
     """Writes what a segment adds to the state, and the sum of its exponents; nothing for the last segment of a sequence."""
     slot, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, length, first, start = segment_of(slot, cu_ptr, T, B, size, PACKED)
+    sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start + size >= length:
         return
     n, s, p = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N), part * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -100,7 +102,7 @@ def _outputs(
     # fmt: on
     """Writes y of a segment and a head's columns, and the last state where a sequence ends. WHOLE: a segment is a sequence."""
     slot, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, length, first, start = segment_of(slot, cu_ptr, T, B, size, PACKED)
+    sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start >= length:
         return
     n, s, p = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N), part * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -132,7 +134,7 @@ def _outputs(
             y += skip[None, :] * x.to(tl.float32)
         if GATED:
             z = tile(z_ptr, z_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(tl.float32)
-            y *= z / (1 + tl.exp(-z))
+            y *= silu(z)
         to = t.to(tl.int64)[:, None] * (HEADS * P) + p[None, :]
         tl.store(y_base + to, y.to(y_ptr.dtype.element_ty), mask=here[:, None] & (p < P)[None, :])
         state = carried(state, x, b, step, total, end, DOT, PRECISION)

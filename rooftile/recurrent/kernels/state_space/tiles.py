@@ -1,8 +1,7 @@
 """Parts that the kernels of the state-space model share: a program's segment, and steps with the sums of exponents.
 
 A sequence is cut into segments of `size` tokens, a multiple of BLOCK, which are walked in chunks of BLOCK tokens. Segments have
-slots: the segments of a dense batch stand side by side; sequence b of a packed one owns the slots from cu[b] // size + b on, which
-is never fewer than it has. What belongs to a token, such as its step, is kept at slot * size + its place in the segment.
+slots (`part_of`). What belongs to a token, such as its step, is kept at slot * size + its place in the segment.
 """
 
 from __future__ import annotations
@@ -10,24 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def segment_of(slot, cu_ptr, T, B, size, PACKED: tl.constexpr):
-    """Returns a slot's sequence, its number of tokens, its first token in memory, and the slot's first token in the sequence."""
-    if PACKED:
-        # a tensor, where B is 1 as well
-        low, high = slot * 0, slot * 0 + B
-        while high - low > 1:
-            middle = (low + high) // 2
-            if tl.load(cu_ptr + middle).to(tl.int32) // size + middle <= slot:
-                low = middle
-            else:
-                high = middle
-        first = tl.load(cu_ptr + low).to(tl.int64)
-        length = (tl.load(cu_ptr + low + 1).to(tl.int64) - first).to(tl.int32)
-        return low, length, first, (slot - ((first // size).to(tl.int32) + low)) * size
-    segments = tl.cdiv(T, size)
-    return slot // segments, T, (slot * 0).to(tl.int64), (slot % segments) * size
+from rooftile.recurrent.kernels.parts import softplus
+from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 @triton.jit
@@ -50,7 +33,7 @@ def _steps(
     # fmt: on
     """Writes each token's step, 0 past a sequence's end, and the sum of log2 of decays from its chunk's first token to it."""
     slot, h = tl.program_id(0), tl.program_id(1)
-    b, length, first, start = segment_of(slot, cu_ptr, T, B, size, PACKED)
+    b, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start >= length:
         return
     n = tl.arange(0, BLOCK)
@@ -63,12 +46,8 @@ def _steps(
         if BIAS:
             step += tl.load(bias_ptr + h).to(tl.float32)
         if SOFTPLUS:
-            # beyond 20 log(1 + exp(x)) is x to the last bit
-            small = tl.exp(tl.minimum(step, 20.0))
-            # log(1 + e) loses the bits of a small e
-            log = tl.where(small < 1e-3, small * (1 - small * (0.5 - small * 0.3333333333333333)), tl.log(1 + small))
-            step = tl.where(step > 20.0, step, log)
-        # a NaN stays a NaN
+            step = softplus(step)
+        # written so that a NaN stays
         step = tl.where(step < low, low, tl.where(step > high, high, step))
         step = tl.where(here, step, 0.0)
         tl.store(step_ptr + place + (c - start), step)
@@ -87,7 +66,7 @@ def _products(
     # fmt: on
     """Writes C B^T of each chunk and group, (slots, chunks, groups, BLOCK, BLOCK)."""
     slot, chunk, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, length, first, start = segment_of(slot, cu_ptr, T, B, size, PACKED)
+    b, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     n, s = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     t = start + chunk * BLOCK + n
     if start + chunk * BLOCK >= length:

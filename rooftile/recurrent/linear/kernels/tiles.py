@@ -33,22 +33,22 @@ def segment_of(slot, cu_ptr, T, B, PACKED: tl.constexpr):
 
 
 @triton.jit
-def part_of(slot, cu_ptr, T, B, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """The same for sequences that are cut into parts of SIZE tokens."""
+def part_of(slot, cu_ptr, T, B, size, PACKED: tl.constexpr):
+    """The same for sequences that are cut into parts of `size` tokens, known when compiled or not."""
     if PACKED:
         # a tensor, where B is 1 as well
         low, high = slot * 0, slot * 0 + B
         while high - low > 1:
             middle = (low + high) // 2
-            if tl.load(cu_ptr + middle).to(tl.int32) // SIZE + middle <= slot:
+            if tl.load(cu_ptr + middle).to(tl.int32) // size + middle <= slot:
                 low = middle
             else:
                 high = middle
         first = tl.load(cu_ptr + low).to(tl.int64)
         length = (tl.load(cu_ptr + low + 1).to(tl.int64) - first).to(tl.int32)
-        return low, length, first, (slot - ((first // SIZE).to(tl.int32) + low)) * SIZE
-    segments = tl.cdiv(T, SIZE)
-    return slot // segments, T, (slot * 0).to(tl.int64), (slot % segments) * SIZE
+        return low, length, first, (slot - ((first // size).to(tl.int32) + low)) * size
+    segments = tl.cdiv(T, size)
+    return slot // segments, T, (slot * 0).to(tl.int64), (slot % segments) * size
 
 
 @triton.jit
