@@ -93,7 +93,7 @@ def test_a_captured_graph_follows_the_tokens() -> None:
 @pytest.mark.parametrize(("N", "E", "K"), [(1, 64, 6), (200, 16, 3), (700, 8, 2), (3000, 8, 4)])
 def test_every_tile_of_the_kernels_equals_the_definition(N: int, E: int, K: int, dtype: torch.dtype) -> None:
     u, up, down = (torch.randn(shape, device="cuda", dtype=dtype) / 8 for shape in ((N, 200), (E, 2 * 104, 200), (E, 200, 104)))
-    # one expert has most rows, and the last one has none
+    # one expert has most rows, and the last expert has no row
     scores = torch.rand(N, E, device="cuda") + torch.arange(E, device="cuda").eq(0) - 9 * torch.arange(E, device="cuda").eq(E - 1)
     routing = moe.Routing(scores.topk(K).indices.int(), torch.rand(N, K, device="cuda"))
     due = moe.experts(u.double(), routing, up.double(), down.double(), backend="eager")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide b
 
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with numbers that the dtype has; states and constants are those of fp32, tails of the dtype."""
+    """Rounds the tensors and tails of a case to the dtype, and its states and constants to fp32."""
     wide = {"A", "D", "dt_bias", "state", "weight", "bias"}
     both = [
         {name: x.to(torch.float32 if name in wide else dtype) for name, x in its.items()} for its in (case.tensors, case.given)

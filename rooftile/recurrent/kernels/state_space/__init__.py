@@ -121,7 +121,7 @@ class _Call:
         self.whole = not self.packed and self.size >= self.T
 
     def _segment(self) -> int:
-        # where batch and heads give two programs to each processor, a sequence is not cut
+        # a sequence is not cut if batch and heads alone give each processor two programs
         if not self.packed and (self.count * self.H >= 2 * _processors(self.x.device) or self.T <= _SEGMENT // 4):
             return max(-(-self.T // self.block), 1) * self.block
         size = _SEGMENT

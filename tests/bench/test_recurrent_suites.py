@@ -1,0 +1,48 @@
+"""The benchmarks of recurrences and of experts run on a CPU, and time a contestant only after its outputs were compared."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from rooftile.cost.session import Session
+from rooftile_lab.bench.suites import SUITES, experts, recurrent
+from tests.bench.test_fused_suites import SESSION, quiet
+
+
+def test_recurrences_beside_peers() -> None:
+    session: Session = SESSION
+    found = list(recurrent.measure(session, recurrent.CPU, quiet))
+    timed = {(row.case, row.backend, row.phase) for row in found if row.median_us is not None}
+    assert {(f"small-{kind}", "rooftile", "fwd") for kind in recurrent.KINDS} <= timed
+    assert ("small-conv", "torch", "fwd+bwd") in timed
+    reasons = {row.backend: row.reason for row in found if row.reason}
+    assert set(reasons) <= {"mamba-ssm", "fla"}
+    assert all(reason.startswith("refused: ModuleNotFoundError") for reason in reasons.values())
+
+
+def test_experts_beside_grouped_products() -> None:
+    found = {(row.backend, row.phase): row for row in experts.measure(SESSION, experts.CPU, quiet)}
+    assert found["rooftile", "fwd"].measures["of_fastest_peer_ratio"] > 0
+    assert found["rooftile", "fwd+bwd"].tflops > 0
+
+
+def test_a_contestant_with_wrong_outputs_is_not_timed() -> None:
+    with mock.patch.object(experts, "_swiglu", lambda x: x.chunk(2, -1)[0]):
+        found = {row.backend: row for row in experts.measure(SESSION, experts.CPU, quiet) if row.phase == "fwd"}
+    assert "its error is" in found["grouped-mm"].reason
+    assert found["grouped-mm"].median_us is None
+
+
+@pytest.mark.parametrize("name", ["recurrent", "experts"])
+def test_all_cases_are_chosen_on_a_gpu(name: str) -> None:
+    assert SUITES[name].chosen("cuda") == list(SUITES[name].load().GPU)
+
+
+def test_inputs_of_a_zipf_load_are_uneven() -> None:
+    torch.manual_seed(0)
+    routing, _ = experts._inputs(experts.Sizes(16, 2, 8, 8), 2000, True, torch.device("cpu"), torch.float32)
+    count = routing.experts.flatten().bincount(minlength=16)
+    assert count[0] > 4 * count[15]
