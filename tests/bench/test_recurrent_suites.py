@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
 
 from rooftile.cost.session import Session
-from rooftile_lab.bench.suites import SUITES, experts, recurrent
+from rooftile_lab.bench.suites import experts, recurrent
 from tests.bench.test_fused_suites import SESSION, quiet
 
 
@@ -34,11 +33,6 @@ def test_a_contestant_with_wrong_outputs_is_not_timed() -> None:
         found = {row.backend: row for row in experts.measure(SESSION, experts.CPU, quiet) if row.phase == "fwd"}
     assert "its error is" in found["grouped-mm"].reason
     assert found["grouped-mm"].median_us is None
-
-
-@pytest.mark.parametrize("name", ["recurrent", "experts"])
-def test_all_cases_are_chosen_on_a_gpu(name: str) -> None:
-    assert SUITES[name].chosen("cuda") == list(SUITES[name].load().GPU)
 
 
 def test_inputs_of_a_zipf_load_are_uneven() -> None:
