@@ -12,7 +12,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import recurrent as rec
 from rooftile.recurrent import walk
-from rooftile.recurrent.kernels import convolution_gradients, selective, state_space_step
+from rooftile.recurrent.kernels import convolution, selective, state_space_step
 from rooftile.runtime.launch import observe
 from tests.recurrent import cases
 from tests.recurrent.cases import Case
@@ -248,7 +248,7 @@ def test_gradients_of_the_convolution(
     cu: list[int] | None, activation: str | None, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(K)
-    monkeypatch.setattr(convolution_gradients, "PART", tl.constexpr(32))
+    monkeypatch.setattr(convolution, "PART", 32)
     monkeypatch.setattr(walk, "backward", None)
     offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     for T in (0, 1, 2, 3, 16, 70) if cu is None else (cu[-1],):

@@ -38,20 +38,17 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         return selective.constants_of(5120, N, block, warps, **own)
 
     return {
-        "_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=False, **conv)),
-        "_packed_conv": (convolution._conv, convolution.constants_of(5376, 4, PACKED=True, **conv)),
+        "_conv": (convolution._conv, convolution.walk_constants(5376, 4, 128, True, True, False)),
+        "_packed_conv": (convolution._conv, convolution.walk_constants(5376, 8, 128, True, True, True)),
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
         "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
         "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
-        "_sum_gradients": (
-            convolution_gradients._sum_gradients,
-            convolution.constants_of(5376, 4, BLOCK_K=8, PACKED=True, num_warps=8, **conv),
+        "_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 4, 128, True, True, False, True)),
+        "_packed_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 8, 128, True, True, True, True)),
+        "_tail_gradients": (
+            convolution_gradients._tail_gradients,
+            convolution.walk_constants(5376, 4, 128, True, True, True, True),
         ),
-        "_input_gradients": (
-            convolution_gradients._input_gradients,
-            convolution.constants_of(5376, 4, PACKED=False, num_warps=8),
-        ),
-        "_tail_gradients": (convolution_gradients._tail_gradients, convolution.constants_of(5376, 4, PACKED=False, num_warps=8)),
         "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
         "_scan": (selective._scan, scan(PACKED=True)),
         "_outputs": (selective._outputs, scan(PACKED=True, HAS_D=True, HAS_Z=True, **steps)),
@@ -61,8 +58,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 NAMES = [
-    "_sum_gradients",
-    "_input_gradients",
+    "_gradients",
+    "_packed_gradients",
     "_tail_gradients",
     "_conv",
     "_packed_conv",
@@ -98,10 +95,10 @@ def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
         elif argument.endswith("_strides"):
             rank = RANKS.get(name, {}).get(stem, 3 if "step" in name else 2)
             whole = ("step" in name and stem not in ("D", "dt")) or name == "_scan_step"
-            signature[argument] = ("i32",) * (rank - 1) + (("constexpr",) if whole else ("i32",))
+            signature[argument] = ("i32",) * (rank - whole) + ("constexpr",) * whole
             if whole:
                 places[(n, rank - 1)] = 1
-            even += [(n, axis) for axis in range(rank - 1)]
+            even += [(n, axis) for axis in range(rank - whole)]
         else:
             signature[argument] = "fp32" if argument in ("low", "high") else "i32"
     source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})

@@ -1,7 +1,7 @@
-"""The causal convolution: tiles of tokens and channels, each of whose inputs comes from memory once and from the cache after that.
+"""The causal convolution: a program walks PART tokens of some channels, and keeps the last K inputs in registers.
 
-A tile reads the inputs before it, of its sequence or of the tail, so that no program waits for another. Sequences of a packed batch
-are found by the offsets on the device.
+So each input is read once, but for the K - 1 before a part, which come from its sequence or from the tail: no program waits for
+another. Sequences of a packed batch are found by the offsets on the device.
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.recurrent.kernels import convolution_gradients as gradients
-from rooftile.recurrent.kernels.parts import TOKENS, inputs, readable, silu, token_strides, unknown_dtype
+from rooftile.recurrent.kernels.convolution_parts import TOKENS, inputs_before, row_of, taps
+from rooftile.recurrent.kernels.parts import readable, silu, token_strides, unknown_dtype
 from rooftile.recurrent.linear.kernels.tiles import part_of
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
 
 LARGEST_K = 8
 _CHANNELS = 128
+# tokens of a program that walks them: K - 1 more are read before them
+PART = 128
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _conv(
     x_ptr, weight_ptr, bias_ptr, tail_ptr, y_ptr, cu_ptr, x_strides, T, B,
-    W: tl.constexpr, K: tl.constexpr, BLOCK_W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, BLOCK_W: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Writes the outputs of a tile."""
-    b, length, first, start = part_of(tl.program_id(0), cu_ptr, T, B, TOKENS, PACKED)
+    """Writes the outputs of a part."""
+    b, length, first, start = part_of(tl.program_id(0), cu_ptr, T, B, PART, PACKED)
     if start >= length:
         return
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    t = start + tl.arange(0, TOKENS)
-    here = t < length
-    x_base = x_ptr + b.to(tl.int64) * x_strides[0]
-    tail_base = tail_ptr + b.to(tl.int64) * W * (K - 1)
-    y = tl.zeros((TOKENS, BLOCK_W), tl.float32)
-    for k in tl.static_range(K):
-        x = inputs(x_base, tail_base, first, t - (K - 1) + k, w, here, W, K, x_strides[1], start)
-        y += x * tl.load(weight_ptr + w * K + k, mask=w < W, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + w, mask=w < W, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        y = silu(y)
-    row = (0 if PACKED else b.to(tl.int64) * T) + first + t
-    tl.store(y_ptr + row[:, None] * W + w[None, :], y.to(y_ptr.dtype.element_ty), mask=here[:, None] & (w < W)[None, :])
+    b = b.to(tl.int64)
+    x_base, row = x_ptr + b * x_strides[0], (0 if PACKED else b * T) + first
+    weights, bias = taps(weight_ptr, bias_ptr, w, W, K, HAS_BIAS)
+    window = inputs_before(x_base, tail_ptr + b * W * (K - 1), first, start, w, W, K, x_strides[1])
+    for c in range(start, tl.minimum(start + PART, length), TOKENS):
+        # all loads are under way before the first is waited for
+        rows = ()
+        for i in tl.static_range(TOKENS):
+            rows = rows + (row_of(x_base, first, c + i, x_strides[1], w, (w < W) & (c + i < length)),)
+        for i in tl.static_range(TOKENS):
+            window = window + (rows[i].to(tl.float32),)
+            y = bias
+            for k in tl.static_range(K):
+                y += window[k] * weights[k]
+            window = window[1:]
+            if SILU:
+                y = silu(y)
+            tl.store(y_ptr + (row + c + i) * W + w, y.to(y_ptr.dtype.element_ty), mask=(w < W) & (c + i < length))
 
 
 # fmt: off
@@ -105,8 +113,7 @@ def _conv_step(
 
 
 _start, _start_last, _start_step = Kernel(_conv), Kernel(_last_inputs), Kernel(_conv_step)
-_start_sums, _start_inputs = Kernel(gradients._sum_gradients), Kernel(gradients._input_gradients)
-_start_tails = Kernel(gradients._tail_gradients)
+_start_gradients, _start_tails = Kernel(gradients._gradients), Kernel(gradients._tail_gradients)
 
 
 @cache
@@ -114,6 +121,17 @@ def constants_of(W: int, K: int, **own: int) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
     # a step's program must have a channel for each thread, so that no thread reads what another has moved
     return {"W": W, "K": K, "BLOCK_W": _CHANNELS, "num_warps": 4, **own}
+
+
+@cache
+def walk_constants(
+    W: int, K: int, part: int, silu: bool, bias: bool, packed: bool, gradients: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """The same for a walk over tokens, by one warp: a thread has as many channels as registers hold."""
+    channels = (256 if K <= 4 else 128) // (2 if gradients else 1)
+    return {
+        "W": W, "K": K, "BLOCK_W": channels, "PART": part, "SILU": silu, "HAS_BIAS": bias, "PACKED": packed, "num_warps": 1,
+    }  # fmt: skip
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -138,13 +156,13 @@ def forward(
     W, K, T, packed = x.shape[-1], weight.shape[1], x.shape[-2], cu is not None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
-    count, size, blocks = tail.shape[0], TOKENS.value, triton.cdiv(W, _CHANNELS)
+    count, size, blocks = tail.shape[0], PART, triton.cdiv(W, _CHANNELS)
     strides, offsets = token_strides(x, packed), x if cu is None else cu
     if y.numel():
         slots = T // size + count if packed else triton.cdiv(T, size) * count
-        own = constants_of(W, K, SILU=bool(options[0]), HAS_BIAS=bias is not None, PACKED=packed)
+        own = walk_constants(W, K, PART, bool(options[0]), bias is not None, packed)
         bias = weight if bias is None else bias.contiguous()
-        _start((slots, blocks, 1), (x, weight, bias, tail, y, offsets, strides, T, count), own)
+        _start((slots, triton.cdiv(W, own["BLOCK_W"]), 1), (x, weight, bias, tail, y, offsets, strides, T, count), own)
     if last.numel():
         _start_last((count, blocks, 1), (x, tail, last, offsets, strides, T), constants_of(W, K, PACKED=packed))
     return y, last
@@ -177,20 +195,17 @@ def backward(
     d_last = torch.zeros_like(tail) if d_last is None else d_last.contiguous()
     (W, K), T, count, packed = weight.shape, x.shape[-2], tail.shape[0], cu is not None
     dx, d_tail = (torch.empty(like.shape, dtype=like.dtype, device=x.device) for like in (x, tail))
-    g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    offsets, blocks, part_size = x if cu is None else cu, triton.cdiv(W, _CHANNELS), gradients.PART.value
-    slots, tiles = (T // size + count if packed else triton.cdiv(T, size) * count for size in (part_size, TOKENS.value))
+    offsets, size, strides = x if cu is None else cu, PART, token_strides(x, packed)
+    slots = T // size + count if packed else triton.cdiv(T, size) * count
     # not every slot of a packed batch has tokens
-    part = torch.zeros((slots, K + 1, W), dtype=torch.float32, device=x.device)
-    own = constants_of(W, K, PACKED=packed, num_warps=8)
+    part = (torch.zeros if packed else torch.empty)((slots, K + 1, W), dtype=torch.float32, device=x.device)
+    own = walk_constants(W, K, PART, bool(options[0]), bias is not None, packed, gradients=True)
+    blocks, shift = triton.cdiv(W, own["BLOCK_W"]), rows if bias is None else bias.contiguous()
     if x.numel():
-        more = {"num_warps": 8, "SILU": bool(options[0]), "HAS_BIAS": bias is not None, "PACKED": packed}
-        shift = rows if bias is None else bias.contiguous()
-        arguments = (x, dy, rows, shift, tail, g, part, offsets, token_strides(x, packed), T, count)
-        _start_sums((slots, blocks, 1), arguments, constants_of(W, K, BLOCK_K=triton.next_power_of_2(K + 1), **more))
-        _start_inputs((tiles, blocks, 1), (g, rows, d_last, dx, offsets, T, count), own)
+        arguments = (x, dy, rows, shift, tail, d_last, dx, part, offsets, strides, T, count)
+        _start_gradients((slots, blocks, 1), arguments, own)
     if tail.numel():
-        _start_tails((count, blocks, 1), (g, rows, d_last, d_tail, offsets, T), own)
+        _start_tails((count, blocks, 1), (x, dy, rows, shift, tail, d_last, d_tail, offsets, strides, T), own)
     total = part.sum(0)
     d_weight = total[:K].t().to(weight.dtype).contiguous()
     return [dx, d_weight, *([] if bias is None else [total[K].to(bias.dtype)]), d_tail]

@@ -8,8 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# tokens of a tile of the convolution
-TOKENS = tl.constexpr(16)
 
 
 @triton.jit
@@ -27,19 +25,6 @@ def softplus(x):
 def silu(x):
     """x / (1 + exp(-x))."""
     return x / (1 + tl.exp(-x))
-
-
-@triton.jit
-def inputs(x_base, tail_base, first, t, w, here, W, K: tl.constexpr, x_stride, start):
-    """Loads the inputs of tokens t (BLOCK, channels): those before the first one are in the tail."""
-    there = here & (t >= 0)
-    place = (first + t)[:, None] * x_stride + w[None, :]
-    x = tl.load(x_base + place, mask=there[:, None] & (w < W)[None, :], other=0.0).to(tl.float32)
-    if start < K - 1:
-        place = w[None, :].to(tl.int64) * (K - 1) + (t + K - 1)[:, None]
-        past = here & (t < 0)
-        x += tl.load(tail_base + place, mask=past[:, None] & (w < W)[None, :], other=0.0).to(tl.float32)
-    return x
 
 
 def readable(x: Tensor) -> Tensor:
