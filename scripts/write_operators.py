@@ -53,6 +53,8 @@ COMPUTES = {
     "norm_backward": "its gradients",
     "sum_norm": "the norm of a sum and the sum, with gradients",
     "sum_norm_backward": "its gradients",
+    "gated_norm": "an RMS norm of gated numbers in groups, or a gate after it, with gradients",
+    "gated_norm_backward": "its gradients",
     "gate_up": "an activation times another tensor, with gradients",
     "gate_up_backward": "its gradients",
     "rotary": "rotary positions, with gradients",

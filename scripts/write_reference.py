@@ -103,7 +103,8 @@ PAGES = (
                 "Fused operations",
                 "rooftile.fused",
                 (
-                    "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
+                    "rms_norm", "rms_norm_gated", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu",
+                    "rotary", "softmax",
                     "cross_entropy", "linear_cross_entropy", "rms_norm_quantised", "layer_norm_quantised",
                     "add_rms_norm_quantised", "add_layer_norm_quantised", "gated_quantised", "swiglu_quantised",
                     "geglu_quantised",

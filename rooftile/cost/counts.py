@@ -390,7 +390,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "linear": _linear,
     **{
         name: _once
-        for each in ("norm", "sum_norm", "gated", "gate_up", "rotary", "softmax", "cross_entropy")
+        for each in ("norm", "sum_norm", "gated_norm", "gated", "gate_up", "rotary", "softmax", "cross_entropy")
         for name in (each, f"{each}_backward")
     },
     "linear_cross_entropy": _linear_cross_entropy,

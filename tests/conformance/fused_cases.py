@@ -68,6 +68,20 @@ def gated(activation: str, function: Callable[[Tensor], Tensor]) -> Operation:
     return Operation(lambda x: fused.gated(x, activation), formula, lambda r, n: [(r, 2 * n)])
 
 
+def parts_of(n: int) -> int:
+    """Groups of a row of n numbers."""
+    return next(groups for groups in (4, 3, 1) if n % groups == 0)
+
+
+def gated_first(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    groups = parts_of(x.shape[-1])
+    return rms((x * functional.silu(z)).unflatten(-1, (groups, -1)), w.unflatten(-1, (groups, -1))).flatten(-2)
+
+
+def gated_after(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    return rms(x.unflatten(-1, (parts_of(x.shape[-1]), -1)), w).flatten(-2) * functional.silu(z)
+
+
 def targets(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device) * 7 % x.shape[1]
 
@@ -80,6 +94,16 @@ OPERATIONS = {
     "rms norm": Operation(lambda x, w: fused.rms_norm(x, w, 1e-3), rms, lambda r, n: [(r, n), (n,)]),
     "rms norm, plus one": Operation(
         lambda x, w: fused.rms_norm(x, w, 1e-3, True), lambda x, w: rms(x, w, plus_one=True), lambda r, n: [(r, n), (n,)]
+    ),
+    "gated norm": Operation(
+        lambda x, z, w: fused.rms_norm_gated(x, z, w, groups=parts_of(x.shape[-1]), eps=1e-3),
+        gated_first,
+        lambda r, n: [(r, n), (r, n), (n,)],
+    ),
+    "gated norm, gate after": Operation(
+        lambda x, z, w: fused.rms_norm_gated(x, z, w, groups=parts_of(x.shape[-1]), gate_first=False, eps=1e-3),
+        gated_after,
+        lambda r, n: [(r, n), (r, n), (n // parts_of(n),)],
     ),
     "layer norm": Operation(lambda x, w, b: fused.layer_norm(x, w, b, 1e-3), layer, lambda r, n: [(r, n), (n,), (n,)]),
     "add, rms norm": Operation(

@@ -106,6 +106,16 @@ def _sum_norm_backward(device: torch.device) -> Work:
     return Work(0, 3 * 160 + 64, 160 + 64)
 
 
+def _gated_norm(device: torch.device) -> Work:
+    _backward(fused.rms_norm_gated(*(_leaf(*shape, device=device) for shape in ((5, 8), (5, 8), (8,))), groups=2))
+    return Work(0, 2 * 160 + 32, 160)
+
+
+def _gated_norm_backward(device: torch.device) -> Work:
+    _gated_norm(device)
+    return Work(0, 3 * 160 + 32, 2 * 160 + 32)
+
+
 def _gate_up(device: torch.device) -> Work:
     _backward(fused.swiglu(_leaf(5, 8, device=device), _leaf(5, 8, device=device)))
     return Work(0, 2 * 160, 160)
@@ -483,6 +493,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "norm_backward": _norm_backward,
     "sum_norm": _sum_norm,
     "sum_norm_backward": _sum_norm_backward,
+    "gated_norm": _gated_norm,
+    "gated_norm_backward": _gated_norm_backward,
     "gate_up": _gate_up,
     "gate_up_backward": _gate_up_backward,
     "rotary": _rotary,

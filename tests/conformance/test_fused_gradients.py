@@ -163,6 +163,12 @@ def test_identities(device: torch.device) -> None:
     torch.testing.assert_close(fused.rotary(q, k, angles.cos(), angles.sin())[1].norm(dim=-1), k.norm(dim=-1))
     each = angles.expand(1, 4, 4)
     assert torch.equal(fused.rotary(q, k, each.cos(), each.sin())[0], fused.rotary(q, k, angles.cos(), angles.sin())[0])
+    # a gate of 1 leaves the norm of each group
+    open_gate = torch.full_like(x, 1.2784645427610738)
+    groups = fused.rms_norm(x.unflatten(-1, (4, 16)), torch.ones(16, device=device), 1e-5).flatten(-2) * w
+    for gate_first in (True, False):
+        found = fused.rms_norm_gated(x, open_gate, w, groups=4, gate_first=gate_first)
+        torch.testing.assert_close(found, groups)
     up = torch.randn(3, 8, device=device)
     torch.testing.assert_close(fused.swiglu(torch.full_like(up, 50.0), up), 50 * up)
     # a sum is added to, and never written to
@@ -430,6 +436,13 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
         (lambda: fused.softmax(torch.randn(3, 8), dim=-1), "softmax has no argument dim: it has x, scale"),
         (lambda: fused.gated(torch.randn(3, 7), "silu"), r"x is \(3, 7\); its last axis must be even"),
         (lambda: fused.gated(torch.randn(3, 8), "swish"), "activation is 'swish'; must be one of gelu, .*, silu"),
+        (lambda: fused.rms_norm_gated(*torch.randn(2, 3, 8), torch.ones(3)), r"weight is \(3,\); must be \(8,\), or"),
+        (lambda: fused.rms_norm_gated(*torch.randn(2, 3, 8), torch.ones(8), groups=3), "groups is 3 and x .* must divide"),
+        (lambda: fused.rms_norm_gated(torch.randn(3, 8), torch.randn(3, 7), torch.ones(8)), r"gate is .*\(3, 7\) and x"),
+        (
+            lambda: fused.rms_norm_gated(*torch.randn(2, 3, 8), torch.ones(8), norm_before_gate=True),
+            "no argument norm_before_gate",
+        ),
         (lambda: fused.swiglu(torch.randn(3, 8), [1.0]), "up is list; must be a tensor"),
         (lambda: fused.cross_entropy(torch.randn(2, 8), [0, 1]), "target is list; must be a tensor of whole numbers on cpu"),
         (lambda: fused.cross_entropy(torch.randn(2, 0), torch.tensor([0, 1])), "V is 0; must be at least 1"),
@@ -453,7 +466,7 @@ def test_rows_without_numbers_and_numbers_of_numpy() -> None:
     none = torch.ones(0)
     for y in (
         fused.rms_norm(x, none), fused.layer_norm(x, none, none), fused.softmax(x), fused.gated(x, "silu"), fused.swiglu(x, x),
-        *fused.add_rms_norm(x, x, none),
+        *fused.add_rms_norm(x, x, none), fused.rms_norm_gated(x, x, none, groups=2),
     ):  # fmt: skip
         assert y.shape == (2, 3, 0)
         assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].shape == x.shape

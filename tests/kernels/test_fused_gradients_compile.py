@@ -60,3 +60,18 @@ def test_long_rows(size: int) -> None:
         strides = {"x_stride_t": "i32", "x_stride_h": "i32"}
         constants = norm.long_constants(1, size, "layer", True, torch.device("cpu"))
         assert stack(compiled(norm._normalise_long, 90, constants, **WORDS, **strides)) == 0
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(("size", "groups", "shared"), [(5120, 1, False), (8192, 8, False), (4096, 32, True), (16384, 1, False)])
+def test_gated_norms(size: int, groups: int, shared: bool, sm: int) -> None:
+    from rooftile.fused.gated_norm import LONGEST_OF_GRADIENT
+    from rooftile.fused.kernels import gated_norm
+
+    for gate_first in (True, False):
+        shape = size, groups, gate_first, shared
+        for kernel, constants in (
+            (gated_norm._gated_norm, gated_norm.constants_of(*shape)),
+            (gated_norm._gated_norm_gradients, gated_norm.gradient_constants(*shape)),
+        )[: 2 if size // groups <= LONGEST_OF_GRADIENT else 1]:
+            assert stack(built(kernel, sm, constants)) == 0, kernel

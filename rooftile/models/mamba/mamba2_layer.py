@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.fused.gated_norm import rms_norm_gated
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Multiply, Norm, Projection
@@ -57,6 +58,5 @@ class Mamba2Layer(Layer):
 
     def _normalised(self, y: Tensor, z: Tensor) -> Tensor:
         """Returns y silu(z), normalised in groups: the gate comes before the norm, as in every checkpoint."""
-        wide = (y.float() * functional.silu(z.float())).unflatten(-1, (self.sizes.norms, -1))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.gated_norm.eps)
-        return self.gated_norm.weight * wide.flatten(1).to(y.dtype)
+        norm = self.gated_norm
+        return rms_norm_gated(y, z, norm.weight, groups=self.sizes.norms, eps=norm.eps)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.recurrent.kernels import convolution_gradients as gradients
-from rooftile.recurrent.kernels.convolution_parts import TOKENS, inputs_before, row_of, taps
+from rooftile.recurrent.kernels.convolution_parts import TOKENS, inputs_before, row_of, slot_of, taps
 from rooftile.recurrent.kernels.parts import readable, silu, token_strides, unknown_dtype
 from rooftile.recurrent.linear.kernels.tiles import part_of
 from rooftile.recurrent.rule import Given, Tensors
@@ -36,10 +36,11 @@ def _conv(
 ):
     # fmt: on
     """Writes the outputs of a part."""
-    b, length, first, start = part_of(tl.program_id(0), cu_ptr, T, B, PART, PACKED)
+    slot, block = slot_of(W, BLOCK_W)
+    b, length, first, start = part_of(slot, cu_ptr, T, B, PART, PACKED)
     if start >= length:
         return
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    w = block * BLOCK_W + tl.arange(0, BLOCK_W)
     b = b.to(tl.int64)
     x_base, row = x_ptr + b * x_strides[0], (0 if PACKED else b * T) + first
     weights, bias = taps(weight_ptr, bias_ptr, w, W, K, HAS_BIAS)
@@ -162,7 +163,7 @@ def forward(
         slots = T // size + count if packed else triton.cdiv(T, size) * count
         own = walk_constants(W, K, PART, bool(options[0]), bias is not None, packed)
         bias = weight if bias is None else bias.contiguous()
-        _start((slots, triton.cdiv(W, own["BLOCK_W"]), 1), (x, weight, bias, tail, y, offsets, strides, T, count), own)
+        _start((slots * triton.cdiv(W, own["BLOCK_W"]), 1, 1), (x, weight, bias, tail, y, offsets, strides, T, count), own)
     if last.numel():
         _start_last((count, blocks, 1), (x, tail, last, offsets, strides, T), constants_of(W, K, PACKED=packed))
     return y, last
@@ -203,7 +204,7 @@ def backward(
     blocks, shift = triton.cdiv(W, own["BLOCK_W"]), rows if bias is None else bias.contiguous()
     if x.numel():
         arguments = (x, dy, rows, shift, tail, d_last, dx, part, offsets, strides, T, count)
-        _start_gradients((slots, blocks, 1), arguments, own)
+        _start_gradients((slots * blocks, 1, 1), arguments, own)
     if tail.numel():
         _start_tails((count, blocks, 1), (x, dy, rows, shift, tail, d_last, d_tail, offsets, strides, T), own)
     total = part.sum(0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.convolution_parts import gradient_of_sum, inputs_before, row_of, taps
+from rooftile.recurrent.kernels.convolution_parts import gradient_of_sum, inputs_before, row_of, slot_of, taps
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 # tokens whose inputs are loaded together
@@ -29,11 +29,11 @@ def _gradients(
 ):
     # fmt: on
     """Writes the gradients of a part's inputs, and for its sums the gradients (K, W) of the weight, and in row K of the bias."""
-    slot = tl.program_id(0)
+    slot, block = slot_of(W, BLOCK_W)
     b, length, first, start = part_of(slot, cu_ptr, T, B, PART, PACKED)
     if start >= length:
         return
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    w = block * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = w < W
     b = b.to(tl.int64)
     x_base, row = x_ptr + b * x_strides[0], (0 if PACKED else b * T) + first

@@ -10,6 +10,13 @@ TOKENS = tl.constexpr(8)
 
 
 @triton.jit
+def slot_of(W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Returns a program's part of the tokens and block of channels: neighbours share tokens, whose channels lie side by side."""
+    blocks: tl.constexpr = (W + BLOCK_W - 1) // BLOCK_W
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks
+
+
+@triton.jit
 def row_of(base, first, t, stride, w, there):
     """Loads the channels w of token t of a sequence where it is there, and 0 elsewhere."""
     return tl.load(base + (first + t) * stride + w, mask=there, other=0.0)

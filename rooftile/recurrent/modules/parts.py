@@ -7,10 +7,10 @@ from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.fused.gated_norm import rms_norm_gated
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -76,13 +76,8 @@ class GatedNorm(nn.Module):
         self.groups, self.gate_first, self.eps = groups, gate_first, eps
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """Normalises x (..., dim) with the gate z, in fp32; returns the dtype of x."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y, gate = x.to(wide), F.silu(z.to(wide))
-        y = y * gate if self.gate_first else y
-        parts = y.unflatten(-1, (self.groups, -1))
-        y = (parts * (parts.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight.to(wide)
-        return (y if self.gate_first else y * gate).to(x.dtype)
+        """Normalises x (..., dim), with the gate z, in fp32; returns the dtype of x."""
+        return rms_norm_gated(x, z, self.weight, groups=self.groups, gate_first=self.gate_first, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, groups={self.groups}, gate_first={self.gate_first}, eps={self.eps}"
