@@ -64,7 +64,7 @@ def normalise(x: Tensor, norm: NormWeights, out: str | None = None, scale: Tenso
 
     Args:
         x: (total, size) or (total, heads, size), in the dtype of the weights, any strides.
-        norm: `rooftile.models.layers.Norm`, or `Weights`.
+        norm: `rooftile.models.projection.Norm`, or `Weights`.
         out: "fp8" or "int8" for x (total, size): the rounded result is quantised in the same kernel, to `QuantisedRows` with
             the bits of `quantise_rows`.
         scale: the one scale of all rows in FP8, a tensor of one number; None finds one per row.

@@ -6,7 +6,9 @@ and a small one to train.
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
-layers          projections, feed-forward, `Attend`: what the caller brings to mix tokens
+layers          a layer, `Attend`: what the caller brings to mix tokens
+projection      projections and norms
+feed_forward    what follows: dense, or in `experts`
 layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`
 mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba
 mamba           layers of Mamba-1 and Mamba-2
@@ -22,19 +24,22 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
+    from rooftile.models.experts.sizes import ExpertSizes
     from rooftile.models.layers import Attend
     from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
     from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
-__all__ = ["Attend", "Decoder", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
+__all__ = [
+    "Attend", "Decoder", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder",
+]  # fmt: skip
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
 __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "Mamba2Sizes": "rooftile.models.mamba.sizes",
+        "ExpertSizes": "rooftile.models.experts.sizes", "Mamba2Sizes": "rooftile.models.mamba.sizes",
         "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",
     },

@@ -12,9 +12,10 @@ from rooftile.approximate import compress
 from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, InputFormat, Layer, Multiply, Norm, Projection
+from rooftile.models.layers import Attend, Layer
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.placement import Placement
+from rooftile.models.projection import InputFormat, Multiply, Norm, Projection
 from rooftile.numerics import QuantisedRows
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
@@ -41,9 +42,10 @@ class ModelConfig:
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
         mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba" or
             "mamba2"; empty for attention in all layers.
-        feed_forwards: for each layer what follows: "dense", or None for nothing; empty for "dense" in all layers.
+        feed_forwards: for each layer what follows: "dense", "experts", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
         mamba, mamba2: the sizes of Mamba-1 and of Mamba-2, where a layer has it.
+        experts: the sizes of feed-forwards with experts, where a layer has one.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
         learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
@@ -89,6 +91,7 @@ class ModelConfig:
     native_sparse: NativeSparseSizes | None = None
     mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
+    experts: ExpertSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
@@ -149,7 +152,7 @@ class ModelConfig:
         if self.head_dim > MOST_DIMS:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
         pairs = 1 if self.native_sparse is None else BRANCHES
-        projected = [sizes.projected for sizes in (self.mamba, self.mamba2) if sizes is not None]
+        projected = [sizes.projected for sizes in (self.mamba, self.mamba2, self.experts) if sizes is not None]
         rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
@@ -172,10 +175,7 @@ class ModelConfig:
             raise InvalidInput(
                 f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
             )
-        if len(self.feed_forwards) != self.layers or any(each not in ("dense", None) for each in self.feed_forwards):
-            raise InvalidInput(
-                f"feed_forwards are {str(self.feed_forwards)[:60]}; must be 'dense' or None for each of {self.layers} layers"
-            )
+        check_feed_forwards(self.feed_forwards, self.layers, self.experts)
 
     def _check_mixers(self) -> None:
         self._check_recurrences()

@@ -16,8 +16,9 @@ from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.config import ModelConfig
 from rooftile.models.layer_kinds import layer_of
-from rooftile.models.layers import Attend, InputFormat, Layer, Multiply, Norm, capped
+from rooftile.models.layers import Attend, Layer, capped
 from rooftile.models.placement import Placement
+from rooftile.models.projection import InputFormat, Multiply, Norm
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.folder import files_of
@@ -155,8 +156,8 @@ class Decoder(nn.Module):
             stream = stream.float()
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             x, post = layer.mix(n, x, rotations[n], attend, multiply), layer.mixer_post_norm
-            if layer.up is not None:
-                x, stream = add_norm(x, stream, _there(layer.ffn_norm), post, *layer.up.rows(stream))
+            if layer.feed_forward is not None:
+                x, stream = add_norm(x, stream, _there(layer.ffn_norm), post, *layer.feed_forward.rows(stream))
                 x, post = layer.feed_forward(x, multiply), layer.ffn_post_norm
             rows = layers[n + 1].rows_of_mixer(stream) if n + 1 < len(layers) else InputFormat()
             x, stream = add_norm(x, stream, _there(next_norm), post, *rows)
@@ -169,7 +170,7 @@ class Decoder(nn.Module):
         for n, layer in enumerate(self.layers):
             added = layer.mix(n, stream, rotations[n], attend, multiply)
             stream = stream + normalise(added, _there(layer.mixer_post_norm))
-            if layer.up is not None:
+            if layer.feed_forward is not None:
                 stream = stream + normalise(layer.feed_forward(stream, multiply), _there(layer.ffn_post_norm))
         return normalise(stream, self.norm)
 

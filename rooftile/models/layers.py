@@ -1,148 +1,20 @@
-"""A layer, and the parts of it that hold weights; `rooftile.fused` computes with them."""
+"""A layer: what mixes tokens, and a feed-forward or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rooftile import weights as matmul
-from rooftile.fused import ACTIVATIONS, gated, gated_quantised
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
+from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.models.feed_forward import DenseFeedForward, FeedForward
 from rooftile.models.placement import Placement
+from rooftile.models.projection import InputFormat, Multiply, Norm, Projection
 from rooftile.numerics import QuantisedRows
-from rooftile.weights import QuantisedWeight, weight_format
-from rooftile.weights.gated import takes as takes_gates
-from rooftile.weights.gated import takes_rows
-from rooftile.weights.two_four import TwoFour
-from rooftile.weights.two_four.product import multiply_two_four
-
-# some rows of a weight
-Part = QuantisedWeight | TwoFour | Tensor
-# x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class InputFormat(NamedTuple):
-    """How a projection wants its input from the kernel that writes it: the arguments of `rooftile.fused.norm.normalise`."""
-
-    out: str | None = None  # "fp8" or "int8"; None leaves it in the model's dtype
-    scale: Tensor | None = None  # the one scale of all rows, where the checkpoint has it
-
-
-class Projection(nn.Module):
-    """A linear projection: a weight (out, in), and a bias (out,) where the family has one.
-
-    The weight may be quantised or 2:4: then `weight` is None, and `parts` are its rows, in one piece or several. `waits` makes a
-    projection whose weight comes later (`fill`).
-    """
-
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, placement: Placement, waits: bool = False) -> None:
-        super().__init__()
-        self.outputs, self.inputs, self.placement = outputs, inputs, placement
-        self.weight = None if waits else placement.parameter(outputs, inputs)
-        self.bias = placement.parameter(outputs) if bias else None
-        self.parts: tuple[Part, ...] = ()
-
-    def fill(self, parts: Sequence[Part] | None) -> None:
-        """Takes the rows of the weight, or with None makes an uninitialised one."""
-        self.weight = self.placement.parameter(self.outputs, self.inputs) if parts is None else None
-        self.parts = () if parts is None else tuple(_in_dtype(self.placement.dtype, part) for part in parts)
-
-    def rows(self, x: Tensor) -> InputFormat:
-        """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
-        quantised = [part for part in self.parts if isinstance(part, QuantisedWeight)]
-        if not quantised or len(quantised) < len(self.parts) or (torch.is_grad_enabled() and x.requires_grad):
-            return InputFormat()
-        wanted = {(weight_format(part.format).activations, part.input_scale, part.order is None) for part in quantised}
-        (out, scale, in_order), *others = wanted
-        if others or out not in ("fp8", "int8") or not in_order:
-            return InputFormat()
-        return InputFormat(out, scale)
-
-    def dequantised(self) -> Tensor:
-        """Returns the weight (out, in), dequantised if it is quantised."""
-        if self.weight is not None:
-            return self.weight
-        return torch.cat([numbers_of(part, self.placement.dtype) for part in self.parts])
-
-    def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
-        """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
-        if self.weight is not None:
-            assert isinstance(x, Tensor), "a weight in 16 bits asks for no codes"
-            return multiply(x, self.weight, self.bias)
-        found, start = [], 0
-        for part in self.parts:
-            stop = start + part.shape[0]
-            bias = None if self.bias is None else self.bias[start:stop]
-            found.append(_multiply_part(x, part, bias, multiply))
-            start = stop
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-
-    def gated(
-        self, x: Tensor | QuantisedRows, activation: str, reader: Projection, multiply: Multiply = functional.linear
-    ) -> Tensor | QuantisedRows:  # fmt: skip
-        """Projects x to gates and what they gate, and returns the gated product as the projection that reads it wants it."""
-        part = self.parts[0] if len(self.parts) == 1 else None
-        if isinstance(part, QuantisedWeight) and multiply is functional.linear:
-            out, scale = reader.rows(x if isinstance(x, Tensor) else x.codes)
-            if isinstance(x, Tensor):
-                # to find a scale of the result takes a whole row, and a product's programs have parts of rows
-                if out is None and takes_gates(x, part, self.bias):
-                    return matmul.multiply_gated(x, part, self.bias, activation)
-            elif out == "fp8" and scale is not None and takes_rows(x, part, self.bias):
-                return matmul.multiply_gated_rows(x, part, self.bias, activation, scale)
-        up = self(x, multiply)
-        out, scale = reader.rows(up)
-        return gated(up, activation) if out is None else gated_quantised(up, activation, out, scale)
-
-
-def numbers_of(part: Part, dtype: torch.dtype) -> Tensor:
-    """Returns the rows of a weight as plain numbers."""
-    if isinstance(part, QuantisedWeight):
-        return part.dequantise(dtype)
-    return part.dense(dtype) if isinstance(part, TwoFour) else part
-
-
-def _in_dtype(dtype: torch.dtype, part: Part) -> Part:
-    """A part with 2:4 values in the model's dtype, and scales, too, where that changes none: as kernels ask."""
-    if isinstance(part, TwoFour):
-        return part if part.dtype.itemsize == 1 else replace(part, values=part.values.to(dtype))
-    if isinstance(part, Tensor) or part.format not in ("int4", "w8") or dtype.itemsize != 2:
-        return part
-    scales = part.scales.to(dtype)
-    return replace(part, scales=scales) if torch.equal(scales.to(part.scales.dtype), part.scales) else part
-
-
-def _multiply_part(
-    x: Tensor | QuantisedRows, part: Part, bias: Tensor | None, multiply: Multiply
-) -> Tensor:  # fmt: skip
-    # another product than PyTorch's is the batch-invariant one
-    fixed = multiply is not functional.linear
-    if not isinstance(part, QuantisedWeight):
-        assert isinstance(x, Tensor), "such a part asks for no codes"
-        if isinstance(part, TwoFour):
-            return multiply_two_four(x, part, bias, out_dtype=x.dtype, deterministic=fixed, backend="")
-        return multiply(x, part, bias)
-    return matmul.multiply(x, part, bias, out_dtype=x.dtype, deterministic=fixed, backend="")
-
-
-class Norm(nn.Module):
-    """The weights of a norm, and its kind."""
-
-    def __init__(self, config: ModelConfig, size: int, *, placement: Placement) -> None:
-        super().__init__()
-        self.kind = config.norm
-        self.eps = config.norm_eps
-        self.plus_one = config.norm_plus_one
-        self.rounds_once = config.norm_rounds_once
-        self.weight = placement.parameter(size)
-        self.bias = placement.parameter(size) if self.kind == "layer" else None
 
 
 class Attend(Protocol):
@@ -174,8 +46,6 @@ class Attend(Protocol):
 class Layer(nn.Module):
     """One layer: what mixes tokens, for which each kind of layer has a class of its own, and a feed-forward or nothing.
 
-    Gate and up are one projection.
-
     Args:
         config: the model.
         n: the number of the layer.
@@ -185,20 +55,20 @@ class Layer(nn.Module):
 
     o: Projection
     """The projection that reads what the caller has mixed."""
+    feed_forward: FeedForward | None
+    """What follows; None if nothing does."""
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__()
         self.config = config
-        hidden, ffn = config.hidden, config.ffn
-        self.mixer_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
-        self.mixer_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
-        self.up = self.down = self.ffn_norm = self.ffn_post_norm = None
-        if config.feed_forwards[n] is not None:
-            up = 2 * ffn if config.gated else ffn
-            self.up = Projection(up, hidden, bias=config.mlp_bias, placement=placement, waits=waits)
-            self.down = Projection(hidden, ffn, bias=config.mlp_bias, placement=placement, waits=waits)
-            self.ffn_norm = Norm(config, hidden, placement=placement) if config.pre_norms else None
-            self.ffn_post_norm = Norm(config, hidden, placement=placement) if config.post_norms else None
+        self.feed_forward = _feed_forward_of(config, n, placement, waits=waits)
+
+        def norm(exists: bool) -> Norm | None:
+            return Norm(config, config.hidden, placement=placement) if exists else None
+
+        self.mixer_norm, self.mixer_post_norm = norm(config.pre_norms), norm(config.post_norms)
+        follows = self.feed_forward is not None
+        self.ffn_norm, self.ffn_post_norm = norm(follows and config.pre_norms), norm(follows and config.post_norms)
 
     @property
     def reader(self) -> Projection:
@@ -208,7 +78,7 @@ class Layer(nn.Module):
     @property
     def projections(self) -> tuple[Projection, ...]:
         """The projections that a checkpoint may have quantised."""
-        return tuple(one for one in (self.reader, self.o, self.up, self.down) if one is not None)
+        return self.reader, self.o, *(() if self.feed_forward is None else self.feed_forward.projections)
 
     def draw(self, generator: torch.Generator) -> None:
         """Draws the weights that random numbers near 0 would be no example of."""
@@ -223,20 +93,19 @@ class Layer(nn.Module):
         """Returns what mixing tokens in layer n adds to the residual stream, before its post norm; x is normalised."""
         raise NotImplementedError
 
-    def feed_forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
-        """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
-        assert self.up is not None, "a layer without a feed-forward"
-        assert self.down is not None
-        activation = self.config.activation
-        if self.config.gated:
-            inner = self.up.gated(x, activation, self.down, multiply)
-        else:
-            inner = ACTIVATIONS[activation](self.up(x, multiply))
-        return self._scaled(self.down(inner, multiply))
-
     def _scaled(self, x: Tensor) -> Tensor:
         scale = self.config.residual_scale
         return x if scale is None else x * scale
+
+
+def _feed_forward_of(config: ModelConfig, n: int, placement: Placement, *, waits: bool) -> FeedForward | None:
+    match config.feed_forwards[n]:
+        case "dense":
+            return DenseFeedForward(config, placement, waits=waits)
+        case "experts":
+            return ExpertFeedForward(config, placement)
+        case _:
+            return None
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:

@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.models.layers import Part, Projection
+from rooftile.models.projection import Part, Projection
 from rooftile.models.rotary import Rotary
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import quantiser_of

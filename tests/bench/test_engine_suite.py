@@ -36,7 +36,7 @@ def decoder():
     for layer in made.layers:
         # larger than those of a benchmark: attention and feed-forward have a say in the next token
         layer.qkv.weight.mul_(8.0)
-        layer.down.weight.mul_(20.0)
+        layer.feed_forward.down.weight.mul_(20.0)
     return made
 
 

@@ -48,7 +48,7 @@ def test_transformers_reads_the_folder(format: str, tmp_path: Path) -> None:
     model(torch.arange(5)[None])
     for ours, layer in zip(Decoder.from_folder(tmp_path / "out").layers, model.model.layers, strict=True):
         due = torch.cat([part.weight for part in (layer.mlp.gate_proj, layer.mlp.up_proj)])
-        assert torch.equal(ours.up.dequantised().to(dtype), due)
+        assert torch.equal(ours.feed_forward.up.dequantised().to(dtype), due)
         assert torch.equal(ours.o.dequantised().to(dtype), layer.self_attn.o_proj.weight)
 
 

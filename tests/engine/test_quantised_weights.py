@@ -16,12 +16,12 @@ from rooftile.engine import EngineConfig
 from rooftile.fused import linear
 from rooftile.fused.norm import normalise
 from rooftile.models import Decoder
-from rooftile.models.layers import InputFormat
+from rooftile.models.projection import InputFormat
 from rooftile.runtime import devices
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
-from tests.models.quantised import KINDS, configure, plain, quantised
+from tests.models.quantised import KINDS, PROJECTIONS, configure, plain, quantised
 
 WEIGHT_ONLY = ("w8", "int4:32", "mxfp8", "mxfp4", "nvfp4")
 
@@ -38,8 +38,8 @@ def dequantised(folder: Path, weights) -> Decoder:
     decoder = Decoder.from_folder(folder)
     read = Decoder.from_folder(folder, weights=weights)
     for ours, other in zip(decoder.layers, read.layers, strict=True):
-        for name in ("qkv", "o", "up", "down"):
-            getattr(ours, name).weight.copy_(getattr(other, name).dequantised())
+        for name in PROJECTIONS:
+            ours.get_submodule(name).weight.copy_(other.get_submodule(name).dequantised())
     return decoder
 
 
@@ -73,10 +73,10 @@ def test_the_same_bits_in_every_batch(weights: str, folder: Path) -> None:
 def test_patterns_choose_modules(folder: Path) -> None:
     decoder = Decoder.from_folder(folder, weights={"layers.0.mlp.down_proj": "int4:64", "*.mlp.*": "w8", "*": "auto"})
     first, second = decoder.layers
-    assert first.down.parts[0].group == 64
-    assert second.down.parts[0].format == "w8"
+    assert first.feed_forward.down.parts[0].group == 64
+    assert second.feed_forward.down.parts[0].format == "w8"
     assert first.qkv.weight is not None
-    assert isinstance(first.up.parts[0], QuantisedWeight)
+    assert isinstance(first.feed_forward.up.parts[0], QuantisedWeight)
 
 
 def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
     for ours, other in zip(decoder.layers, model.transformer.h, strict=True):
         other.attn.c_attn.weight.data.copy_(ours.qkv.dequantised().T)
         other.attn.c_proj.weight.data.copy_(ours.o.dequantised().T)
-        other.mlp.c_fc.weight.data.copy_(ours.up.dequantised().T)
-        other.mlp.c_proj.weight.data.copy_(ours.down.dequantised().T)
+        other.mlp.c_fc.weight.data.copy_(ours.feed_forward.up.dequantised().T)
+        other.mlp.c_proj.weight.data.copy_(ours.feed_forward.down.dequantised().T)
     assert_same(logits_of_ours(decoder, some((9,))), logits_of_theirs(model, some((9,))))
 
 
@@ -211,7 +211,7 @@ def test_at_most_one_kernel_a_layer_does_nothing_but_quantise(weights: str, fold
     assert seen.names["linear_quantised"] == 4 * layers
     assert seen.names["quantise_rows"] == 0
     # where nothing is quantised early, the numbers are the same
-    monkeypatch.setattr("rooftile.models.layers.Projection.rows", lambda self, x: InputFormat())
+    monkeypatch.setattr("rooftile.models.projection.Projection.rows", lambda self, x: InputFormat())
     with torch.no_grad():
         assert torch.equal(decoder(tokens, positions, attend), found)
 
@@ -255,7 +255,7 @@ def test_a_gate_leaves_its_product_where_one_kernel_makes_both(weights: str, fol
 
     due, names = counted(())
     assert (names["linear_gated"], names["gated"]) == (0, len(decoder.layers)), "no kernel for it on a CPU"
-    monkeypatch.setattr("rooftile.models.layers.takes_gates", lambda x, weight, bias: True)
+    monkeypatch.setattr("rooftile.models.projection.takes_gates", lambda x, weight, bias: True)
     found, names = counted(())
     assert (names["linear_gated"], names["gated"]) == (len(decoder.layers), 0)
     assert torch.equal(found, due)
@@ -267,7 +267,7 @@ def test_a_gate_leaves_its_product_where_one_kernel_makes_both(weights: str, fol
 @pytest.mark.parametrize("word", ["fp8", "int8"])
 def test_a_gate_that_leaves_in_codes_stays_by_itself(word: str, folder: Path, monkeypatch) -> None:
     """The scale of a row needs the whole row."""
-    monkeypatch.setattr("rooftile.models.layers.takes_gates", lambda x, weight, bias: True)
+    monkeypatch.setattr("rooftile.models.projection.takes_gates", lambda x, weight, bias: True)
     decoder = Decoder.from_folder(folder, weights={"*.gate_proj": "w8", "*.up_proj": "w8", "*.down_proj": word})
     with torch.no_grad(), Seen() as seen:
         decoder(torch.arange(5), torch.arange(5), lambda layer, q, *others: q)
@@ -286,13 +286,13 @@ def test_a_gate_leaves_in_codes_where_their_scale_is_known(tmp_path: Path, monke
 
     due, names = counted()
     assert (names["linear_gated_rows"], names["gate_quantised"]) == (0, len(decoder.layers)), "no kernel for it on a CPU"
-    monkeypatch.setattr("rooftile.models.layers.takes_rows", lambda x, weight, bias: True)
+    monkeypatch.setattr("rooftile.models.projection.takes_rows", lambda x, weight, bias: True)
     found, names = counted()
     assert (names["linear_gated_rows"], names["gate_quantised"]) == (len(decoder.layers), 0)
     assert torch.equal(found, due)
     # a scale that is found at run time needs the whole row
     for layer in decoder.layers:
-        layer.down.parts = tuple(replace(part, input_scale=None) for part in layer.down.parts)
+        layer.feed_forward.down.parts = tuple(replace(part, input_scale=None) for part in layer.feed_forward.down.parts)
     _, names = counted()
     assert (names["linear_gated_rows"], names["gate_quantised"]) == (0, len(decoder.layers))
 
@@ -301,7 +301,7 @@ def test_who_asks_for_codes(folder: Path) -> None:
     x = torch.zeros(1, 64)
     mixed = Decoder.from_folder(folder, weights={"re:.*q_proj": "fp8", "re:.*k_proj": "int8", "re:.*v_proj": "fp8"})
     layer = mixed.layers[0]
-    assert layer.qkv.rows(x) == layer.up.rows(x) == InputFormat()
+    assert layer.qkv.rows(x) == layer.feed_forward.up.rows(x) == InputFormat()
     of_bits = Decoder.from_folder(folder, weights="w8").layers[0]
     assert of_bits.qkv.rows(x) == InputFormat()
     codes = Decoder.from_folder(folder, weights="int8").layers[0]
@@ -315,12 +315,12 @@ def test_scales_have_the_models_dtype_where_that_is_exact(word: str, folder: Pat
     kept = Decoder.from_folder(folder, dtype=torch.bfloat16, weights=word)
     cast = Decoder.from_folder(folder, dtype=torch.float16, weights=word)
     for layer, other in zip(kept.layers, cast.layers, strict=True):
-        (part,), (same,) = layer.down.parts, other.down.parts
+        (part,), (same,) = layer.feed_forward.down.parts, other.feed_forward.down.parts
         assert (part.scales.dtype, same.scales.dtype) == (torch.bfloat16, torch.float16)
         assert torch.equal(same.dequantise(torch.float16), part.dequantise(torch.float16))
     # fp16 has no such small number, so these stay as they are
     small = rt.QuantisedWeight(
         part.codes, part.scales * 2.0**-40, part.zeros, None, part.format, part.group, part.shape
     )  # fmt: skip
-    other.down.fill([small])
-    assert other.down.parts[0].scales.dtype == torch.bfloat16
+    other.feed_forward.down.fill([small])
+    assert other.feed_forward.down.parts[0].scales.dtype == torch.bfloat16

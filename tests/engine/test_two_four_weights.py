@@ -22,7 +22,7 @@ from rooftile_lab.bench.models import decoder_named, formats_of
 from tests.conformance.watching import watching
 from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
 from tests.models.checkpoints import CONFIGS, made, saved, theirs
-from tests.models.quantised import plain
+from tests.models.quantised import PROJECTIONS, plain
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def masked(folder: Path) -> Decoder:
     """A decoder with plain weights, which are masked."""
     decoder = Decoder.from_folder(folder)
     for layer in decoder.layers:
-        for projection in (layer.qkv, layer.o, layer.up, layer.down):
+        for projection in (layer.qkv, layer.o, layer.feed_forward.up, layer.feed_forward.down):
             projection.weight.copy_(kept(projection.weight))
     return decoder
 
@@ -52,11 +52,11 @@ def masked(folder: Path) -> Decoder:
 def test_projections_keep_the_two_largest_of_each_four_in_one_product(folder: Path, dtype: torch.dtype) -> None:
     read, plain = Decoder.from_folder(folder, dtype=dtype, weights="2:4"), Decoder.from_folder(folder)
     for ours, layer in zip(read.layers, plain.layers, strict=True):
-        for name in ("qkv", "o", "up", "down"):
-            (part,) = getattr(ours, name).parts
+        for name in PROJECTIONS:
+            (part,) = ours.get_submodule(name).parts
             assert isinstance(part, TwoFour)
             # masks are those of the checkpoint's own dtype
-            assert torch.equal(part.dense(), kept(getattr(layer, name).weight).to(dtype))
+            assert torch.equal(part.dense(), kept(layer.get_submodule(name).weight).to(dtype))
             share = 9 / 16 if dtype == torch.bfloat16 else 17 / 32
             assert part.nbytes == share * part.shape[0] * part.shape[1] * dtype.itemsize
 
@@ -76,7 +76,7 @@ def test_it_goes_into_a_dictionary_of_patterns(folder: Path) -> None:
     q, kv = first.qkv.parts
     assert isinstance(q, QuantisedWeight)
     assert isinstance(kv, TwoFour), "k and v are one product"
-    assert [type(part) for part in first.up.parts] == [TwoFour]
+    assert [type(part) for part in first.feed_forward.up.parts] == [TwoFour]
     assert first.o.weight is not None
     assert tokens_of(rt.LLM(folder, weights=weights, **ROOM), prompts(2), GREEDY)
 
@@ -85,7 +85,7 @@ def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
     model = theirs("gpt2")
     saved(model, tmp_path)
     for ours, layer in zip(Decoder.from_folder(tmp_path, weights="2:4").layers, model.transformer.h, strict=True):
-        assert torch.equal(ours.up.dequantised(), kept(layer.mlp.c_fc.weight.detach().T))
+        assert torch.equal(ours.feed_forward.up.dequantised(), kept(layer.mlp.c_fc.weight.detach().T))
         assert torch.equal(ours.qkv.dequantised(), kept(layer.attn.c_attn.weight.detach().T))
 
 
@@ -150,5 +150,5 @@ def test_transformers_names_are_the_same(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (name,) = [name for name, _ in model.named_modules() if name.endswith("layers.1.mlp.up_proj")]
     first, second = Decoder.from_folder(folder, weights={name: "2:4"}).layers
-    assert first.up.weight is not None
-    assert [isinstance(part, TwoFour) for part in second.up.parts] == [False, True]
+    assert first.feed_forward.up.weight is not None
+    assert [isinstance(part, TwoFour) for part in second.feed_forward.up.parts] == [False, True]

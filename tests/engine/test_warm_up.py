@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 
@@ -23,10 +24,11 @@ from rooftile.engine.start import compilation as compilation_module
 from rooftile.engine.start.compilation import Compilation
 from rooftile.errors import InvalidInput
 from rooftile.exact import paged_route as route
-from rooftile.models import Decoder, ModelConfig
+from rooftile.models import Decoder, ExpertSizes, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.config import config_of
 from rooftile.models.layers import Layer
+from rooftile.moe import Router
 from rooftile.weights.files import plan
 from rooftile.weights.formats import WEIGHT_FORMATS
 from tests.conformance.watching import watching
@@ -156,7 +158,7 @@ def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: 
     quantiser = plan.quantiser_of({"*mlp*": word})
     assert quantiser is not None
     quantise_decoder(layer, quantiser)
-    found = warm_up.jobs_of_products(layer.layers[0], deterministic=deterministic)
+    found = warm_up.jobs_of_products(layer.layers[0], longest=40, deterministic=deterministic)
     assert len(found) == len(warm_up.PRODUCT_ROWS)
     # the largest tile takes the compiler longest
     assert found[0].args[1] == max(warm_up.PRODUCT_ROWS)
@@ -165,10 +167,33 @@ def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: 
             job()
 
 
+def test_experts_are_run_up_to_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles grow with the tokens of each; one job for each number of tokens, and one set of jobs for all such layers."""
+    sizes = ExpertSizes(experts=32, hidden=8, router=Router(active=1))
+    config = replace(
+        config_of(CONFIGS["llama"]().to_dict(), "here"), feed_forwards=("dense", "experts", "experts"), experts=sizes
+    )
+    dense, *layers = Decoder.random(config, torch.float32, "cpu").layers
+    assert warm_up.kind_of_products(dense) == ()
+    assert warm_up.kind_of_products(layers[0]) == warm_up.kind_of_products(layers[1]) == (sizes,)
+    found = warm_up.jobs_of_products(layers[0], longest=8192)
+    assert [job.args[1] for job in found[:3]] == [8192, 4096, 2048]
+    rows: list[int] = []
+    run = type(layers[0].feed_forward).forward
+    monkeypatch.setattr(
+        type(layers[0].feed_forward), "forward", lambda self, x, *more: rows.append(len(x)) or run(self, x, *more)
+    )
+    with torch.inference_mode():
+        for job in found:
+            job()
+    assert rows == sorted({*warm_up.PRODUCT_ROWS, *(2**n for n in range(14))}, reverse=True)
+
+
 def test_layers_of_one_kind_are_compiled_once(peers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first as soon as it has been read, and another one where a pattern gives it another format."""
     compilation = Compilation.__new__(Compilation)
-    compilation._kinds, compilation._deterministic, compilation._lock = set(), False, Lock()
+    compilation._kinds, compilation._longest, compilation._lock = set(), 40, Lock()
+    compilation._deterministic = False
     compilation._ready, compilation._waiting = False, []
     begun: list[Layer] = []
     monkeypatch.setattr(compilation_module, "jobs_of_products", lambda layer, **words: begun.append(layer) or [])
@@ -184,7 +209,7 @@ def test_layers_of_one_kind_are_compiled_once(peers, monkeypatch: pytest.MonkeyP
 def test_products_of_a_checkpoint_are_run_on_the_codes_that_norms_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that leaves its product in codes has a kernel of its own, which takes codes."""
     quantised("fp8, one scale", tmp_path)
-    monkeypatch.setattr("rooftile.models.layers.takes_rows", lambda x, weight, bias: True)
+    monkeypatch.setattr("rooftile.models.projection.takes_rows", lambda x, weight, bias: True)
     with torch.inference_mode(), watching() as watch:
         warm_up._multiply(Decoder.from_folder(tmp_path).layers[0], 3, torch.nn.functional.linear)
     assert [call.name for call in watch.calls].count("linear_gated_rows") == 1

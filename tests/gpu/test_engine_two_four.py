@@ -51,7 +51,12 @@ def test_weights_are_laid_out_before_graphs_are_captured(folder: Path) -> None:
     if reason:
         pytest.skip(reason)
     decoder = LLM(folder, weights="2:4", dtype=torch.bfloat16, device="cuda", **ROOM).engine.runner.decoder
-    parts = [part for layer in decoder.layers for one in (layer.qkv, layer.o, layer.up, layer.down) for part in one.parts]
+    parts = [
+        part
+        for layer in decoder.layers
+        for one in (layer.qkv, layer.o, layer.feed_forward.up, layer.feed_forward.down)
+        for part in one.parts
+    ]
     assert len(parts) == 4 * len(decoder.layers)
     assert all(isinstance(part, TwoFour) and part.values in cusparselt._PACKED for part in parts)
 

@@ -79,8 +79,10 @@ def recorded_engine(
         if quantiser is not None:
             quantise_decoder(decoder, quantiser)
         work = warm_up.jobs(config, dtype, CPU, size=size, kv_dtype=kv_dtype, longest=longest, **options)
+        options["longest"] = longest
+        kinds = {kind: layer for layer in decoder.layers if (kind := warm_up.kind_of_products(layer))}
         with torch.inference_mode():
-            for job in (*work, *(warm_up.jobs_of_products(decoder.layers[0], **options) if quantiser else ())):
+            for job in (*work, *(job for layer in kinds.values() for job in warm_up.jobs_of_products(layer, **options))):
                 job()
         llm = LLM(decoder, **settings)
         llm.engine.runner.capture()

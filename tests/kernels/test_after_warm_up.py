@@ -7,7 +7,9 @@ from itertools import product
 
 import pytest
 
+from rooftile.models import ExpertSizes
 from rooftile.models.config import config_of
+from rooftile.moe import Router
 from tests.engine.every_request import requests
 from tests.grids import swept
 from tests.kernels.recorded import Recorded
@@ -43,4 +45,19 @@ def test_no_request_compiles_a_kernel(name: str, kv_dtype: str) -> None:
             ask()
             after[what] = [named(one) for key, one in compiled.items() if key not in before]
     found = [f"{what}: {kernel}" for what, kernels in after.items() for kernel in kernels]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])
+def test_no_request_compiles_a_kernel_of_experts(deterministic: bool) -> None:
+    """Tiles of experts grow with a step's tokens: every size of them is compiled before."""
+    sizes = ExpertSizes(experts=4, hidden=96, shared=32, router=Router(active=1))
+    config = replace(config_named("llama"), feed_forwards=("dense", "experts", "experts"), experts=sizes)
+    with recorded_engine(config, deterministic=deterministic, **SETTINGS) as (llm, compiled):
+        before = set(compiled)
+        for _, ask in requests(llm):
+            ask()
+        experts = {key: one for key, one in compiled.items() if one.fn.fn.__module__.startswith("rooftile.moe.")}
+        found = [named(one) for key, one in experts.items() if key not in before]
+    assert experts
     assert not found, "\n".join(found)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile.models.config import config_of
-from rooftile.models.layers import Norm
 from rooftile.models.placement import Placement
+from rooftile.models.projection import Norm
 from tests.models.checkpoints import CONFIGS
 
 # the kind, and a family that has it

@@ -26,12 +26,16 @@ def plain(folder: Path, **settings: Any) -> transformers.PreTrainedModel:
     return model
 
 
+# the projections of a layer of ours with attention and a dense feed-forward
+PROJECTIONS = ("qkv", "o", "feed_forward.up", "feed_forward.down")
+
+
 def merged_modules(layer: Any) -> dict[str, list[torch.nn.Linear]]:
     """Returns the modules of a layer of Transformers that each projection of ours has side by side."""
     attention, mlp = layer.self_attn, layer.mlp
     return {
         "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "o": [attention.o_proj],
-        "up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
+        "feed_forward.up": [mlp.gate_proj, mlp.up_proj], "feed_forward.down": [mlp.down_proj],
     }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_weights_are_those_that_it_decompresses(preset: str, tmp_path: Path) -> 
     decoder = Decoder.from_folder(tmp_path)
     for ours, layer in zip(decoder.layers, model.model.layers, strict=True):
         for name, modules in merged_modules(layer).items():
-            projection = getattr(ours, name)
+            projection = ours.get_submodule(name)
             assert {part.format for part in projection.parts} == {PRESETS[preset]}
             weight = torch.cat([module.weight for module in modules])
             # it decompresses block formats to bf16

@@ -17,7 +17,7 @@ from rooftile.fused.norm import add_norm, normalise
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.config import config_of
-from rooftile.models.layers import Norm
+from rooftile.models.projection import Norm
 from tests.models.checkpoints import CONFIGS, logits_of_ours, prompts
 
 

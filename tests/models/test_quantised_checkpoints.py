@@ -16,7 +16,7 @@ from rooftile.models import Decoder
 from rooftile.models.checkpoints import weights
 from rooftile.weights import QuantisedWeight
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts
-from tests.models.quantised import KINDS, configure, merged_modules, plain, quantised, words
+from tests.models.quantised import KINDS, PROJECTIONS, configure, merged_modules, plain, quantised, words
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -25,7 +25,7 @@ def test_weights_are_those_of_the_layout(kind: str, tmp_path: Path) -> None:
     decoder = Decoder.from_folder(tmp_path)
     for ours, theirs in zip(decoder.layers, model.model.layers, strict=True):
         for name, parts in merged_modules(theirs).items():
-            projection = getattr(ours, name)
+            projection = ours.get_submodule(name)
             assert projection.weight is None
             assert all(isinstance(part, QuantisedWeight) for part in projection.parts)
             assert torch.equal(projection.dequantised(), torch.cat([part.weight for part in parts])), name
@@ -60,7 +60,7 @@ def test_projections_are_one_weight_where_their_parts_go_together(tmp_path: Path
     quantised("fp8, tiles", tmp_path / "wide", head_dim=32, num_attention_heads=4, num_key_value_heads=4)
     assert len(Decoder.from_folder(tmp_path / "wide").layers[0].qkv.parts) == 1
     quantised("ct int4", tmp_path / "one", head_dim=32)
-    assert Decoder.from_folder(tmp_path / "one").layers[0].up.parts[0].shape == (256, 64)
+    assert Decoder.from_folder(tmp_path / "one").layers[0].feed_forward.up.parts[0].shape == (256, 64)
 
 
 def test_one_scale_for_activations_becomes_the_largest(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_the_tensors_of_a_module_lie_in_several_shards(kind: str, names: tuple[s
     assert len({shards[f"model.layers.1.mlp.up_proj.{name}"] for name in names}) == min(len(names), 3)
     found = Decoder.from_folder(tmp_path)
     for ours, whole in zip(found.layers, due.layers, strict=True):
-        for name in ("qkv", "o", "up", "down"):
-            assert getattr(ours, name).weight is None
-            assert torch.equal(getattr(ours, name).dequantised(), getattr(whole, name).dequantised())
+        for name in PROJECTIONS:
+            assert ours.get_submodule(name).weight is None
+            assert torch.equal(ours.get_submodule(name).dequantised(), whole.get_submodule(name).dequantised())
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found.tensors(), due.tensors(), strict=True))
     # a shard that is missing is named
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
@@ -263,8 +263,8 @@ def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     configure(tmp_path, quantization_config=KINDS["gptq"][0] | {"dynamic": {r"-:.*\.0\.mlp\.down_proj": {}}})
     decoder = Decoder.from_folder(tmp_path)
-    assert torch.equal(decoder.layers[0].down.weight, model.model.layers[0].mlp.down_proj.weight)
-    assert isinstance(decoder.layers[1].down.parts[0], QuantisedWeight)
+    assert torch.equal(decoder.layers[0].feed_forward.down.weight, model.model.layers[0].mlp.down_proj.weight)
+    assert isinstance(decoder.layers[1].feed_forward.down.parts[0], QuantisedWeight)
 
 
 def test_biases_that_are_zeros_need_no_place(tmp_path: Path) -> None:

@@ -102,6 +102,6 @@ def test_weights_do_not_stay_in_the_file(kind: str, tmp_path: Path) -> None:
         file.write(bytes(path.stat().st_size))
     for ours, layer in zip(decoder.layers, model.model.layers, strict=True):
         assert torch.equal(ours.o.dequantised(), layer.self_attn.o_proj.weight)
-        assert torch.equal(ours.down.dequantised(), layer.mlp.down_proj.weight)
+        assert torch.equal(ours.feed_forward.down.dequantised(), layer.mlp.down_proj.weight)
         due = torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"])
         assert torch.equal(ours.qkv.dequantised(), due)

@@ -211,8 +211,8 @@ def test_a_configuration_made_by_hand_is_checked_too() -> None:
     for more, due in (
         ({"mamba2": sizes}, "ffn is 0; must be at least 1"),
         ({"feed_forwards": (None, None)}, "layer 0 is mamba2, and its sizes are None; must be Mamba2Sizes"),
-        ({"feed_forwards": ("dense",), "mamba2": sizes}, r"must be 'dense' or None for each of 2 layers"),
-        ({"feed_forwards": (None, "soft"), "mamba2": sizes}, r"must be 'dense' or None for each of 2 layers"),
+        ({"feed_forwards": ("dense",), "mamba2": sizes}, r"must be 'dense', 'experts' or None for each of 2 layers"),
+        ({"feed_forwards": (None, "soft"), "mamba2": sizes}, r"must be 'dense', 'experts' or None for each of 2 layers"),
         (
             {"feed_forwards": (None, None), "mamba2": sizes, "windows": (4, None)},
             "layer 0 is mamba2 and its window 4; must be None",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import rooftile as rt
-from rooftile.models import Decoder, TrainableDecoder
+from rooftile.models import Decoder, ExpertSizes, TrainableDecoder
+from rooftile.moe import Router
 from rooftile.planning import timing
 from rooftile.planning.costs import DeviceCeilings, passes_of
 from rooftile.planning.targets.decoders import DecoderTarget, Phase
 from rooftile.planning.timing import Size, TimedCalls, Times, products_of
+from tests.models.quantised import PROJECTIONS
 from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import llama, tokens
 
@@ -63,9 +66,9 @@ def test_the_weights_of_a_plan_are_those_that_llm_reads(folder: Path) -> None:
     applied = plan.apply(Decoder.from_folder(folder))
     read = Decoder.from_folder(folder, weights=plan.weights)
     for layer, other in zip(applied.layers, read.layers, strict=True):
-        for name in ("qkv", "o", "up", "down"):
-            assert torch.equal(getattr(layer, name).dequantised(), getattr(other, name).dequantised())
-            assert getattr(layer, name).weight is None
+        for name in PROJECTIONS:
+            assert torch.equal(layer.get_submodule(name).dequantised(), other.get_submodule(name).dequantised())
+            assert layer.get_submodule(name).weight is None
     llm = rt.LLM(folder, weights=plan.weights, device="cpu", num_blocks=20)
     (found,) = llm.generate([[1, 2, 3]], rt.SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(found.outputs[0].token_ids) == 3
@@ -97,7 +100,7 @@ def test_a_decoder_is_as_before(folder: Path) -> None:
     numbers = torch.get_rng_state()
     rt.plan(decoder, rows=ROWS, context=16, data=tokens(), max_loss=0.5)
     assert all(id(x) == one and torch.equal(x, y) for x, (one, y) in zip(decoder.parameters(), before, strict=True))
-    assert all(projection.parts == () for layer in decoder.layers for projection in (layer.qkv, layer.o, layer.up, layer.down))
+    assert all(projection.parts == () for layer in decoder.layers for projection in layer.projections)
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
@@ -149,6 +152,12 @@ def test_quantised_and_other_decoders_are_refused(folder: Path, tmp_path: Path) 
     sparse.save(tmp_path)
     with pytest.raises(rt.Unsupported, match="layers of native_sparse, and a plan knows exact attention alone"):
         rt.plan(tmp_path, rows=ROWS, context=16, device="cpu")
+    config = replace(
+        quantised.config, feed_forwards=("experts",) * quantised.config.layers,
+        experts=ExpertSizes(experts=2, hidden=8, router=Router(active=1)),
+    )  # fmt: skip
+    with pytest.raises(rt.Unsupported, match="layers with experts, and a plan knows dense feed-forwards alone"):
+        rt.plan(Decoder.random(config, torch.float32, "cpu"), rows=ROWS, context=16)
     plan = rt.plan(folder, rows=ROWS, context=16, formats=["int8"], measure=False, device="cpu")
     with pytest.raises(rt.InvalidInput, match="model is a Decoder, which has no gradients"):
         plan.prepare(Decoder.from_folder(folder))

@@ -16,6 +16,7 @@ import rooftile as rt
 from rooftile.models import Decoder
 from rooftile.planning import Plan
 from rooftile.weights.two_four import Recipe, TwoFour, two_four
+from tests.models.quantised import PROJECTIONS
 from tests.planning.models import Blocks, inputs, llama, mlp, tokens
 
 # texts and steps of all plans of the checkpoint
@@ -95,8 +96,8 @@ def test_the_weights_of_a_plan_are_those_that_llm_reads(folder: Path) -> None:
     assert plan.weights["layers.0.self_attn.q_proj"] == "2:4"
     applied, read = plan.apply(Decoder.from_folder(folder)), Decoder.from_folder(folder, weights=plan.weights)
     for layer, other in zip(applied.layers, read.layers, strict=True):
-        for name in ("qkv", "o", "up", "down"):
-            assert torch.equal(getattr(layer, name).dequantised(), getattr(other, name).dequantised())
+        for name in PROJECTIONS:
+            assert torch.equal(layer.get_submodule(name).dequantised(), other.get_submodule(name).dequantised())
     (part,) = read.layers[0].qkv.parts
     assert isinstance(part, TwoFour)
     llm = rt.LLM(folder, weights=plan.weights, device="cpu", num_blocks=20)

@@ -57,11 +57,11 @@ def test_the_engine_multiplies_with_the_codes_of_training(tmp_path: Path, format
     read = Decoder.from_folder(tmp_path / "saved", device="cpu")
     for n, layer in enumerate(model.layers):
         mine = {
-            "qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v], "o": [layer.mixer.out], "up": [layer.gate, layer.up],
-            "down": [layer.down],
+            "qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v], "o": [layer.mixer.out],
+            "feed_forward.up": [layer.gate, layer.up], "feed_forward.down": [layer.down],
         }  # fmt: skip
         for projection, parts in mine.items():
-            stored = getattr(read.layers[n], projection).parts
+            stored = read.layers[n].get_submodule(projection).parts
             for name in ("codes", "scales"):
                 due, found = (torch.cat([getattr(one, name) for one in x]) for x in ([part.codes() for part in parts], stored))
                 assert torch.equal(found.view(torch.uint8), due.view(torch.uint8)), (projection, name)

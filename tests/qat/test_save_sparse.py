@@ -36,7 +36,7 @@ def test_the_engine_serves_it(tmp_path: Path, format: str | None, layout: str, t
         return
     rt.qat.save(model, tmp_path / "saved", layout=layout)
     if layout == "two_four":
-        (part,) = Decoder.from_folder(tmp_path / "saved", device="cpu", dtype=torch.bfloat16).layers[0].down.parts
+        (part,) = Decoder.from_folder(tmp_path / "saved", device="cpu", dtype=torch.bfloat16).layers[0].feed_forward.down.parts
         assert isinstance(part, TwoFour)
         assert part.dtype == {None: torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[format]
     prompt = [3, 1, 4, 1, 5]
@@ -61,15 +61,19 @@ def test_our_own_layout(tmp_path: Path, dtype: torch.dtype) -> None:
     read = Decoder.from_folder(tmp_path / "sparse", device="cpu", dtype=dtype)
     plain = Decoder.from_folder(tmp_path / "dense", device="cpu", dtype=dtype)
     layer = model.layers[0]
-    mine = {"qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v], "up": [layer.gate, layer.up], "down": [layer.down]}
+    mine = {
+        "qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v],
+        "feed_forward.up": [layer.gate, layer.up],
+        "feed_forward.down": [layer.down],
+    }
     for name, parts in mine.items():
         # parts that are one projection are one weight
-        (part,) = getattr(read.layers[0], name).parts
+        (part,) = read.layers[0].get_submodule(name).parts
         assert isinstance(part, TwoFour)
         due = torch.cat([one.kept_weight().detach() for one in parts]).to(dtype)
         assert torch.equal(part.dense(), due)
-        assert torch.equal(getattr(plain.layers[0], name).weight, due)
-        assert torch.equal(getattr(read.layers[0], name).dequantised(), due)
+        assert torch.equal(plain.layers[0].get_submodule(name).weight, due)
+        assert torch.equal(read.layers[0].get_submodule(name).dequantised(), due)
     share = 9 / 16 if dtype == torch.bfloat16 else 17 / 32
     layers = sum(x.nbytes for name, x in plain.named_parameters() if ".layers." in f".{name}" and x.ndim == 2)
     assert weight_bytes(plain)[0] - weight_bytes(read)[0] == pytest.approx((1 - share) * layers)

@@ -39,10 +39,10 @@ class TrialSetup(NamedTuple):
     def small(self, mixer: str = "attention") -> ModelConfig:
         """Returns the configuration with one layer: all layers of a kind have the same kernels.
 
-        Embedding and head have no kernels of ours.
+        Embedding and head have no kernels of ours, and experts, which are large, run theirs with the model's own weights.
         """
-        n = self.config.mixers.index(mixer)
+        dense = "dense" if "dense" in self.config.feed_forwards else None
         return replace(
-            self.config, layers=1, windows=(None,), mixers=(mixer,), feed_forwards=(self.config.feed_forwards[n],), unrotated=(),
-            vocab_size=1, max_len=ROWS,
+            self.config, layers=1, windows=(None,), mixers=(mixer,), feed_forwards=(dense,), unrotated=(), vocab_size=1,
+            max_len=ROWS,
         )  # fmt: skip

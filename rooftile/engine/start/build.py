@@ -26,7 +26,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.models.layers import Projection
+from rooftile.models.projection import Projection
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 from rooftile.weights.two_four import TwoFour
 

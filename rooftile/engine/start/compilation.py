@@ -38,7 +38,7 @@ class Compilation:
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
-        self._device, self._deterministic = device, deterministic
+        self._device, self._longest, self._deterministic = device, longest, deterministic
         self._threads = ThreadPoolExecutor(THREADS)
         self._jobs: list[Future[None]] = []
         self._kinds: set[tuple[object, ...]] = set()
@@ -68,7 +68,7 @@ class Compilation:
         if not kind or kind in self._kinds:
             return
         self._kinds.add(kind)
-        work = jobs_of_products(layer, deterministic=self._deterministic)
+        work = jobs_of_products(layer, longest=self._longest, deterministic=self._deterministic)
         with self._lock:
             if self._ready:
                 self._jobs += [self._threads.submit(self._run, job) for job in work]

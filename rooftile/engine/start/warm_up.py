@@ -19,7 +19,9 @@ from rooftile.exact.backends import hopper
 from rooftile.fused import linear
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.layers import Layer, Multiply, Part
+from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.models.layers import Layer
+from rooftile.models.projection import Multiply, Part
 from rooftile.weights import QuantisedWeight
 
 # rows of products with quantised weights: one of each tile that the kernels have for a decode step and prompts
@@ -51,19 +53,27 @@ def jobs(
     return [*mixing, partial(_decode_without_mixing, decoder, linear if deterministic else functional.linear), *sampling]
 
 
-def jobs_of_products(layer: Layer, *, deterministic: bool = False) -> list[Callable[[], None]]:
-    """Returns the jobs that compile a layer's products with quantised weights, and what writes codes for them; longest first.
+def jobs_of_products(layer: Layer, *, longest: int, deterministic: bool = False) -> list[Callable[[], None]]:
+    """Returns the jobs that compile a layer's products with quantised weights or experts, and what writes codes for them.
 
-    The layer's weights need not have been read: kernels depend on their formats.
+    The longest come first. The layer's weights need not have been read: kernels depend on their formats. Tiles of experts grow
+    with the tokens of each, so up to `longest` tokens are run for them.
     """
     multiply = linear if deterministic else functional.linear
-    return [partial(_multiply, layer, M, multiply) for M in reversed(PRODUCT_ROWS)]
+    more = {1 << n for n in range(longest.bit_length())} if _experts_of(layer) else set()
+    return [partial(_multiply, layer, M, multiply) for M in sorted({*PRODUCT_ROWS, *more}, reverse=True)]
 
 
 def kind_of_products(layer: Layer) -> tuple[Any, ...]:
-    """Returns what the kernels of a layer's products depend on; () if none of its weights is quantised or 2:4."""
+    """Returns what the kernels of a layer's products depend on; () if it has no experts and no quantised or 2:4 weights."""
     found = tuple(_kind_of(part) for projection in layer.projections for part in projection.parts)
-    return found if any(found) else ()
+    experts = _experts_of(layer)
+    return (*found, *experts) if any(found) or experts else ()
+
+
+def _experts_of(layer: Layer) -> tuple[Any, ...]:
+    """Returns the sizes of a layer's experts, on which their kernels depend; () if it has none."""
+    return (layer.feed_forward.sizes,) if isinstance(layer.feed_forward, ExpertFeedForward) else ()
 
 
 def _kind_of(part: Part) -> tuple[Any, ...]:
@@ -78,16 +88,18 @@ def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
     placement = layer.o.placement
     stream = torch.zeros(M, layer.config.hidden, dtype=placement.dtype, device=placement.device)
     heads = torch.zeros(M, layer.o.inputs, dtype=placement.dtype, device=placement.device)
-    for norm, projection in ((layer.mixer_norm, layer.reader), (layer.ffn_norm, layer.up)):
-        if norm is not None and projection is not None:
-            projection(normalise(stream, norm, *projection.rows(stream)), multiply)
-            add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
+    if layer.mixer_norm is not None:
+        layer.reader(normalise(stream, layer.mixer_norm, *layer.reader.rows(stream)), multiply)
+        add_norm(stream, stream.clone(), layer.mixer_norm, None, *layer.reader.rows(stream))
     layer.o(heads, multiply)
-    if layer.up is None:
+    if layer.feed_forward is None:
         return
     # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
-    last = layer.ffn_norm
-    layer.feed_forward(stream if last is None else normalise(stream, last, *layer.up.rows(stream)), multiply)
+    x, rows = stream, layer.feed_forward.rows(stream)
+    if layer.ffn_norm is not None:
+        x = normalise(stream, layer.ffn_norm, *rows)
+        add_norm(stream, stream.clone(), layer.ffn_norm, None, *rows)
+    layer.feed_forward(x, multiply)
 
 
 def import_kernels() -> None:

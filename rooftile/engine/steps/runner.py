@@ -29,7 +29,7 @@ from rooftile.exact.spec import CallSettings
 from rooftile.fused import linear
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
-from rooftile.models.layers import Multiply
+from rooftile.models.projection import Multiply
 from rooftile.runtime.devices import runs_kernels
 
 

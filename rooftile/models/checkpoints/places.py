@@ -9,10 +9,12 @@ from torch import Tensor
 from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Norm, Projection
+from rooftile.models.feed_forward import DenseFeedForward
+from rooftile.models.layers import Layer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
 from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
+from rooftile.models.projection import Norm, Projection
 
 
 def tensors_of(
@@ -44,14 +46,15 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
         yield layer.qkv, {f"{names.attention}.{name}": rows for name, rows in parts.items()}
     else:
         yield layer.reader, {f"{names.recurrence}.in_proj": layer.reader.outputs}
-    if layer.up is not None:
+    dense = layer.feed_forward if isinstance(layer.feed_forward, DenseFeedForward) else None
+    if dense is not None:
         each = ("gate_up_proj",) if config.family == "phi3" else ("gate_proj", "up_proj")
-        parts = dict.fromkeys(each, layer.up.outputs // len(each))
-        yield layer.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
+        parts = dict.fromkeys(each, dense.up.outputs // len(each))
+        yield dense.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
     mixer, out = (names.attention, "o_proj") if isinstance(layer, AttentionLayer) else (names.recurrence, "out_proj")
     yield layer.o, {f"{mixer}.{out}": config.hidden}
-    if layer.down is not None:
-        yield layer.down, {f"{names.feed_forward}.down_proj": config.hidden}
+    if dense is not None:
+        yield dense.down, {f"{names.feed_forward}.down_proj": config.hidden}
 
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,8 @@ from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.weights import StoredTensor
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Projection
+from rooftile.models.layers import Layer
+from rooftile.models.projection import Projection
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import Quantiser, Reader
 from rooftile.weights.formats import TILE

@@ -16,9 +16,10 @@ from torch.nn import functional
 from rooftile.fused.gated_norm import rms_norm_gated
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Multiply, Norm, Projection
+from rooftile.models.layers import Attend, Layer
 from rooftile.models.mamba.decays import draw_decays
 from rooftile.models.placement import Placement
+from rooftile.models.projection import Multiply, Norm, Projection
 from rooftile.numerics import QuantisedRows
 
 

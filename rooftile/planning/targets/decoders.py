@@ -17,7 +17,7 @@ from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.models import Decoder
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.quantised import merged
-from rooftile.models.layers import Projection
+from rooftile.models.projection import Projection
 from rooftile.planning.costs import DeviceCeilings, Pass
 from rooftile.planning.formats import NAMES
 from rooftile.planning.records import Load, Other, Part
@@ -58,7 +58,7 @@ class DecoderTarget:
 
     Raises:
         InvalidInput: its weights are quantised already, or it has fewer positions.
-        Unsupported: it has layers without exact attention.
+        Unsupported: it has layers without exact attention, or with experts.
     """
 
     def __init__(self, decoder: Decoder, name: str, phases: Sequence[Phase], context: int) -> None:
@@ -68,6 +68,8 @@ class DecoderTarget:
         other = next((mixer for mixer in config.mixers if mixer != "attention"), None)
         if other is not None:
             raise Unsupported(f"the model has layers of {other}, and a plan knows exact attention alone; plan its module instead")
+        if "experts" in config.feed_forwards:
+            raise Unsupported("the model has layers with experts, and a plan knows dense feed-forwards alone; plan a dense model")
         self.name, self._decoder, self._phases, self._context = name, decoder, phases, context
         self._device, self._dtype = decoder.embedding.device, decoder.embedding.dtype
         self._places = dict[str, tuple[Projection, dict[str, int]]]()

@@ -19,8 +19,8 @@ from rooftile.fused import gated
 from rooftile.fused.norm import add_norm, added_as_defined, normalise, normalised_as_defined
 from rooftile.hardware.clock import Work, clock_for
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Norm
 from rooftile.models.placement import Placement
+from rooftile.models.projection import Norm
 from rooftile.numerics.activations import gated_halves
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, times_of, with_measures

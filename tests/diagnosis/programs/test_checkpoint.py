@@ -34,7 +34,7 @@ def test_a_decode_step_and_a_prompt(folder: Path) -> None:
     assert decoded.program.step == "decode step of 3 answers of 40 tokens"
     assert read.program.step == "prompt of 40 tokens"
     for found, tokens in ((decoded, 3), (read, 40)):
-        up = next(op for op in found.ops if op.module == "Decoder.layers.*.up" and op.op == "aten::mm")
+        up = next(op for op in found.ops if op.module == "Decoder.layers.*.feed_forward.up" and op.op == "aten::mm")
         assert (up.calls, up.flops) == (3, 3 * 2 * tokens * 64 * 2 * 96)
         attention = next(op for op in found.ops if op.op == "rooftile::attention_paged")
         assert attention.calls == 3
