@@ -69,7 +69,8 @@ class Costs:
         generated = sum(sum(trace.lengths) for trace in course.traces)
         cached = sum(tokens_read(trace.prompt, length) for trace in course.traces for length in trace.lengths)
         prompt = max(course.read - generated, 0)
-        return self.model.seconds(self.rates, steps=course.steps, cached=cached, prompt=prompt)
+        running = generated / course.steps if course.steps else 0.0
+        return self.model.seconds(self.rates, steps=course.steps, cached=cached, running=running, prompt=prompt)
 
 
 def measures(course: Course, *, costs: Costs | None = None, peak_bytes: int = 0) -> Measures:

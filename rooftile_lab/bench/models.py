@@ -9,10 +9,12 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
-from rooftile.models import Decoder, ModelConfig
+from rooftile.models import Decoder, Mamba2Sizes, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.models.experts.sizes import ExpertSizes
 from rooftile.models.projection import Part, Projection
 from rooftile.models.rotary import Rotary
+from rooftile.moe.router import Router
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import quantiser_of
 from rooftile.weights.two_four import TwoFour
@@ -48,6 +50,28 @@ MODELS: dict[str, ModelConfig] = {
         family="llama", vocab_size=128_256, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14_336,
         max_len=131_072, scale=128**-0.5, windows=(None,) * 32, rotary=_llama3(8.0, 128), norm_eps=1e-5, eos_ids=(128_001,),
         dtype=torch.bfloat16,
+    ),
+    # Mamba-2 2.7B's
+    "mamba2-2.7b": ModelConfig(
+        family="mamba2", vocab_size=50_288, layers=64, hidden=2560, max_len=262_144, windows=(None,) * 64, rotary=None,
+        mixers=("mamba2",) * 64, feed_forwards=(None,) * 64, mamba2=Mamba2Sizes(heads=80, head_dim=64), norm_eps=1e-5,
+        wide_stream=True, tie=True, eos_ids=(0,), dtype=torch.bfloat16,
+    ),
+    # DeepSeekMoE 16B's
+    "moe-16b": ModelConfig(
+        family="deepseek", vocab_size=102_400, layers=28, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=10_944,
+        max_len=4096, scale=128**-0.5, windows=(None,) * 28, rotary=Rotary(dim=128), feed_forwards=("dense", *("experts",) * 27),
+        experts=ExpertSizes(experts=64, hidden=1408, router=Router(active=6), shared=2816), eos_ids=(100_001,),
+        dtype=torch.bfloat16,
+    ),
+    # the shape of Granite 4.0 H Small: four layers of forty have attention
+    "granite-h-small": ModelConfig(
+        family="granitemoehybrid", vocab_size=100_352, layers=40, hidden=4096, heads=32, kv_heads=8, head_dim=128,
+        max_len=131_072, scale=1 / 128, windows=(None,) * 40, rotary=None, unrotated=tuple(range(40)),
+        mixers=tuple("attention" if n in (5, 15, 25, 35) else "mamba2" for n in range(40)), feed_forwards=("experts",) * 40,
+        mamba2=Mamba2Sizes(heads=128, head_dim=64),
+        experts=ExpertSizes(experts=72, hidden=768, router=Router(active=10, score="chosen softmax"), shared=1536), norm_eps=1e-5,
+        embedding_scale=12.0, residual_scale=0.22, logit_divisor=16.0, tie=True, eos_ids=(100_257,), dtype=torch.bfloat16,
     ),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rooftile.cost.decoder import DecoderCost
 from rooftile.cost.session import Session
@@ -16,6 +17,8 @@ from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder
+from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.models.layers import Layer
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
 from rooftile_lab.bench.models import decoder_named, formats_of, weight_bytes
@@ -99,21 +102,36 @@ def repeat(
 
 def costs_of(llm: LLM, session: Session) -> Costs | None:
     """The costs of an engine's model and cache; None if no matrix product was measured in the model's dtype."""
-    decoder, pages = llm.engine.runner.decoder, llm.pages
+    decoder, pages, states = llm.engine.runner.decoder, llm.pages, llm.caches.states
     config = decoder.config
     dtype = decoder.embedding.dtype
     word = DTYPE_NAMES[dtype]
     if not session.ceilings.matmul_tflops.get(word):
         return None
-    nbytes, layers = weight_bytes(decoder)
+    nbytes, numbers = weight_bytes(decoder)
+    routed = [weight for layer in decoder.layers for weight in routed_weights(layer)]
+    share = 0.0 if config.experts is None else config.experts.router.active / config.experts.experts
+    idle = (1 - share) * sum(weight.numel() for weight in routed)
+    expert_bytes = sum(weight.nbytes for weight in routed)
     # the embedding is looked up; the head, which may be the same table, is multiplied
     looked_up = 0 if config.tie else decoder.embedding.nbytes
     cost = DecoderCost(
-        weight_bytes=nbytes - looked_up,
+        weight_bytes=nbytes - looked_up - expert_bytes,
         token_bytes=pages.nbytes // (pages.storage.shape[0] * pages.storage.shape[3]),
-        token_flops=2 * layers,
+        token_flops=round(2 * (numbers - idle)),
+        state_bytes=0 if states is None else sum(x[:, :1].nbytes for x in states.memory.values()),
+        expert_bytes=expert_bytes,
+        expert_share=share,
     )
     return Costs(cost, session.ceilings.rates(word))
+
+
+def routed_weights(layer: Layer) -> list[Tensor]:
+    """Returns the weights of a layer's experts, of which a token reads some; none if it has no experts."""
+    experts = layer.feed_forward
+    if not isinstance(experts, ExpertFeedForward):
+        return []
+    return [x for x in (experts.up, experts.down, experts.up_bias, experts.down_bias) if x is not None]
 
 
 def ratios(paged: dict[str, float], reserved: dict[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ def serving(
     workload: Annotated[
         list[str] | None, typer.Option(help="W1, W2, ... W11; W4 and W5 are several. May be given several times.")
     ] = None,
-    model: Annotated[str, typer.Option(help="tiny, 0.6b, 1b, 8b with random weights, or a checkpoint's folder.")] = "",
+    model: Annotated[str, typer.Option(help="A name of bench engine's, with random weights, or a checkpoint's folder.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,
     rate: Annotated[float | None, typer.Option(help="Requests per second, arriving at random; else all at once.")] = None,
     allocator: Annotated[str, typer.Option(help="paged or contiguous, for every workload.")] = "",
@@ -90,8 +90,11 @@ def engine(
         list[str] | None,
         typer.Option(help="start, W1, W10, W11, decode-step, idle, W8, peers; left out, all. May be given several times."),
     ] = None,
-    model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "",
+    model: Annotated[
+        str, typer.Option(help="With random weights: tiny, 0.6b, 1b, 8b, mamba2-2.7b, moe-16b, granite-h-small.")
+    ] = "",
     scale: Annotated[float, typer.Option(help="The share of the requests and of their lengths.")] = 1.0,
+    batch: Annotated[int | None, typer.Option(help="How many requests decode in decode-step; left out, 256.", min=1)] = None,
     weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, 2:4; auto takes the model's.")] = "auto",
     peer_requests: Annotated[int, typer.Option(help="How many of W1's requests the peers get.")] = 64,
     peer_limit: Annotated[float, typer.Option(help="Seconds after which a peer is stopped.")] = 90.0,
@@ -108,7 +111,8 @@ def engine(
 
     target = device_of(device)
     asked = EngineOptions(
-        model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, weights=weights,
+        model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, batch=batch,
+        weights=weights,
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip
     asked.check()

@@ -20,6 +20,9 @@ from rooftile.engine.steps.scheduler import StepPlan
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
 from rooftile.kvcache import BlockPool, ReservedPool
+from rooftile.models import Decoder, Mamba2Sizes
+from rooftile.models.experts.sizes import ExpertSizes
+from rooftile.moe.router import Router
 from rooftile_lab.bench import results, serving, workloads
 from rooftile_lab.bench.driver import Course, Sample, Trace, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
@@ -266,6 +269,30 @@ def test_costs_of_a_model_are_its_numbers() -> None:
     assert in_fp8.model.token_bytes == 2 * 2 * 2 * (16 + 4)
 
 
+def test_states_move_twice_and_experts_only_where_they_are_chosen() -> None:
+    tiny = MODELS["tiny"]
+    experts = ExpertSizes(experts=8, hidden=32, router=Router(active=2), shared=16)
+    sizes = Mamba2Sizes(heads=8, head_dim=16, state=32)
+    config = replace(tiny, mixers=("mamba2", "attention"), feed_forwards=("experts", None), mamba2=sizes, experts=experts)
+    decoder = Decoder.random(config, torch.float32, "cpu")
+    found = serving.costs_of(LLM(decoder, num_blocks=16, max_model_len=64), SESSION)
+    assert found is not None
+    model = found.model
+    # up and down of each expert; a token uses two of the eight
+    assert model.expert_bytes == 4 * 8 * 3 * 32 * 64
+    assert model.expert_share == 0.25
+    assert model.touched_bytes(1) == pytest.approx(model.expert_bytes / 4)
+    assert model.touched_bytes(2) == pytest.approx(model.expert_bytes * (1 - 0.75**2))
+    # a state in fp32, and three inputs of the convolution
+    assert model.state_bytes == 4 * (8 * 16 * 32 + 3 * sizes.convolved)
+    numbers = sum(x.numel() for layer in decoder.layers for x in layer.parameters())
+    assert model.token_flops == 2 * (numbers - 6 * 3 * 32 * 64)
+    rest = sum(x.nbytes for x in decoder.parameters()) - model.expert_bytes
+    assert model.weight_bytes == rest
+    due = 3 * (rest + model.touched_bytes(2) + 4 * model.state_bytes) + 7 * model.token_bytes
+    assert model.bytes_moved(steps=3, cached=7, running=2) == pytest.approx(due)
+
+
 @pytest.mark.parametrize(("name", "billions", "kib"), [("0.6b", 0.596, 112), ("1b", 1.236, 32), ("8b", 8.03, 128)])
 def test_named_models_have_the_sizes_of_the_published_ones(name: str, billions: float, kib: int) -> None:
     config = MODELS[name]
@@ -274,6 +301,17 @@ def test_named_models_have_the_sizes_of_the_published_ones(name: str, billions: 
     total = config.layers * layer + config.vocab_size * config.hidden * (1 if config.tie else 2)
     assert total / 1e9 == pytest.approx(billions, rel=2e-3)
     assert config.layers * 2 * config.kv_heads * config.head_dim * 2 == kib * 1024
+
+
+@pytest.mark.parametrize(("name", "billions", "active"), [("mamba2-2.7b", 2.70, 2.70), ("moe-16b", 16.4, 2.83)])
+def test_named_models_with_states_and_experts_have_the_published_sizes(name: str, billions: float, active: float) -> None:
+    config = MODELS[name]
+    decoder = Decoder(config, dtype=torch.bfloat16, device="meta")
+    total = sum(x.numel() for x in decoder.parameters())
+    routed = sum(x.numel() for layer in decoder.layers for x in serving.routed_weights(layer))
+    idle = 0 if config.experts is None else routed * (1 - config.experts.router.active / config.experts.experts)
+    assert total / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert (total - idle) / 1e9 == pytest.approx(active, rel=5e-3)
 
 
 # waste and sharing

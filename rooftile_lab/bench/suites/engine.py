@@ -50,6 +50,7 @@ class EngineOptions:
     model: str
     parts: Sequence[str] = PARTS
     scale: float = 1.0
+    batch: int | None = None
     weights: str = "auto"
     peer_requests: int = 64
     peer_limit_s: float = 90.0
@@ -60,7 +61,8 @@ class EngineOptions:
         for part in self.parts:
             if part not in PARTS:
                 raise InvalidInput(f"bench engine has no case {part!r}; has {', '.join(PARTS)}")
-        check_llama("engine", self.model)
+        if "peers" in self.parts:
+            check_llama("engine", self.model)
 
 
 def measure(asked: EngineOptions, session: Session, say: Progress | None = None) -> Iterator[Row]:
@@ -162,14 +164,16 @@ class _Run:
         samples = [1e3 * ms for ms, _ in found]
         spreads = measured({"context_tokens": [context for _, context in found]})
         if costs is not None:
-            floor_us = 1e6 * costs.model.seconds(costs.rates, steps=1, cached=sizes.batch * sizes.context)
+            floor_us = 1e6 * costs.model.seconds(costs.rates, steps=1, cached=sizes.batch * sizes.context, running=sizes.batch)
             spreads["measures"] |= {"floor_us": figures(floor_us), "steps": sizes.steps}
+            spreads["measures"]["over_floor_ratio"] = figures(sum(samples) / len(samples) / floor_us)
         yield self.row(f"decode-step-{sizes}", samples, phase="decode", **spreads)
 
     @property
     def sizes(self) -> decode_step.DecodeSizes:
         """Requests, context and steps of the decode steps."""
-        return decode_step.DecodeSizes.of(self.asked.scale)
+        sizes = decode_step.DecodeSizes.of(self.asked.scale)
+        return sizes if self.asked.batch is None else sizes._replace(batch=self.asked.batch)
 
     def second_process(self) -> Iterator[Row]:
         self.close()
