@@ -112,8 +112,7 @@ def engine(
     target = device_of(device)
     asked = EngineOptions(
         model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, batch=batch,
-        weights=weights,
-        peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
+        weights=weights, peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip
     asked.check()
     measured(partial(measure, asked), target, json)
