@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rooftile.kvcache.specs import State, bytes_in_words
 
+# bytes between the reading and the writing of a copy
+COPIED = 64 << 20
+
 
 class StateRows:
     """The rows of states, by number.
@@ -70,12 +73,14 @@ class States:
         if not copies:
             return
         pairs = torch.tensor([*copies.items()])
+        device = next(iter(self.memory.values())).device
+        if device.type == "cuda":
+            pairs = pairs.pin_memory().to(device, non_blocking=True)
         for memory in self.memory.values():
-            if memory.is_cuda:
-                pairs = pairs.pin_memory().to(memory.device, non_blocking=True)
-            for layer in memory:
-                # one layer at a time: the copy between takes no more memory than it must
-                layer.index_copy_(0, pairs[:, 0], layer.index_select(0, pairs[:, 1]))
+            # as many layers at a time as the copy between has room for: a launch for each would take longer than the bytes
+            count = max(COPIED // (len(copies) * memory[0, :1].nbytes), 1)
+            for layers in memory.split(count):
+                layers.index_copy_(1, pairs[:, 0], layers.index_select(1, pairs[:, 1]))
 
 
 def sum_of(specs: Sequence[State]) -> str:
