@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.fused.gated_norm import rms_norm_gated
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
 from rooftile.models.decays import draw_decays
@@ -55,7 +56,10 @@ class DeltaLayer(Layer):
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         qkv, z, b, a = self._split(self.into(x, multiply))
-        return self._scaled(self.o(self._normalised(attend(n, qkv, b, a), z), multiply))
+        sizes, y = self.sizes, attend(n, qkv, b, a).flatten(1)
+        # each head by itself, and the norm before the gate, as in every checkpoint
+        y = rms_norm_gated(y, z, self.norm_weight, groups=sizes.value_heads, gate_first=False, eps=sizes.norm_eps)
+        return self._scaled(self.o(y, multiply))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries, keys and values side by side; gates; and the logits of beta and of the decays."""
@@ -70,10 +74,3 @@ class DeltaLayer(Layer):
         b, a = narrow.split(each, dim=-1)
         # side by side, as the convolution's weights are
         return torch.cat([part.flatten(1) for part in qkv], dim=-1), z.flatten(1), b.flatten(1), a.flatten(1)
-
-    def _normalised(self, y: Tensor, z: Tensor) -> Tensor:
-        """Returns y, each head of it normalised, times silu(z): the norm comes before the gate, as in every checkpoint."""
-        wide = y.flatten(1).unflatten(-1, (self.sizes.value_heads, -1)).float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.sizes.norm_eps)
-        gated = (self.norm_weight * wide.to(y.dtype)).flatten(1) * functional.silu(z.float())
-        return gated.to(y.dtype)
