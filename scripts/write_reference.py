@@ -221,7 +221,7 @@ PAGES = (
             Section(
                 "A decoder to serve",
                 "rooftile.models",
-                ("Decoder", "ModelConfig", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "NativeSparseSizes"),
+                ("Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "NativeSparseSizes"),
             ),
         ),
     ),

@@ -6,11 +6,12 @@ and a small one to train.
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
+delta           layers with a gated delta net
 layers          a layer, `Attend`: what the caller brings to mix tokens
 projection      projections and norms
 feed_forward    what follows: dense, or in `experts`
-layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`
-mixers          how a layer mixes its tokens: attention, Native Sparse Attention, Mamba
+layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba` and `delta`
+mixers          how a layer mixes its tokens: attention, Native Sparse Attention, a recurrence
 mamba           layers of Mamba-1 and Mamba-2
 positions       windows and positions by layer; `rotary` has the wavelengths
 checkpoints     from and to files
@@ -24,6 +25,7 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
+    from rooftile.models.delta.sizes import DeltaSizes
     from rooftile.models.experts.sizes import ExpertSizes
     from rooftile.models.layers import Attend
     from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from rooftile.models.trainable import TrainableDecoder
 
 __all__ = [
-    "Attend", "Decoder", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "TrainableDecoder",
+    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes",
+    "TrainableDecoder",
 ]  # fmt: skip
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
@@ -39,6 +42,7 @@ __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
+        "DeltaSizes": "rooftile.models.delta.sizes",
         "ExpertSizes": "rooftile.models.experts.sizes", "Mamba2Sizes": "rooftile.models.mamba.sizes",
         "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",

@@ -78,7 +78,9 @@ class AttentionLayer(Layer):
         sizes = config.native_sparse if mixer == "native_sparse" else None
         H, D, hidden = config.heads, config.head_dim, config.hidden
         Hk = self.kv_heads = MIXERS[mixer] * config.kv_heads
-        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, placement=placement, waits=waits)
+        # with gates each head has D rows of queries, then D of gates
+        self.queries = 2 * H if config.attention_gate else H
+        self.qkv = Projection((self.queries + 2 * Hk) * D, hidden, bias=config.qkv_bias, placement=placement, waits=waits)
         self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, placement=placement)
         self.compression = None if sizes is None else Compression(sizes, D, placement)
         self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits)
@@ -98,7 +100,10 @@ class AttentionLayer(Layer):
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         H, Hk, D = self.config.heads, self.kv_heads, self.config.head_dim
-        q, k, v = self.qkv(x, multiply).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
+        q, k, v = self.qkv(x, multiply).unflatten(-1, (self.queries + 2 * Hk, D)).split((self.queries, Hk, Hk), dim=1)
+        gate = None
+        if self.config.attention_gate:
+            q, gate = q.unflatten(1, (H, 2)).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_of_all_heads:
                 q = normalise(q.flatten(1), self.q_norm).unflatten(1, (H, D))
@@ -110,4 +115,5 @@ class AttentionLayer(Layer):
         else:
             assert isinstance(x, Tensor), "gates ask for no codes"
             o = attend(n, q, k, v, rotation, self.gates(x, multiply).unflatten(-1, (H, BRANCHES)).sigmoid())
-        return self._scaled(self.o(o.flatten(1), multiply))
+        o = o.flatten(1)
+        return self._scaled(self.o(o if gate is None else o * gate.sigmoid().flatten(1), multiply))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.models.delta.sizes import DeltaSizes
 from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
@@ -40,11 +41,11 @@ class ModelConfig:
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba" or
-            "mamba2"; empty for attention in all layers.
+        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba",
+            "mamba2" or "delta" (gated delta net); empty for attention in all layers.
         feed_forwards: for each layer what follows: "dense", "experts", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
-        mamba, mamba2: the sizes of Mamba-1 and of Mamba-2, where a layer has it.
+        mamba, mamba2, delta: the sizes of Mamba-1, Mamba-2 and the gated delta net, where a layer has it.
         experts: the sizes of feed-forwards with experts, where a layer has one.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
         learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
@@ -55,8 +56,11 @@ class ModelConfig:
         norm_rounds_once: norms round only after they multiply by the weight (OLMo).
         post_norms: the outputs of attention and feed-forward are normalised before they are added (Gemma 2).
         pre_norms: the inputs of attention and feed-forward are normalised; without them (OLMo) there are post_norms.
+        post_normed: the layers with post_norms in place of pre_norms, where the others have pre_norms (OLMo Hybrid).
         qk_norm: queries and keys are normalised per head (Qwen 3).
         qk_norm_of_all_heads: they are normalised over all heads at once (OLMo).
+        attention_gate: the output of attention is multiplied by the sigmoid of gates, which are projected beside the queries
+            (Qwen3-Next).
         activation: the activation of the feed-forward.
         gated: whether the feed-forward has a gate.
         qkv_bias, o_bias, mlp_bias: which projections have biases.
@@ -91,6 +95,7 @@ class ModelConfig:
     native_sparse: NativeSparseSizes | None = None
     mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
+    delta: DeltaSizes | None = None
     experts: ExpertSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
@@ -102,8 +107,10 @@ class ModelConfig:
     norm_rounds_once: bool = False
     post_norms: bool = False
     pre_norms: bool = True
+    post_normed: tuple[int, ...] = ()
     qk_norm: bool = False
     qk_norm_of_all_heads: bool = False
+    attention_gate: bool = False
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -134,6 +141,10 @@ class ModelConfig:
         """Whether a layer has heads of attention."""
         return any(MIXERS[mixer] for mixer in self.mixers)
 
+    def norms_of(self, n: int) -> tuple[bool, bool]:
+        """Returns whether layer n has norms before its parts, and behind them."""
+        return (False, True) if n in self.post_normed else (self.pre_norms, self.post_norms)
+
     def _check_sizes(self) -> None:
         names = ["vocab_size", "layers", "hidden", "max_len"]
         names += ["heads", "kv_heads", "head_dim"] if self.attends else []
@@ -152,14 +163,16 @@ class ModelConfig:
         if self.head_dim > MOST_DIMS:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
         pairs = 1 if self.native_sparse is None else BRANCHES
-        projected = [sizes.projected for sizes in (self.mamba, self.mamba2, self.experts) if sizes is not None]
-        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
+        projected = [sizes.projected for sizes in (self.mamba, self.mamba2, self.delta, self.experts) if sizes is not None]
+        rows = max(self.vocab_size, (2 * self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
 
     def _check_norms(self) -> None:
         if not (self.pre_norms or self.post_norms):
             raise InvalidInput("pre_norms and post_norms are both off; a layer must have one of them")
+        if any(not 0 <= n < self.layers for n in self.post_normed):
+            raise InvalidInput(f"post_normed is {self.post_normed}; must be numbers of layers, from 0 to {self.layers - 1}")
         if not self.norm_eps >= 0:
             raise InvalidInput(f"norm_eps is {self.norm_eps}; must be at least 0")
 
@@ -201,10 +214,10 @@ class ModelConfig:
 
     def _check_recurrences(self) -> None:
         for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
-            if mixer not in ("mamba", "mamba2"):
+            if MIXERS[mixer]:
                 continue
             if getattr(self, mixer) is None:
-                name = "MambaSizes" if mixer == "mamba" else "Mamba2Sizes"
+                name = f"{mixer.capitalize()}Sizes"
                 raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
             if window is not None:
                 raise InvalidInput(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,34 +145,22 @@ class Decoder(nn.Module):
             stream = stream + self.positions.index_select(0, positions)
         rotations = self._rotations(positions)
         attend = self._with_growth(attend, positions)
-        if not self.config.pre_norms:
-            return self._forward_without_pre_norms(stream, rotations, attend, multiply)
         # each norm is fused with the addition before it, which belongs to the previous layer
         # ... and quantises what it writes, where the projection that reads it multiplies codes
         layers = list(self.layers)
         following = [*(layer.mixer_norm for layer in layers[1:]), self.norm]
-        x = normalise(stream, _there(layers[0].mixer_norm), *layers[0].rows_of_mixer(stream))
+        first = layers[0].mixer_norm
+        x = stream if first is None else normalise(stream, first, *layers[0].rows_of_mixer(stream))
         if self.config.wide_stream:
             stream = stream.float()
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             x, post = layer.mix(n, x, rotations[n], attend, multiply), layer.mixer_post_norm
             if layer.feed_forward is not None:
-                x, stream = add_norm(x, stream, _there(layer.ffn_norm), post, *layer.feed_forward.rows(stream))
+                x, stream = _added(x, stream, layer.ffn_norm, post, layer.feed_forward.rows(stream))
                 x, post = layer.feed_forward(x, multiply), layer.ffn_post_norm
             rows = layers[n + 1].rows_of_mixer(stream) if n + 1 < len(layers) else InputFormat()
-            x, stream = add_norm(x, stream, _there(next_norm), post, *rows)
+            x, stream = _added(x, stream, next_norm, post, rows)
         return x
-
-    def _forward_without_pre_norms(
-        self, stream: Tensor, rotations: list[Rotation | None], attend: Attend, multiply: Multiply
-    ) -> Tensor:
-        """Runs layers that read the stream as it is, and normalise only what they add to it."""
-        for n, layer in enumerate(self.layers):
-            added = layer.mix(n, stream, rotations[n], attend, multiply)
-            stream = stream + normalise(added, _there(layer.mixer_post_norm))
-            if layer.feed_forward is not None:
-                stream = stream + normalise(layer.feed_forward(stream, multiply), _there(layer.ffn_post_norm))
-        return normalise(stream, self.norm)
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
         """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
@@ -217,6 +205,9 @@ def _rotation(table: Tensor | None, positions: Tensor) -> Rotation | None:
     return Rotation(cos, sin)
 
 
-def _there(norm: Norm | None) -> Norm:
-    assert norm is not None
-    return norm
+def _added(x: Tensor, stream: Tensor, norm: Norm | None, post: Norm | None, rows: InputFormat) -> tuple[Any, Tensor]:
+    """Returns what the next part of a layer reads, and the stream, to which x was added."""
+    if norm is not None:
+        return add_norm(x, stream, norm, post, *rows)
+    stream = stream + (x if post is None else normalise(x, post))
+    return stream.to(x.dtype), stream

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
+from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
 from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
@@ -233,6 +234,9 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "bamba": bamba,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "olmo_hybrid": olmo_hybrid,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -252,4 +256,7 @@ ARCHITECTURES = {
     "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
 }

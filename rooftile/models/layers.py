@@ -26,6 +26,8 @@ class Attend(Protocol):
         "native_sparse"  the same, and gates (total, H, 3)
         "mamba"          x, before the convolution (total, W)
         "mamba2"         x, B and C side by side, before the convolution (total, W + 2 G N), and time steps (total, H)
+        "delta"          q, k and v side by side, before the convolution (total, 2 Hk Dk + Hv Dv), and the logits of beta and of
+                         the decays (total, Hv) each
 
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
     are written into a cache; the rotation is (total, D / 2) each, or None where queries and keys do not rotate. All tensors are
@@ -34,8 +36,8 @@ class Attend(Protocol):
 
     A layer with "native_sparse" has three times as many heads of keys and values: the heads of the compressed, the selected and
     the near branch, one branch after the other. `AttentionLayer.compression` maps blocks of the first. What a recurrence is made
-    of, such as the weights of its convolution, is in `MambaLayer`
-    and `Mamba2Layer`.
+    of, such as the weights of its convolution, is in `MambaLayer`,
+    `Mamba2Layer` and `DeltaLayer`.
     """
 
     def __call__(self, layer: int, /, *given: Any, **named: Any) -> Tensor:
@@ -66,9 +68,10 @@ class Layer(nn.Module):
         def norm(exists: bool) -> Norm | None:
             return Norm(config, config.hidden, placement=placement) if exists else None
 
-        self.mixer_norm, self.mixer_post_norm = norm(config.pre_norms), norm(config.post_norms)
+        pre, post = config.norms_of(n)
+        self.mixer_norm, self.mixer_post_norm = norm(pre), norm(post)
         follows = self.feed_forward is not None
-        self.ffn_norm, self.ffn_post_norm = norm(follows and config.pre_norms), norm(follows and config.post_norms)
+        self.ffn_norm, self.ffn_post_norm = norm(follows and pre), norm(follows and post)
 
     @property
     def reader(self) -> Projection:

@@ -23,7 +23,7 @@ from rooftile.weights.files.settings import Settings
 BRANCHES = 3
 # the kinds of layers by their names, with how many keys and values a layer of the kind projects for each key head; 0 where it has
 # no heads of attention
-MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES, "mamba": 0, "mamba2": 0}
+MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES, "mamba": 0, "mamba2": 0, "delta": 0}
 
 
 @answers_words

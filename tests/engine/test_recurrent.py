@@ -22,7 +22,10 @@ from tests.engine.folders import save
 from tests.models.checkpoints import made, saved
 from tests.models.recurrent import MAMBA2
 
-NAMES = ["mamba", "mamba2", "mamba2, groups", "bamba"]
+NAMES = [
+    "mamba", "mamba2", "mamba2, groups", "bamba", "qwen3_next, dense", "qwen3_5_text", "olmo_hybrid",
+]  # fmt: skip
+SOME = ["mamba", "mamba2", "bamba", "qwen3_next, dense", "olmo_hybrid"]
 # tokens per block of the cache
 SIZE = 8
 SETTINGS = {
@@ -183,7 +186,7 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
         torch.testing.assert_close(state, other)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", SOME)
 def test_states_in_bf16_take_half_and_change_little(name: str, peers) -> None:
     """However a prompt is cut: a state is rounded wherever a step ends."""
     asked, params = prompts(6), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -32,6 +32,12 @@ BAMBA = {
     "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_chunk_size": 16,
 }  # fmt: skip
+DELTA = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
+}  # fmt: skip
 CONFIGS = {
     "mamba": lambda: transformers.MambaConfig(**MAMBA),
     "mamba, untied, biases": lambda: transformers.MambaConfig(
@@ -47,6 +53,17 @@ CONFIGS = {
     "bamba, groups, biases": lambda: transformers.BambaConfig(
         **BAMBA | {"mamba_n_groups": 2, "attn_layer_indices": [0, 2]}, attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
         tie_word_embeddings=True,
+    ),
+    "qwen3_next, dense": lambda: transformers.Qwen3NextConfig(**DELTA, head_dim=16, mlp_only_layers=[0, 1, 2]),
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**DELTA, head_dim=16),
+    "qwen3_5_text, tied, biases": lambda: transformers.Qwen3_5TextConfig(
+        **DELTA | {"layer_types": ["full_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 3},
+        head_dim=8, attention_bias=True, tie_word_embeddings=True, partial_rotary_factor=0.5,
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**DELTA, rope_parameters={"rope_theta": None, "rope_type": "default"}),
+    "olmo_hybrid, rotary, biases": lambda: transformers.OlmoHybridConfig(
+        **DELTA | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, attention_bias=True,
+        linear_allow_neg_eigval=False,
     ),
 }  # fmt: skip
 
@@ -86,12 +103,30 @@ def mamba2(layer: Layer, xBC: Tensor, dt: Tensor) -> Tensor:
     return torch.stack(found).to(xBC.dtype)
 
 
+def delta(layer: Layer, qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    """The gated delta rule of one sequence (T, ...), token by token, in fp64; (T, Hv, Dv)."""
+    sizes, found = layer.sizes, []
+    Hk, Hv, Dk, Dv = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim
+    q, k, v = convolved(layer, qkv).split((Hk * Dk, Hk * Dk, Hv * Dv), dim=-1)
+    q, k = (x.view(-1, Hk, Dk) / (x.view(-1, Hk, Dk).square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k, v = q.repeat_interleave(Hv // Hk, 1) * Dk**-0.5, k.repeat_interleave(Hv // Hk, 1), v.view(-1, Hv, Dv)
+    beta = b.double().sigmoid() * (2 if sizes.double_beta else 1)
+    decay = torch.exp(-layer.A_log.double().exp() * softplus(a.double() + layer.dt_bias.double()))
+    state = torch.zeros(Hv, Dk, Dv, dtype=torch.float64)
+    for t in range(len(qkv)):
+        state = decay[t][:, None, None] * state
+        recalled = torch.einsum("hkv,hk->hv", state, k[t])
+        state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * (v[t] - recalled))
+        found.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(found).to(qkv.dtype)
+
+
 def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
     """Mixes tokens of sequences back to back: attention by `attention_packed`, recurrences by their definition."""
     cu = [0, *accumulate(lengths)]
 
     def attend(layer: int, *given: Any) -> Tensor:
-        mixer = {"mamba": mamba, "mamba2": mamba2}.get(decoder.config.mixers[layer])
+        mixer = {"mamba": mamba, "mamba2": mamba2, "delta": delta}.get(decoder.config.mixers[layer])
         if mixer is not None:
             parts = [tuple(x[begin:end] for x in given) for begin, end in pairwise(cu)]
             return torch.cat([mixer(decoder.layers[layer], *part) for part in parts])

@@ -19,6 +19,7 @@ from tests.models.checkpoints import assert_same, loaded, logits_of_theirs, made
 from tests.models.recurrent import BAMBA, CONFIGS, MAMBA, MAMBA2, logits_of_ours
 
 LENGTHS = (37, 1, 50, 13)
+SOME = ["mamba", "mamba2", "bamba", "qwen3_5_text", "olmo_hybrid"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -56,7 +57,7 @@ def test_no_bound_has_several_words(said: Any) -> None:
     assert config_of(MAMBA2 | {"model_type": "mamba2", "time_step_limit": said}, "here").mamba2.step_limit == (0.0, math.inf)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", SOME)
 def test_bfloat16_is_as_close_to_exact_as_transformers_in_bfloat16(name: str, tmp_path: Path) -> None:
     saved(theirs(name).to(torch.bfloat16), tmp_path)
     decoder = Decoder.from_folder(tmp_path)
@@ -103,7 +104,7 @@ def test_decays_stay_in_fp32(tmp_path: Path) -> None:
     assert decoder.layers[1].conv_weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", SOME)
 def test_random_weights_decay_as_a_training_begins(name: str) -> None:
     config = config_of(CONFIGS[name]().to_dict(), "here")
     decoder, again, other = (Decoder.random(config, torch.bfloat16, "cpu", seed=seed) for seed in (3, 3, 4))
@@ -113,14 +114,16 @@ def test_random_weights_decay_as_a_training_begins(name: str) -> None:
         steps, rates = torch.nn.functional.softplus(layer.dt_bias), layer.A_log.exp()
         assert 0.99e-3 < steps.min() < steps.max() < 0.101
         assert 1 <= rates.min() < rates.max() <= 16
-        assert layer.D.eq(1).all()
-        if hasattr(layer, "gated_norm"):
-            assert layer.gated_norm.weight.eq(1).all()
+        # the factor of a token's own input, and the weights of norms
+        ones = [layer.gated_norm.weight] if hasattr(layer, "gated_norm") else []
+        ones += [getattr(layer, name) for name in ("D", "norm_weight") if hasattr(layer, name)]
+        assert ones
+        assert all(one.eq(1).all() for one in ones)
     assert all(map(torch.equal, decoder.parameters(), again.parameters()))
     assert not torch.equal(layers[0].A_log, next(one.A_log for one in other.layers if hasattr(one, "A_log")))
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", SOME)
 def test_quantised_projections(name: str, tmp_path: Path) -> None:
     """Written to a folder and read from it, or while the folder is read: both are the model with the rounded weights."""
     saved(theirs(name), tmp_path / "plain")
@@ -134,7 +137,7 @@ def test_quantised_projections(name: str, tmp_path: Path) -> None:
         for projection, its in zip(ours.projections, rounded.projections, strict=True):
             projection.weight.copy_(its.dequantised())
     # activations are rounded, too
-    assert (found[0] - logits_of_ours(plain, prompts(LENGTHS))).abs().max() < 0.2 * found[0].abs().max()
+    assert (found[0] - logits_of_ours(plain, prompts(LENGTHS))).abs().mean() < 0.1 * found[0].abs().mean()
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ class TrialSetup(NamedTuple):
 
         Embedding and head have no kernels of ours, and experts, which are large, run theirs with the model's own weights.
         """
+        n = self.config.mixers.index(mixer)
         dense = "dense" if "dense" in self.config.feed_forwards else None
         return replace(
             self.config, layers=1, windows=(None,), mixers=(mixer,), feed_forwards=(dense,), unrotated=(), vocab_size=1,
-            max_len=ROWS,
+            max_len=ROWS, post_normed=(0,) if n in self.config.post_normed else (),
         )  # fmt: skip

@@ -17,6 +17,9 @@ class Names:
         embedding, layers, norm: parts of the decoder.
         mixer_norm, ffn_norm: the norms before what mixes tokens and before the feed-forward.
         attention, recurrence, feed_forward: parts of a layer.
+        skipped: begin the names of tensors that are no part of the decoder, such as a second predictor.
+        renamed: other words that files have within a name, and ours.
+        joined: tensors of a part that files may have in pieces, and the words for the pieces.
     """
 
     prefix: str = "model."
@@ -28,6 +31,9 @@ class Names:
     attention: str = "self_attn"
     recurrence: str = "mamba"
     feed_forward: str = "mlp"
+    skipped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def mixer_of(self, mixer: str) -> str:
         """Returns the name of what mixes tokens in a layer of a kind."""
@@ -35,8 +41,16 @@ class Names:
 
 
 _MAMBA = Names(prefix="backbone.", embedding="embeddings", norm="norm_f", mixer_norm="norm", recurrence="mixer")
+_QWEN = Names(recurrence="linear_attn", skipped=("mtp.",))
 _FAMILIES = {
     "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "olmo_hybrid": Names(
+        recurrence="linear_attn",
+        renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+        joined=(("conv1d.weight", ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),),
+    ),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
     "mamba": _MAMBA,
     "mamba2": _MAMBA,

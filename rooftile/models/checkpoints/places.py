@@ -9,6 +9,8 @@ from torch import Tensor
 from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
+from rooftile.models.delta import files as delta
+from rooftile.models.delta.delta_layer import DeltaLayer
 from rooftile.models.feed_forward import DenseFeedForward
 from rooftile.models.layers import Layer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
@@ -41,18 +43,19 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
         return
     names = names_of(config)
     if isinstance(layer, AttentionLayer):
-        q, kv = config.heads * config.head_dim, layer.kv_heads * config.head_dim
+        q, kv = layer.queries * config.head_dim, layer.kv_heads * config.head_dim
         parts = {"qkv_proj": layer.qkv.outputs} if config.family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         yield layer.qkv, {f"{names.attention}.{name}": rows for name, rows in parts.items()}
     else:
-        yield layer.reader, {f"{names.recurrence}.in_proj": layer.reader.outputs}
+        parts = delta.rows_of(layer, config.family) if isinstance(layer, DeltaLayer) else {"in_proj": layer.reader.outputs}
+        yield layer.reader, {f"{names.recurrence}.{name}": rows for name, rows in parts.items()}
     dense = layer.feed_forward if isinstance(layer.feed_forward, DenseFeedForward) else None
     if dense is not None:
         each = ("gate_up_proj",) if config.family == "phi3" else ("gate_proj", "up_proj")
         parts = dict.fromkeys(each, dense.up.outputs // len(each))
         yield dense.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
-    mixer, out = (names.attention, "o_proj") if isinstance(layer, AttentionLayer) else (names.recurrence, "out_proj")
-    yield layer.o, {f"{mixer}.{out}": config.hidden}
+    mixer = names.attention if isinstance(layer, AttentionLayer) else names.recurrence
+    yield layer.o, {f"{mixer}.{_output(layer, config)}": config.hidden}
     if dense is not None:
         yield dense.down, {f"{names.feed_forward}.down_proj": config.hidden}
 
@@ -61,6 +64,8 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     names = names_of(config)
     if isinstance(layer, AttentionLayer):
         yield from _attention(layer, names, config)
+    elif isinstance(layer, DeltaLayer):
+        yield from ((f"{names.recurrence}.{name}", place) for name, place in delta.tensors_of(layer, config.family))
     elif isinstance(layer, MambaLayer | Mamba2Layer):
         yield from ((f"{names.recurrence}.{name}", place) for name, place in _recurrence(layer))
     for projection, parts in projections_of(layer, config):
@@ -69,6 +74,13 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield from _norm(names.ffn_norm, layer.ffn_norm)
     yield from _norm("post_attention_layernorm", layer.mixer_post_norm)
     yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
+
+
+def _output(layer: Layer, config: ModelConfig) -> str:
+    """Returns the name of the projection that reads what was mixed."""
+    if isinstance(layer, DeltaLayer):
+        return delta.output_of(config.family)
+    return "o_proj" if isinstance(layer, AttentionLayer) else "out_proj"
 
 
 def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.names import names_of
+from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -70,7 +70,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
-    return _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config).prefix)
+    return _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
 
 
 def _matched(
@@ -94,7 +94,7 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
 
 
 class StoredTensor:
-    """One tensor in an open file."""
+    """A tensor in an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
         self.file, self.name = file, name
@@ -108,6 +108,24 @@ class StoredTensor:
 
     def dtype(self) -> str:
         return str(self.file.get_slice(self.name).get_dtype())
+
+
+class JoinedTensor(StoredTensor):
+    """A tensor that files have in pieces, one below the other."""
+
+    def __init__(self, pieces: Sequence[StoredTensor], name: str) -> None:
+        super().__init__(None, name)
+        self.pieces = pieces
+
+    def get_tensor(self) -> Tensor:
+        return torch.cat([piece.get_tensor() for piece in self.pieces])
+
+    def shape(self) -> tuple[int, ...]:
+        shapes = [piece.shape() for piece in self.pieces]
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+    def dtype(self) -> str:
+        return self.pieces[0].dtype()
 
 
 def _opened(path: Path) -> Any:
@@ -124,16 +142,23 @@ def _opened(path: Path) -> Any:
         raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
 
 
-def _tensors(files: list[Any], prefix: str) -> dict[str, StoredTensor]:
+def _tensors(files: list[Any], names: Names) -> dict[str, StoredTensor]:
     stored = [StoredTensor(file, name) for file in files for name in _names(file)]
     found: dict[str, StoredTensor] = {}
     for one in stored:
-        name = one.name.removeprefix(prefix)
-        if name.endswith(_IGNORED):
+        name = one.name.removeprefix(names.prefix)
+        if name.endswith(_IGNORED) or name.startswith(names.skipped):
             continue
+        for theirs, ours in names.renamed:
+            name = name.replace(f".{theirs}.", f".{ours}.")
         if name in found:
             raise InvalidInput(f"the checkpoint has both {found[name].name} and {one.name}, for one weight; remove one of them")
         found[name] = one
+    for whole, pieces in names.joined:
+        for name in [name for name in found if name.endswith(f".{pieces[0]}")]:
+            part = name.removesuffix(pieces[0])
+            if all(part + piece in found for piece in pieces):
+                found[part + whole] = JoinedTensor([found.pop(part + piece) for piece in pieces], part + whole)
     return found
 
 

@@ -3,5 +3,4 @@
 families      config.json of Mamba, Mamba-2 and Bamba
 sizes         what `ModelConfig` knows of them
 mamba_layer   Mamba-1; `mamba2_layer` has Mamba-2
-decays        decays and time steps of random models
 """

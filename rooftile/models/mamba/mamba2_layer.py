@@ -16,8 +16,8 @@ from torch.nn import functional
 from rooftile.fused.gated_norm import rms_norm_gated
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
+from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer
-from rooftile.models.mamba.decays import draw_decays
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply, Norm, Projection
 from rooftile.numerics import QuantisedRows
@@ -47,7 +47,8 @@ class Mamba2Layer(Layer):
         return self.into
 
     def draw(self, generator: torch.Generator) -> None:
-        draw_decays(self.A_log, self.dt_bias, self.D, generator)
+        draw_decays(self.A_log, self.dt_bias, generator)
+        self.D.fill_(1.0)
 
     def mix(
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear

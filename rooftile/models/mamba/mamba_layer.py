@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
+from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer
-from rooftile.models.mamba.decays import draw_decays
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply, Projection
 from rooftile.numerics import QuantisedRows
@@ -48,7 +48,8 @@ class MambaLayer(Layer):
         return self.into
 
     def draw(self, generator: torch.Generator) -> None:
-        draw_decays(self.A_log, self.dt_bias, self.D, generator)
+        draw_decays(self.A_log, self.dt_bias, generator)
+        self.D.fill_(1.0)
 
     def selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""

@@ -20,7 +20,7 @@ from rooftile.errors import Unsupported
 from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
-from rooftile.models import Attend, Decoder, Mamba2Sizes, MambaSizes, ModelConfig
+from rooftile.models import Attend, Decoder, DeltaSizes, Mamba2Sizes, MambaSizes, ModelConfig
 from rooftile.models.layers import Layer
 from rooftile.runtime.dtypes import torch_dtype
 
@@ -43,7 +43,7 @@ class RecurrentMixer(Mixer):
 
     @property
     @abstractmethod
-    def sizes(self) -> MambaSizes | Mamba2Sizes:
+    def sizes(self) -> MambaSizes | Mamba2Sizes | DeltaSizes:
         """The sizes of the layers."""
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 RATES, STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
-def draw_decays(A_log: Tensor, dt_bias: Tensor, D: Tensor, generator: torch.Generator) -> None:
+def draw_decays(A_log: Tensor, dt_bias: Tensor, generator: torch.Generator) -> None:
     """Draws rates of decay from -16 to -1, and biases whose softplus is a time step from 0.001 to 0.1, uniform in its logarithm.
 
     With numbers near 0 in their place a state would forget a token after two more.
@@ -20,4 +20,3 @@ def draw_decays(A_log: Tensor, dt_bias: Tensor, D: Tensor, generator: torch.Gene
     steps = dt_bias.uniform_(*map(math.log, STEPS), generator=generator).exp_()
     # softplus of it is the step again
     dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
-    D.fill_(1.0)
