@@ -22,9 +22,11 @@ CONFIGS = {
     "mamba2, groups": lambda: transformers.Mamba2Config(**recurrent.MAMBA2 | WIDE | {"n_groups": 2}),
     "mamba2, odd sizes": recurrent.CONFIGS["mamba2"],
     "bamba": recurrent.CONFIGS["bamba"],
+    "olmo hybrid": recurrent.CONFIGS["olmo_hybrid"],
+    "qwen3-next": recurrent.CONFIGS["qwen3_next, dense"],
 }
 HOW = [{}, {"max_model_len": 96, "num_blocks": 40}, {"enforce_eager": True}, {"max_batched_tokens": 13}]
-STEPS = {"mamba": "_scan_step", "mamba2": "_ssd_step", "bamba": "_ssd_step"}
+STEPS = {"mamba": "_scan_step", "mamba2": "_ssd_step", "bamba": "_ssd_step", "olmo hybrid": "_step", "qwen3-next": "_step"}
 
 
 def config_for(name: str) -> ModelConfig:
@@ -64,7 +66,7 @@ def test_greedy_tokens_are_the_cpus(name: str, settings: dict) -> None:
     assert_clean(there)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next"])
 def test_prefixes_forks_and_beams(name: str) -> None:
     here, there = engines(name)
     prefix = prompts(1, seed=3)[0] * 4
@@ -79,7 +81,7 @@ def test_prefixes_forks_and_beams(name: str) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next"])
 def test_bf16_answers_are_likely_ones(name: str, state_dtype: str) -> None:
     here, there = engines(name, torch.bfloat16, state_dtype=state_dtype)
     ranks = []
