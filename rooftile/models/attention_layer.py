@@ -110,6 +110,8 @@ class AttentionLayer(Layer):
                 k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
             else:
                 q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
+        if (bound := self.config.qkv_bound) is not None:
+            q, k, v = (x.clamp(-bound, bound) for x in (q, k, v))
         if self.gates is None:
             o = attend(n, q, k, v, rotation)
         else:

@@ -61,6 +61,7 @@ class ModelConfig:
         qk_norm_of_all_heads: they are normalised over all heads at once (OLMo).
         attention_gate: the output of attention is multiplied by the sigmoid of gates, which are projected beside the queries
             (Qwen3-Next).
+        qkv_bound: queries, keys and values are clamped to (-qkv_bound, qkv_bound) (OLMoE).
         activation: the activation of the feed-forward.
         gated: whether the feed-forward has a gate.
         qkv_bias, o_bias, mlp_bias: which projections have biases.
@@ -111,6 +112,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_of_all_heads: bool = False
     attention_gate: bool = False
+    qkv_bound: float | None = None
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
+from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
 from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
@@ -237,6 +238,10 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "olmo_hybrid": olmo_hybrid,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "deepseek": deepseek,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -259,4 +264,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "OlmoHybridForCausalLM": "olmo_hybrid",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "OlmoeForCausalLM": "olmoe",
+    "DeepseekForCausalLM": "deepseek",
 }

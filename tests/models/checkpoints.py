@@ -13,7 +13,7 @@ from torch import Tensor
 import rooftile
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
-from tests.models import recurrent
+from tests.models import experts, recurrent
 
 VOCABULARY = 97
 SMALL = {
@@ -120,12 +120,14 @@ def longrope(trained: int) -> transformers.PretrainedConfig:
 
 def theirs(name: str) -> transformers.PreTrainedModel:
     """The model of Transformers of that name, with biases and norms that are no zeros and ones."""
-    return made((CONFIGS | recurrent.CONFIGS)[name]())
+    return made((CONFIGS | recurrent.CONFIGS | experts.CONFIGS)[name]())
 
 
 def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     """The model of a configuration."""
     torch.manual_seed(7)
+    # other ways to compute experts ask for rows of whole 16 bytes
+    config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -136,7 +138,8 @@ def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
 
 def loaded(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The model of Transformers from a folder; model.to(dtype) would round the frequencies of rotary positions, too."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
 
 
 def saved(model: transformers.PreTrainedModel, folder: Path, *, max_shard_size: str = "1GB") -> Path:

@@ -132,7 +132,9 @@ def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
             return torch.cat([mixer(decoder.layers[layer], *part) for part in parts])
         q, k, v, rotation = given
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
-        return rooftile.attention_packed(q, k, v, torch.tensor(cu), torch.tensor(cu), rooftile.CAUSAL, scale=decoder.config.scale)
+        window = decoder.config.windows[layer]
+        mask = rooftile.CAUSAL if window is None else rooftile.CAUSAL & rooftile.Window(window - 1)
+        return rooftile.attention_packed(q, k, v, torch.tensor(cu), torch.tensor(cu), mask, scale=decoder.config.scale)
 
     return attend
 

@@ -9,7 +9,8 @@ its own, so a single token is read as a chunk of one.
 
 PyTorch's operations on a CPU promise less: the order of their sums depends on shapes, and even an activation's last bits on where
 in memory a number lies. So a CPU computes one tile of TILE positions of one sequence at a time. A tile begins at a multiple of
-TILE and is filled up with padding: all shapes, and a token's row in them, follow from its position.
+TILE and is filled up with padding: all shapes, and a token's row in them, follow from its position. Experts gather their rows
+from the whole tile, so products are `rooftile.fused.linear` here, too, which tells them that neighbours may not matter.
 """
 
 from __future__ import annotations

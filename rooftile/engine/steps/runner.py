@@ -82,7 +82,7 @@ class Runner:
         self.deterministic = deterministic
         # on a CPU, one tile and one row at a time
         self._tile_by_tile = deterministic and self.device.type == "cpu"
-        self._multiply: Multiply = linear if deterministic and not self._tile_by_tile else functional.linear
+        self._multiply: Multiply = linear if deterministic else functional.linear
         # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders
         settings = CallSettings(
             decoder.config.scale, decoder.config.softcap, deterministic=deterministic or None,
@@ -210,8 +210,9 @@ class Runner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (n, vocab) of hidden states (n, hidden)."""
-        compute = partial(self.decoder.logits, multiply=self._multiply)
-        return row_by_row(compute, hidden) if self._tile_by_tile else compute(hidden)
+        if self._tile_by_tile:
+            return row_by_row(self.decoder.logits, hidden)
+        return self.decoder.logits(hidden, multiply=self._multiply)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, ...]:
         # the order of its sums depends on where a row begins, also on a GPU

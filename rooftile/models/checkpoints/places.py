@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from rooftile.models.attention_layer import AttentionLayer
+from rooftile.models.checkpoints.experts import expert_tensors_of
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.delta import files as delta
 from rooftile.models.delta.delta_layer import DeltaLayer
+from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.feed_forward import DenseFeedForward
 from rooftile.models.layers import Layer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
@@ -68,6 +70,8 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{names.recurrence}.{name}", place) for name, place in delta.tensors_of(layer, config.family))
     elif isinstance(layer, MambaLayer | Mamba2Layer):
         yield from ((f"{names.recurrence}.{name}", place) for name, place in _recurrence(layer))
+    if isinstance(layer.feed_forward, ExpertFeedForward):
+        yield from expert_tensors_of(layer.feed_forward, config)
     for projection, parts in projections_of(layer, config):
         yield from _split(projection, parts)
     yield from _norm(names.mixer_norm, layer.mixer_norm)

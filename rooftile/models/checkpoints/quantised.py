@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.experts import check_experts
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.weights import StoredTensor
@@ -66,6 +67,7 @@ def load(
         InvalidInput: tensors are missing, unexpected, of other shapes, or cannot be quantised.
     """
     projections = list(_projections(config, decoder))
+    check_experts(config, reader)
     head = [] if config.tie else ["lm_head"]
     # patterns for one's own quantising mean projections; a checkpoint's targets may mean the head, too
     reader.check([name for _, parts in projections for name in parts] + head)
@@ -241,6 +243,7 @@ def _joined_sparse(a: TwoFour, b: TwoFour) -> TwoFour:
 def quantise_decoder(decoder: Filled, quantiser: Quantiser) -> None:
     """Quantises the projections of a decoder in place, as they are when a checkpoint is read."""
     projections = list(_projections(decoder.config, decoder))
+    check_experts(decoder.config, quantiser)
     quantiser.check([name for _, names in projections for name in names])
     for projection, names in projections:
         if projection.weight is None:

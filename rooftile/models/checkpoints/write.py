@@ -51,6 +51,11 @@ def quantise_folder(
         raise InvalidInput(
             "GPT-2 keeps its weights the other way round, for which no layout is written; give weights= to LLM instead"
         )
+    if "experts" in config.feed_forwards:
+        raise InvalidInput(
+            "the model has experts, which stay in 16 bits, and for which no layout is written; give weights= to LLM for what is "
+            "beside them"
+        )
     modules = _modules(config)
     for name, K in modules.items():
         check_fits(name, word, K)

@@ -93,6 +93,13 @@ class Settings:
             raise self.refused(f"has {name} {value!r}; must be a whole number of at least 1")
         return value
 
+    def whole(self, name: str, default: Any = _DUE) -> Any:
+        """Returns a whole number of at least 0."""
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 0:
+            raise self.refused(f"has {name} {value!r}; must be a whole number of at least 0")
+        return value
+
     def positive(self, name: str, default: Any = _DUE) -> Any:
         """Returns a number above 0."""
         return self._above_zero(name, self.number(name, default))

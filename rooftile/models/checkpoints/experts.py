@@ -1,0 +1,93 @@
+"""The names of experts in a checkpoint, and the views of stacked parameters that tensors fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.names import names_of
+from rooftile.models.config import ModelConfig
+from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.weights.files.plan import Quantiser, Reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """The names of a layer's experts and of what is beside them; the defaults are the most usual ones.
+
+    Args:
+        router, experts: modules of a layer. Experts are numbered.
+        parts: gate, up and down of each expert.
+        shared, shared_gate: the network that all tokens share, and what multiplies it.
+        selection_bias: the bias of the choice.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+
+
+_FAMILIES = {
+    "mixtral": ExpertNames(
+        router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
+    )
+}  # fmt: skip
+
+
+def expert_names_of(config: ModelConfig) -> ExpertNames:
+    """Returns the names that a model's family has."""
+    return _FAMILIES.get(config.family, ExpertNames())
+
+
+def expert_tensors_of(layer: ExpertFeedForward, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names of a layer's experts, and the views of parameters that tensors fill.
+
+    A checkpoint has a tensor for each expert; each of them fills a slice.
+    """
+    names = expert_names_of(config)
+    gate, up, down = (f"{part}.weight" for part in names.parts)
+    yield f"{names.router}.weight", layer.centroids
+    if layer.selection_bias is not None:
+        yield names.selection_bias, layer.selection_bias
+    for e in range(layer.sizes.experts):
+        yield from zip((f"{names.experts}.{e}.{gate}", f"{names.experts}.{e}.{up}"), layer.up[e].chunk(2), strict=True)
+        yield f"{names.experts}.{e}.{down}", layer.down[e]
+    if layer.shared_up is not None and layer.shared_down is not None:
+        yield from zip((f"{names.shared}.{gate}", f"{names.shared}.{up}"), layer.shared_up.chunk(2), strict=True)
+        yield f"{names.shared}.{down}", layer.shared_down
+    if layer.shared_gate is not None:
+        yield f"{names.shared_gate}.weight", layer.shared_gate[None]
+
+
+def check_experts(config: ModelConfig, reader: Reader) -> None:
+    """Refuses formats of experts and of what is beside them in their layers' feed-forwards.
+
+    Raises:
+        InvalidInput: a pattern or the checkpoint gives one of them a format.
+    """
+    layers = [n for n, follows in enumerate(config.feed_forwards) if follows == "experts"]
+    name = next((name for n in layers for name in _modules(config, n) if reader.covers(name)), None)
+    if name is None:
+        return
+    if isinstance(reader, Quantiser):
+        word = reader.word(name)
+        raise InvalidInput(
+            f"weights gives {name} the format {word!r}, and feed-forwards with experts stay in 16 bits; name what else there is, "
+            f'as in {{"*.{names_of(config).attention}.*": "{word}"}}'
+        )
+    raise InvalidInput(f"the checkpoint has {name} quantised, and experts are read in 16 bits; give the 16-bit checkpoint")
+
+
+def _modules(config: ModelConfig, n: int) -> Iterator[str]:
+    """Yields the checkpoint's names of a layer's router, experts and shared network."""
+    names, folder, sizes = expert_names_of(config), names_of(config).layers, config.experts
+    assert sizes is not None
+    networks = [*(f"{names.experts}.{e}" for e in range(sizes.experts)), *([names.shared] if sizes.shared else [])]
+    yield from (f"{folder}.{n}.{network}.{part}" for network in networks for part in names.parts)
+    yield f"{folder}.{n}.{names.router}"
