@@ -166,7 +166,8 @@ class ModelConfig:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
         pairs = 1 if self.native_sparse is None else BRANCHES
         projected = [sizes.projected for sizes in (self.mamba, self.mamba2, self.delta, self.experts) if sizes is not None]
-        rows = max(self.vocab_size, (2 * self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn, *projected)
+        heads = (1 + self.attention_gate) * self.heads + 2 * pairs * self.kv_heads
+        rows = max(self.vocab_size, heads * self.head_dim, 2 * self.ffn, *projected)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
 
