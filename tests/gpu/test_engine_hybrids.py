@@ -1,4 +1,4 @@
-"""Models with recurrences in the engine on a GPU, in graphs and a step ahead: the tokens that it finds on a CPU."""
+"""Models with recurrences and experts in the engine on a GPU, in graphs and a step ahead: the tokens that it finds on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.models.config import config_of
 from rooftile.runtime.launch import observe
 from tests.engine.asking import GREEDY, ROOM, assert_clean, prompts
-from tests.models import recurrent
+from tests.models import experts, recurrent
 
 pytestmark = pytest.mark.gpu
 # heads and states of the sizes that kernels have
@@ -24,13 +24,24 @@ CONFIGS = {
     "bamba": recurrent.CONFIGS["bamba"],
     "olmo hybrid": recurrent.CONFIGS["olmo_hybrid"],
     "qwen3-next": recurrent.CONFIGS["qwen3_next, dense"],
+    "mixtral": experts.CONFIGS["mixtral"],
+    "qwen3-moe": experts.CONFIGS["qwen3_moe"],
+    "olmoe": experts.CONFIGS["olmoe"],
+    "deepseek": lambda: experts.DEEPSEEK,
 }
 HOW = [{}, {"max_model_len": 96, "num_blocks": 40}, {"enforce_eager": True}, {"max_batched_tokens": 13}]
-STEPS = {"mamba": "_scan_step", "mamba2": "_ssd_step", "bamba": "_ssd_step", "olmo hybrid": "_step", "qwen3-next": "_step"}
+STEPS = dict.fromkeys(("mixtral", "qwen3-moe", "olmoe", "deepseek"), "_sum_choices") | {
+    "mamba": "_scan_step",
+    "mamba2": "_ssd_step",
+    "bamba": "_ssd_step",
+    "olmo hybrid": "_step",
+    "qwen3-next": "_step",
+}
 
 
 def config_for(name: str) -> ModelConfig:
-    return config_of(CONFIGS[name]().to_dict(), "here")
+    made = CONFIGS[name]()
+    return config_of(made if isinstance(made, dict) else made.to_dict(), "here")
 
 
 def engines(name: str, dtype: torch.dtype = torch.float32, **settings) -> tuple[LLM, LLM]:
@@ -66,7 +77,7 @@ def test_greedy_tokens_are_the_cpus(name: str, settings: dict) -> None:
     assert_clean(there)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe"])
 def test_prefixes_forks_and_beams(name: str) -> None:
     here, there = engines(name)
     prefix = prompts(1, seed=3)[0] * 4
@@ -81,7 +92,7 @@ def test_prefixes_forks_and_beams(name: str) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe"])
 def test_bf16_answers_are_likely_ones(name: str, state_dtype: str) -> None:
     here, there = engines(name, torch.bfloat16, state_dtype=state_dtype)
     ranks = []
@@ -96,7 +107,7 @@ def test_bf16_answers_are_likely_ones(name: str, state_dtype: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "mixtral"])
 def test_a_step_does_not_wait_for_itself(name: str) -> None:
     _, there = engines(name)
     params = SamplingParams(temperature=0.5, max_tokens=30, ignore_eos=True)
