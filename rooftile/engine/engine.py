@@ -42,19 +42,22 @@ class Engine:
         seed: draws the seeds of requests that have none; None for random ones.
         shares_answers: whether the prefix cache holds the tokens of answers, too (see `Scheduler`).
         states: the rows of states; None if no layer has a state.
+        state_every: the tokens of a prompt between two states that are kept.
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
         tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
-        states: StateRows | None = None,
+        states: StateRows | None = None, state_every: int = 8192,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
         self.pool = pool
         self.max_len = max_len
         self.max_answers = max_answers
-        self.scheduler = Scheduler(pool, max_answers, max_batched_tokens, shares_answers=shares_answers, states=states)
+        self.scheduler = Scheduler(
+            pool, max_answers, max_batched_tokens, shares_answers=shares_answers, states=states, state_every=state_every
+        )
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config

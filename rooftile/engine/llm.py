@@ -87,6 +87,11 @@ class LLM:
             {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
         state_dtype: the dtype of the states of recurrences (Mamba): "fp32", or "bf16", which takes half the memory and rounds a
             state after each token.
+        state_every: recurrences keep a state for later prompts after each `state_every` tokens of a prompt (rounded up to whole
+            blocks), besides where the prompt ends and where it leaves an earlier one. A step of a prompt ends there, so a small
+            number makes prompts slower.
+        state_share: the share of the caches' memory for these states, at least 0 and less than 1; the state that was used least
+            recently gives way. 0 keeps no state, so no prefix is found.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
     one by one, with the reason, unless they ask for what happens anyway.
@@ -110,7 +115,8 @@ class LLM:
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
-        weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32",
+        weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
+        state_share: float = 0.1,
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -119,6 +125,7 @@ class LLM:
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
+            state_every=state_every, state_share=state_share,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self._default_params = SamplingParams()

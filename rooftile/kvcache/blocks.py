@@ -49,7 +49,7 @@ class Copy(NamedTuple):
 class BlockTable:
     """The blocks of one sequence, in order. Its `BlockPool` makes, grows and frees it."""
 
-    __slots__ = ("blocks", "digest", "length", "sealed")
+    __slots__ = ("blocks", "digest", "found", "length", "sealed")
 
     def __init__(self, blocks: list[int], length: int, digest: bytes, sealed: int) -> None:
         self.blocks = blocks
@@ -58,6 +58,9 @@ class BlockTable:
         self.digest = digest
         """The hash of the tokens in the first `sealed` blocks."""
         self.sealed = sealed
+        self.found = 0
+        """How many of its first tokens were in cached blocks when it began; more than its length was, if it could not begin
+        there: no state was kept, or keys of a window were gone."""
 
     def __repr__(self) -> str:
         return f"BlockTable({self.length} tokens in {self.blocks})"
@@ -204,6 +207,7 @@ class BlockPool:
             self._owners[block] += 1
             table.blocks.append(block)
             table.digest = digest
+        table.found = len(table.blocks) * self.size
         keep = self._complete(table.blocks)
         if keep < len(table.blocks):
             self._give_up(table.blocks[keep:])
@@ -213,6 +217,22 @@ class BlockPool:
         table.length = keep * self.size
         self._tables.add(table)
         return table
+
+    def hit_in_words(self, table: BlockTable, prompt: int) -> str:
+        """Says how many of a prompt's tokens a new table begins with, and why with no more."""
+        begun, found = table.length, table.found
+        if found > begun:
+            why = f"pages of {found:,} are there, {self._lacks} between {begun:,} and {found:,}"
+        elif prompt - found > self.size:
+            why = f"no page is there after {found:,}"
+        else:
+            why = f"a page has {self.size:,}, and the last token is always read"
+        return f"{begun:,} of {prompt:,} tokens hit: {why}"
+
+    @property
+    def _lacks(self) -> str:
+        """Says why a table may not begin after a block that is there."""
+        return "no state is kept"
 
     def needs(self, table: BlockTable, tokens: int) -> int:
         """Returns how many blocks `append` would take."""

@@ -29,18 +29,14 @@ class StateRows:
 
     Args:
         answers: the most answers that run at once; answer n is in row n, and padding in the row after the last.
-        snapshots: the most states that are kept for prefixes.
+        kept: the most states that are kept for prefixes.
     """
 
-    def __init__(self, answers: int, snapshots: int) -> None:
+    def __init__(self, answers: int, kept: int) -> None:
+        self.answers, self.kept = answers, kept
         self.zeros = answers + 1
         self.first_snapshot = answers + 2
-        self.total = answers + 2 + snapshots
-
-    @staticmethod
-    def snapshots_for(answers: int) -> int:
-        """Returns how many states to keep: a state may be large, so there are fewer than answers that run."""
-        return max(1, answers // 4)
+        self.total = answers + 2 + kept
 
 
 class States:
@@ -48,15 +44,15 @@ class States:
 
     Args:
         specs: what the kinds of layers keep.
-        rows: the number of rows.
+        rows: the rows.
         device: a device.
     """
 
-    def __init__(self, specs: Sequence[State], rows: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, specs: Sequence[State], rows: StateRows, device: torch.device | str = "cpu") -> None:
         self.specs, self.rows = tuple(specs), rows
         self.memory: dict[str, Tensor] = {
             # a layer's rows lie side by side, (layers, rows, ...)
-            spec.name: torch.zeros(len(spec.layers), rows, *spec.shape, dtype=spec.dtype, device=device)
+            spec.name: torch.zeros(len(spec.layers), rows.total, *spec.shape, dtype=spec.dtype, device=device)
             for spec in specs
         }
 
@@ -66,7 +62,9 @@ class States:
         return sum(memory.nbytes for memory in self.memory.values())
 
     def __str__(self) -> str:
-        return f"{self.rows:,} states of {sum_of(self.specs)} a sequence = {bytes_in_words(self.nbytes)}"
+        rows, one = self.rows, self.nbytes // self.rows.total
+        running, kept = bytes_in_words(one * rows.first_snapshot), bytes_in_words(one * rows.kept)
+        return f"{rows.first_snapshot:,} states of {sum_of(self.specs)} for answers = {running}, and {rows.kept:,} kept = {kept}"
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """Copies rows in all layers, each target from its source; all sources are read before any target is written."""
@@ -117,6 +115,11 @@ class Snapshots:
         self._free = list(range(self.total - 1, -1, -1))
         self._place: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._coming: dict[bytes, int] = {}  # states that the step writes which is being planned
+
+    @property
+    def kept(self) -> int:
+        """How many states are kept."""
+        return len(self._place) + len(self._coming)
 
     def next_step(self) -> None:
         """Tells that the next step is being planned: what the last one has written can be found."""

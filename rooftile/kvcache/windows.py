@@ -168,6 +168,10 @@ class WindowPool(BlockPool):
             keep = self._with_rows(blocks[:due])
         return keep
 
+    @property
+    def _lacks(self) -> str:
+        return "keys of a window are gone" if self.snapshots is None else "no state is kept, or keys of a window are gone,"
+
     def _with_rows(self, blocks: list[int]) -> int:
         keep = run = 0
         for n, block in enumerate(blocks, 1):

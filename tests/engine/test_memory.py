@@ -37,7 +37,8 @@ def blocks_of(decoder: SimpleNamespace, size: int, dtype: torch.dtype, batched: 
     """The blocks of a model whose layers all have exact attention."""
     exact = ExactMixer(decoder.config, tuple(range(32)), EngineConfig(block_size=size))
     layout, load = CacheLayout(size, exact.specs()), PeakLoad(256, batched)
-    return memory.what_fits(decoder, layout, [exact], dtype, load, utilization=0.9, longest=longest).blocks
+    settings = {"utilization": 0.9, "longest": longest, "num_blocks": None, "state_share": 0.1}
+    return memory.what_fits(decoder, layout, [exact], dtype, load, **settings).blocks
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,8 @@ def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:
 
 # Mamba-2 of 2.7B: a sequence takes 64 x (80 x 64 x 128 x 4 + 5,376 x 3 x 2) bytes
 SEQUENCE = 64 * (80 * 64 * 128 * 4 + 5376 * 3 * 2)
+# a block of 32 layers of attention beside it
+PAGE = 32 * 2 * 16 * 8 * 128 * 2
 
 
 @pytest.fixture
@@ -90,33 +93,68 @@ def layers() -> Mamba2Mixer:
     return Mamba2Mixer(config, tuple(range(64)), EngineConfig())
 
 
-def fit_of(decoder: SimpleNamespace, mixers: list, answers: int, *, prefixes: bool = True, longest: int = 1 << 18) -> memory.Fit:
+def fit_of(
+    decoder: SimpleNamespace, mixers: list, answers: int, *, prefixes: bool = True, longest: int = 1 << 18,
+    num_blocks: int | None = None, share: float = 0.1,
+) -> memory.Fit:  # fmt: skip
     layout = CacheLayout(16, tuple(spec for mixer in mixers for spec in mixer.specs()))
     load = PeakLoad(answers, 8192, prefixes=prefixes)
-    return memory.what_fits(decoder, layout, mixers, torch.bfloat16, load, utilization=0.9, longest=longest)
+    settings = {"utilization": 0.9, "longest": longest, "num_blocks": num_blocks, "state_share": share}
+    return memory.what_fits(decoder, layout, mixers, torch.bfloat16, load, **settings)
 
 
 def test_states_bound_how_many_answers_run(decoder, layers, monkeypatch) -> None:
-    """Blocks take no memory; a row is for padding, one for zeros, and a quarter as many as answers for prefixes."""
+    """Blocks take no memory; a row is for padding, one for zeros, and those for prefixes have a tenth of the room."""
     for free, prefixes in ((70 * GB, True), (30 * GB, True), (30 * GB, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GB))
         written = 8192 * (5376 + 5120) * 2 + 2 * 512 * SEQUENCE // 64
         tables = 513 * (VOCABULARY * (4 + 1 + 4) + VOCABULARY // 8)
-        rows = (free - 8 * GB - WORKING - memory.SPARE_BYTES - tables - written) // SEQUENCE - 2
+        room = free - 8 * GB - WORKING - memory.SPARE_BYTES - tables - written
         fit = fit_of(decoder, [layers], 512, prefixes=prefixes)
-        assert fit.answers == max(n for n in range(1, 513) if n + (max(1, n // 4) if prefixes else 0) <= rows)
+        assert fit.kept == (room // 10 // SEQUENCE if prefixes else 0)
+        assert fit.answers == room // SEQUENCE - 2 - fit.kept
         # 131,072 blocks are 2 million tokens at once
         assert fit.blocks == 1 << 17
-    assert fit_of(decoder, [layers], 4).answers == 4
-    assert fit_of(decoder, [layers], 4, longest=64).blocks == 16
+    few = fit_of(decoder, [layers], 4)
+    # with smaller tables there is more room
+    assert (few.answers, few.kept) == (4, 11)
+    # no more are kept than there are blocks after which to keep one
+    assert fit_of(decoder, [layers], 4, longest=32)[::2] == (8, 8)
+    # one answer runs, however large the share is
+    assert fit_of(decoder, [layers], 512, share=0.999).answers == 1
+    assert fit_of(decoder, [layers], 512, share=1e-9).kept == 1
 
 
 def test_beside_pages_states_have_half_the_room(decoder, layers) -> None:
     exact = ExactMixer(decoder.config, tuple(range(64, 96)), EngineConfig())
     fit = fit_of(decoder, [layers, exact], 512, longest=1 << 17)
-    room = fit.blocks * 32 * 2 * 16 * 8 * 128 * 2
-    states = (fit.answers + fit.answers // 4 + 2) * SEQUENCE
-    assert 0 <= room - states < 3 * SEQUENCE
+    pages = fit.blocks * PAGE
+    states = (fit.answers + fit.kept + 2) * SEQUENCE
+    assert 0 <= pages - states < 3 * SEQUENCE
+    assert 0 <= 0.1 * (pages + states) - fit.kept * SEQUENCE < 2 * SEQUENCE
+
+
+def test_states_have_what_blocks_that_were_asked_for_leave(decoder, layers) -> None:
+    """... also where it is not one state, which is said with the arithmetic."""
+    exact = ExactMixer(decoder.config, tuple(range(64, 96)), EngineConfig())
+    whole = fit_of(decoder, [layers, exact], 512, longest=1 << 17)
+    room = whole.blocks * PAGE + (whole.answers + whole.kept + 2) * SEQUENCE
+    for num_blocks in (10, whole.blocks // 2, whole.blocks, whole.blocks * 3 // 2):
+        fit = fit_of(decoder, [layers, exact], 512, longest=1 << 17, num_blocks=num_blocks)
+        assert fit.blocks == num_blocks
+        assert abs(room - num_blocks * PAGE - (fit.answers + fit.kept + 2) * SEQUENCE) < 2 * SEQUENCE
+        assert fit.kept == min(num_blocks, whole.kept)
+    due = (
+        r"no memory for a state: of \d+\.\d GB for caches [\d,]+ blocks \(num_blocks\) take \d+\.\d, and one answer takes 4 "
+        r"states of 170 MB \(64 layers x 80 x 64 x 128 x 4 bytes \+ 64 layers x 5,376 x 3 x 2 bytes\) \(also its beginning, "
+        r"padding and prefixes\): make num_blocks smaller$"
+    )
+    almost = (room - 3 * SEQUENCE) // PAGE
+    with pytest.raises(InvalidInput, match=due) as refused:
+        fit_of(decoder, [layers, exact], 512, longest=1 << 17, num_blocks=almost)
+    assert "\n" not in str(refused.value)
+    # without prefixes three rows are enough
+    assert fit_of(decoder, [layers, exact], 512, longest=1 << 17, num_blocks=almost, prefixes=False) == (almost, 1, 0)
 
 
 def test_no_room_for_one_state_is_said_with_the_arithmetic(decoder, layers, monkeypatch) -> None:
@@ -134,7 +172,8 @@ def test_no_room_for_one_state_is_said_with_the_arithmetic(decoder, layers, monk
 def test_a_cpu_runs_one_answer_in_any_case(layers) -> None:
     host = SimpleNamespace(embedding=SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16))
     # a GiB has 6 rows: three answers, padding, zeros, and one for prefixes
-    assert fit_of(host, [layers], 256).answers == 3
+    assert fit_of(host, [layers], 256)[1:] == (3, 1)
+    assert fit_of(host, [layers], 256, num_blocks=7) == (7, 3, 1)
     larger = replace(layers.shape, mamba2=Mamba2Sizes(heads=512, head_dim=64))
     assert fit_of(host, [Mamba2Mixer(larger, tuple(range(64)), EngineConfig())], 256).answers == 1
 
@@ -145,7 +184,7 @@ def test_states_that_cannot_be_allocated(peers, monkeypatch) -> None:
 
     monkeypatch.setattr(CacheLayout, "allocate", refuses)
     due = (
-        r"10 blocks \(num_blocks\) of 0 bytes take 0\.0 GB, with 4 states of .* \(3 layers x 8 x 10 x 12 x 4 bytes \+ 3 layers x"
+        r"10 blocks \(num_blocks\) of 0 bytes take 0\.0 GB, with 13 states of .* \(3 layers x 8 x 10 x 12 x 4 bytes \+ 3 layers x"
     )
     with pytest.raises(InvalidInput, match=due):
         LLM(peers("mamba2").folder, num_blocks=10, max_num_seqs=1)
@@ -154,10 +193,10 @@ def test_states_that_cannot_be_allocated(peers, monkeypatch) -> None:
 def test_the_memory_line_has_states_and_their_arithmetic(peers) -> None:
     whole = LLM(peers("mamba2").folder, num_blocks=10, max_num_seqs=4)
     one = "3 layers x 8 x 10 x 12 x 4 bytes + 3 layers x 104 x 3 x 4 bytes"
-    assert str(whole.caches) == f"7 states of 15.3 kB ({one}) a sequence = 107 kB"
-    assert whole.caches.nbytes == 7 * 3 * (8 * 10 * 12 * 4 + 104 * 3 * 4)
+    assert str(whole.caches) == f"6 states of 15.3 kB ({one}) for answers = 91.6 kB, and 10 kept = 153 kB"
+    assert whole.caches.nbytes == 16 * 3 * (8 * 10 * 12 * 4 + 104 * 3 * 4)
     hybrid = LLM(peers("bamba").folder, num_blocks=10, max_num_seqs=4)
     assert str(hybrid.caches).startswith(
         "10 blocks of 16 tokens, 160 in all: 10 x 16 x 1 layers x 2 x 1 heads x 20 dims x 4 bytes"
     )
-    assert ", and 7 states of 10.2 kB (2 layers x" in str(hybrid.caches)
+    assert ", and 6 states of 10.2 kB (2 layers x" in str(hybrid.caches)

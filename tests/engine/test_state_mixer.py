@@ -5,6 +5,9 @@ A decaying sum: S_t = a S_(t-1) + k_t v_t^T for each key head, and o_t = S_t^T q
 
 from __future__ import annotations
 
+import random
+from array import array
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
 from rooftile.models import Attend, Decoder, ModelConfig, mixers
 from rooftile.models.config import config_of
-from tests.engine.asking import GREEDY, ROOM, prompts, tokens_of
+from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.models.checkpoints import SMALL
 
 DECAY = 0.8
@@ -200,8 +203,131 @@ def test_a_prefix_is_found_with_its_state(decoder: Decoder) -> None:
 def test_the_state_that_was_used_last_stays(decoder: Decoder) -> None:
     """One state is kept here: the state of the prompt before."""
     one, other = ([n, *prompts(1, seed=3)[0] * 30][:30] for n in (1, 2))
-    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 4})
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"state_share": 1e-9})
     assert hits(llm, [one, one, other, other, one, one]) == [0, 24, 0, 24, 0, 24]
+
+
+def kept_by(llm: LLM, prompt: list[int]) -> list[int]:
+    """The numbers of a prompt's tokens after which a state is kept, whoever has read them."""
+    pool = llm.engine.pool
+    digest, found = pool._salted(""), []
+    for end in range(SIZE, len(prompt) + 1, SIZE):
+        digest = pool._digest(digest, array("q", prompt[end - SIZE : end]).tobytes())
+        found += [end] * pool.snapshots.has(digest)
+    return found
+
+
+def test_where_a_second_prompt_branches_off_the_third_begins(decoder: Decoder) -> None:
+    """... and the output says how many tokens hit, and why not more."""
+    prefix, llm = prompts(1, seed=3)[0] * 4, LLM(decoder, block_size=SIZE, **ROOM)
+    asked = [[*prefix[:40], *range(n, n + length)] for n, length in ((1, 20), (2, 11), (3, 20), (4, 1))]
+    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in asked]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 40, 40]
+    assert [output.cache_hit for output in outputs] == [
+        "0 of 60 tokens hit: no page is there after 0",
+        "0 of 51 tokens hit: pages of 40 are there, no state is kept between 0 and 40",
+        "40 of 60 tokens hit: no page is there after 40",
+        "40 of 41 tokens hit: a page has 8, and the last token is always read",
+    ]
+    assert [kept_by(llm, prompt) for prompt in asked] == [[40, 56], [40, 48], [40, 56], [40]]
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert likeliest(decoder, prompt, output.outputs[0].token_ids) == output.outputs[0].token_ids
+
+
+def test_prompts_that_branch_off_in_one_step_keep_a_state_there(decoder: Decoder) -> None:
+    """The blocks of the first are known as soon as its step is planned."""
+    prefix, llm = prompts(1, seed=3)[0] * 4, LLM(decoder, block_size=SIZE, **ROOM)
+    asked = [[*prefix[:40], *range(n, n + 15)] for n in (1, 2)]
+    for prompt, (answer,) in zip(asked, tokens_of(llm, asked, GREEDY), strict=True):
+        assert likeliest(decoder, prompt, answer) == answer
+        assert kept_by(llm, prompt) == [40, 48]
+    assert hits(llm, [[*prefix[:40], 9, 9]]) == [40]
+
+
+@pytest.mark.parametrize("tokens", [96, 13, 1])
+def test_states_are_kept_at_marks_alone(tokens: int, decoder: Decoder) -> None:
+    """However a prompt is cut: after its last block, after each `state_every` tokens, and nowhere else."""
+    prompt = (prompts(1, seed=3)[0] * 9)[:77]
+    for every, due in ((8192, [72]), (17, [24, 48, 72]), (16, [16, 32, 48, 64, 72]), (40, [40, 72]), (1, [*range(8, 73, 8)])):
+        llm = LLM(decoder, block_size=SIZE, state_every=every, **ROOM | {"max_batched_tokens": tokens, "num_blocks": 100})
+        assert hits(llm, [prompt, [*prompt[:50], 1, 2]]) == [0, max((mark for mark in due if mark <= 48), default=0)]
+        assert kept_by(llm, prompt) == sorted({*due, 48})
+    # a prompt that ends with a block leaves two: a prompt that is the same begins before its last token
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_batched_tokens": tokens})
+    assert hits(llm, [prompt[:72], prompt[:72], prompt]) == [0, 64, 72]
+
+
+def test_states_of_answers_are_not_kept(decoder: Decoder) -> None:
+    """... neither of those that are preempted and read again, nor of the token that is read a step too far."""
+    llm, asked = LLM(decoder, block_size=SIZE, max_model_len=96, num_blocks=20, max_batched_tokens=10), prompts(9)
+    llm.engine._ahead = True
+    keep, kept = llm.engine.pool.snapshots.keep, []
+    llm.engine.pool.snapshots.keep = lambda digest: kept.append(digest) or keep(digest)
+    answers = [answer for (answer,) in tokens_of(llm, asked, GREEDY)]
+    assert llm.engine.scheduler.preemptions > 0
+    due = set()
+    for prompt in asked:
+        digest = llm.engine.pool._salted("")
+        for end in range(SIZE, len(prompt) + 1, SIZE):
+            digest = llm.engine.pool._digest(digest, array("q", prompt[end - SIZE : end]).tobytes())
+            due.add(digest)
+    assert set(kept) <= due
+    # the next turn of a talk begins where the prompt of the last one did, since pages without a state are none
+    talk = [*asked[8], *answers[8]]
+    assert len(asked[8]) >= 2 * SIZE
+    fresh = LLM(decoder, block_size=SIZE, **ROOM)
+    fresh.engine._ahead = True
+    assert hits(fresh, [asked[8], [*talk, 1, 2, 3]]) == [0, len(asked[8]) // SIZE * SIZE]
+
+
+def test_an_answer_that_ends_leaves_no_token_that_was_read_too_far(decoder: Decoder) -> None:
+    """Its last token ends it, and is read nevertheless: no block and no state has it, though a block ends with it."""
+    llm = LLM(decoder, block_size=SIZE, **ROOM)
+    llm.engine._ahead = True
+    tried = 0
+    for prompt in ((prompts(1, seed=3)[0] * 4)[:length] for length in range(16, 32)):
+        (answer,) = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), [prompt], GREEDY)[0]
+        ends = (n for n in range(1, TOKENS) if (len(prompt) + n + 1) % SIZE == 0 and answer[n] not in answer[:n])
+        if (end := next(ends, None)) is None:
+            continue
+        tried += 1
+        llm.engine.pool.forget_prefixes()
+        stopped = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, stop_token_ids=[answer[end]])
+        (output,) = llm.generate([prompt], stopped)
+        whole = [*prompt, *output.outputs[0].token_ids]
+        assert whole[len(prompt) :] == answer[: end + 1]
+        table = llm.engine.pool.begin([*whole, 1])
+        assert (table.found, table.length) == (len(whole) - SIZE, len(prompt) // SIZE * SIZE)
+        llm.engine.pool.free(table)
+        assert kept_by(llm, whole) == sorted({(len(prompt) - 1) // SIZE * SIZE, len(prompt) // SIZE * SIZE})
+        assert hits(llm, [[*whole, 1]]) == [len(prompt) // SIZE * SIZE]
+    assert tried > 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_that_are_cancelled_give_their_rows_up(ahead: bool, decoder: Decoder) -> None:
+    """... wherever they are: waiting, in the middle of a prompt, in a step that runs, or in an answer. Others go on as before."""
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_num_seqs": 4, "max_batched_tokens": 11})
+    engine, rng = llm.engine, random.Random(5)
+    engine._ahead = ahead
+    asked = [prompt * (1 + len(prompt) // 40) for prompt in prompts(24)]
+    live = {engine.add(prompt[:60], GREEDY): prompt[:60] for prompt in asked}
+    ended = []
+    while live:
+        ended += [request for request in engine.step() if not request.live]
+        if rng.random() < 0.15:
+            cancelled = rng.choice(list(live))
+            engine.abort(cancelled)
+            assert all(answer.slot < 0 and answer.table is None for answer in cancelled.answers)
+            del live[cancelled]
+        for request in [each for each in ended if each in live]:
+            prompt = live.pop(request)
+            assert likeliest(decoder, prompt, request.answers[0].ids[len(prompt) :]) == request.answers[0].ids[len(prompt) :]
+    while not engine.idle:
+        engine.step()
+    assert 3 < len(ended) < 21
+    engine.check_idle()
+    assert_clean(llm)
 
 
 def test_prompts_that_are_alike_and_come_together(decoder: Decoder) -> None:
@@ -218,7 +344,7 @@ def test_states_have_their_share_of_memory() -> None:
     config: ModelConfig = config_of(said, "here")
     found = registry.mixers_of(config, EngineConfig(block_size=SIZE))
     layout = CacheLayout(SIZE, tuple(spec for mixer in found for spec in mixer.specs()))
-    load = PeakLoad(answers=8, tokens=24)
+    load = PeakLoad(answers=8, tokens=24, kept=2)
     # a row for each answer, for padding, for zeros, and for two states that are kept; two layers of 2 heads of 8 x 8 numbers
     assert layout.state_bytes(load) == (8 + 1 + 1 + 2) * 2 * 2 * 8 * 8 * 4
     # one layer has pages

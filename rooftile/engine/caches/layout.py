@@ -27,12 +27,14 @@ class PeakLoad:
         tokens: the most tokens that a step reads.
         paged: whether blocks are shared and give their rows back; else each sequence reserves its own.
         prefixes: whether prefixes are found again.
+        kept: the most states that are kept for prefixes.
     """
 
     answers: int
     tokens: int
     paged: bool = True
     prefixes: bool = True
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +85,44 @@ class CacheLayout:
         """Returns the bytes of one row: the keys and values of a block that only a window reads."""
         return sum(spec.row_bytes(self.size, dtype) for spec in self.specs)
 
+    def sequence_bytes(self) -> int:
+        """Returns the bytes of one row of states: what a running answer takes whatever its length."""
+        return sum(spec.sequence_bytes() for spec in self.specs)
+
     def state_bytes(self, load: PeakLoad) -> int:
         """Returns the bytes of all states."""
         rows = self.state_rows(load)
-        return 0 if rows is None else rows.total * sum(spec.sequence_bytes() for spec in self.specs)
+        return 0 if rows is None else rows.total * self.sequence_bytes()
 
     def state_rows(self, load: PeakLoad) -> StateRows | None:
         """Returns the rows of states; None if no layer has a state."""
-        if not self.has_states:
-            return None
-        return StateRows(load.answers, StateRows.snapshots_for(load.answers) if load.prefixes and load.paged else 0)
+        return StateRows(load.answers, load.kept) if self.has_states else None
 
     def states_in_words(self) -> str:
         """Says how many bytes the states of one sequence take, with the arithmetic."""
         return sum_of(self._of(State))
 
+    def kept_in(self, room: int, most: int, load: PeakLoad) -> int:
+        """Returns how many states are kept for prefixes: at least one, and no more than leave room for an answer.
+
+        Args:
+            room: the bytes of all states.
+            most: the bytes that kept states may have.
+            load: the most that runs at once.
+        """
+        if not (self.has_states and load.prefixes and load.paged):
+            return 0
+        one = self.state_bytes(replace(load, answers=1, kept=0))
+        return max(1, min(most, room - one) // self.sequence_bytes())
+
     def answers_in(self, room: int, load: PeakLoad) -> int:
-        """Returns how many of a load's answers may run, so that their states fit into `room` bytes; 0 if not even one may."""
+        """Returns how many of a load's answers may run, so that all states fit into `room` bytes; 0 if not even one may."""
         fits = (n for n in range(load.answers, 0, -1) if self.state_bytes(replace(load, answers=n)) <= room)
         return next(fits, 0)
+
+    def page_bytes(self, blocks: int, dtype: torch.dtype, load: PeakLoad) -> int:
+        """Returns the bytes of this many blocks, with their rows."""
+        return blocks * self.block_bytes(dtype) + self.rows(blocks, load) * self.row_bytes(dtype)
 
     def rows(self, blocks: int, load: PeakLoad) -> int:
         """Returns how many rows `blocks` blocks have: enough for all windows at once, and at most one per block."""
@@ -130,14 +151,14 @@ class CacheLayout:
         """
         if not load.paged:
             return ReservedPool(blocks, self.size, reserve=longest)
-        rows, states, prefixes = self.rows(blocks, load), self.state_rows(load), load.prefixes
+        rows, prefixes = self.rows(blocks, load), load.prefixes
         pool: BlockPool
         if rows < blocks and self.window is not None:
             pool = WindowPool(blocks, self.size, rows=rows, window=self.window, prefixes=prefixes)
         else:
             pool = BlockPool(blocks, self.size, prefixes=prefixes)
-        if states is not None and prefixes:
-            pool.snapshots = Snapshots(states.total - states.first_snapshot)
+        if self.has_states and prefixes:
+            pool.snapshots = Snapshots(load.kept)
         return pool
 
     def allocate(self, blocks: int, load: PeakLoad, dtype: torch.dtype, device: torch.device) -> Caches:
@@ -154,7 +175,7 @@ class CacheLayout:
                 self.rows(blocks, load), pairs, windowed.heads, windowed.dim, block_size=self.size, dtype=dtype, device=device
             )  # fmt: skip
         rows = self.state_rows(load)
-        return Caches(pages, places, None if rows is None else States(self._of(State), rows.total, device))
+        return Caches(pages, places, None if rows is None else States(self._of(State), rows, device))
 
 
 def _layers(specs: Iterable[CacheSpec]) -> list[int]:

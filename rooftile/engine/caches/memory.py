@@ -1,4 +1,4 @@
-"""Decides how many blocks the KV cache gets, and how many answers have states, from the memory that is left beside the model."""
+"""Decides how many blocks the KV cache gets, and how many states there are, from the memory that is left beside the model."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ MOST_EMPTY_BLOCKS = 1 << 17
 
 
 class Fit(NamedTuple):
-    """The blocks and answers that fit into the memory of a device."""
+    """The blocks, answers and states that fit into the memory of a device."""
 
     blocks: int
     answers: int  # that run at once: fewer than are asked for where their states are large
+    kept: int  # states for prefixes
 
 
 def what_fits(
     decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, *, utilization: float,
-    longest: int,
+    longest: int, num_blocks: int | None, state_share: float,
 ) -> Fit:  # fmt: skip
-    """Returns how many blocks fit into memory, but no more than all sequences together could use, and how many answers.
+    """Returns how many blocks fit into memory, but no more than all sequences together could use, and how many states.
 
     On a GPU the cache gets the share `utilization` of its memory, less the model, less what the largest step takes, which is run
     once to measure it, less the tables of penalties and biases. On a CPU one answer of the longest sequence runs in any case.
+    States have what is left beside the blocks that are asked for; otherwise at most half, if there are pages to grow into.
 
     Args:
         decoder: the model.
@@ -51,22 +53,50 @@ def what_fits(
         load: the most that runs at once.
         utilization: a share of the memory of a GPU.
         longest: the longest sequence in tokens.
+        num_blocks: the blocks that are asked for; None for what fits.
+        state_share: the share of the caches' memory that kept states may have.
 
     Raises:
         InvalidInput: there is no room for a single block, or for the states of one answer.
     """
+    if num_blocks is not None and not layout.has_states:
+        return Fit(num_blocks, load.answers, 0)
     on_gpu = decoder.embedding.device.type == "cuda"
+    load = replace(load, kept=layout.kept_in(0, 0, load))
     room = _room(decoder, layout, mixers, dtype, load, utilization, longest) if on_gpu else HOST_BYTES
-    each = layout.block_bytes(dtype) + layout.row_bytes(dtype)
     if layout.has_states:
+        left = _room_of_states(room, layout, dtype, load, num_blocks, on_gpu=on_gpu)
+        kept = layout.kept_in(left, int(room * state_share), load)
+        load = replace(load, kept=kept if num_blocks is None else min(kept, num_blocks))
         # one answer may leave no more than its pages
-        share = layout.answers_in(int(room * STATES_SHARE) if each else room, load)
-        load = replace(load, answers=max(share, 1))
+        load = replace(load, answers=max(layout.answers_in(left, load), 1))
     least, useful = -(-longest // layout.size), load.answers * -(-longest // layout.size)
     fit = layout.blocks_in(room, dtype, load)
-    if fit is None:
-        return Fit(min(useful, max(MOST_EMPTY_BLOCKS, least)), load.answers)
-    return Fit(min(fit, useful) if on_gpu else max(min(fit, useful), least), load.answers)
+    if num_blocks is not None:
+        blocks = num_blocks
+    elif fit is None:
+        blocks = min(useful, max(MOST_EMPTY_BLOCKS, least))
+    else:
+        blocks = min(fit, useful) if on_gpu else max(min(fit, useful), least)
+    # no state is kept but after a block of its own
+    return Fit(blocks, load.answers, min(load.kept, blocks))
+
+
+def _room_of_states(
+    room: int, layout: CacheLayout, dtype: torch.dtype, load: PeakLoad, num_blocks: int | None, *, on_gpu: bool
+) -> int:  # fmt: skip
+    """Returns the bytes that all states may have, of those of all caches."""
+    if num_blocks is None:
+        return int(room * STATES_SHARE) if layout.block_bytes(dtype) + layout.row_bytes(dtype) else room
+    if not on_gpu:
+        return room
+    taken = layout.page_bytes(num_blocks, dtype, load)
+    if room - taken < layout.state_bytes(replace(load, answers=1)):
+        raise InvalidInput(
+            f"no memory for a state: of {room / 1e9:.1f} GB for caches {num_blocks:,} blocks (num_blocks) take {taken / 1e9:.1f}"
+            f"{_states(layout, load)}: make num_blocks smaller"
+        )
+    return room - taken
 
 
 def _room(

@@ -159,8 +159,8 @@ class Loop(Generic[News]):
         self.link.send(turn)
 
     def _counted(self, step_s: float = 0.0, host_s: float = 0.0) -> EngineStats:
-        queries, hits = self._stats.prefix_queries, self._stats.prefix_hits
-        return stats_of(self.engine)._replace(prefix_queries=queries, prefix_hits=hits, step_s=step_s, host_s=host_s)
+        summed = {name: getattr(self._stats, name) for name in ("prefix_queries", "prefix_hits", "prefix_pages")}
+        return stats_of(self.engine)._replace(**summed, step_s=step_s, host_s=host_s)
 
     def _add(self, order: AddOrder, turn: Turn[News], grammar: Matcher | InvalidInput | None = None) -> None:
         """Adds a request, or begins with its grammar; whatever is wrong with it concerns its client alone."""
@@ -205,6 +205,7 @@ class Loop(Generic[News]):
         self._stats = self._stats._replace(
             prefix_queries=self._stats.prefix_queries + sum(len(request.prompt) for request in found),
             prefix_hits=self._stats.prefix_hits + sum(request.cached_tokens or 0 for request in found),
+            prefix_pages=self._stats.prefix_pages + sum(request.paged_tokens for request in found),
         )
 
     def _read(self, followed: _Followed[News], turn: Turn[News]) -> None:

@@ -102,6 +102,9 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int | None = None
     """How many tokens of the prompt the prefix cache had; None if the request has not run yet."""
+    cache_hit: str | None = None
+    """The same in words, with the reason why not more: "128 of 410 tokens hit: pages of 400 are there, no state is kept between
+    128 and 400"."""
 
     def __repr__(self) -> str:
         asked = shown.short(self.prompt) if self.prompt is not None else shown.counted(len(self.prompt_token_ids), "token")
@@ -150,6 +153,7 @@ def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
         finished=not request.live,
         error=request.error,
         num_cached_tokens=request.cached_tokens,
+        cache_hit=request.cache_hit,
         prompt_logprobs=_prompt_logprobs(request),
     )
 

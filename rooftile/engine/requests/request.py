@@ -131,6 +131,10 @@ class Request:
     """The model's tokenizer, which has the texts of single tokens."""
     cached_tokens: int | None = None
     """How many tokens of the prompt the prefix cache had when the request first ran."""
+    paged_tokens: int = 0
+    """How many tokens of the prompt had their blocks in the prefix cache then: the prompt leaves an earlier one there."""
+    cache_hit: str | None = None
+    """The same in words, with the reason why not more."""
     error: str | None = None
     """Why the request has no answers, if it failed by itself."""
     shown_prompt: list[int] = field(default_factory=list)

@@ -23,6 +23,8 @@ class EngineStats(NamedTuple):
         preemptions: how often a running answer, or a search, had to give its blocks back.
         prefix_queries, prefix_hits: tokens of the prompts that the model has begun to read, and how many of them the prefix
             cache had.
+        prefix_pages: how many of them had their blocks there; without a state in the same place they were read again.
+        kept_states: states that are kept for prefixes, where layers have states.
         step_s, host_s: seconds of the last step, and of the work beside it: orders in, news out.
     """
 
@@ -38,6 +40,8 @@ class EngineStats(NamedTuple):
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_pages: int = 0
+    kept_states: int = 0
     step_s: float = 0.0
     host_s: float = 0.0
 
@@ -54,6 +58,7 @@ def stats_of(engine: Engine) -> EngineStats:
         engine.max_answers - scheduler.free_slots, *waiting_in(engine), pool.free_blocks, used, pool.cached_blocks,
         min(1.0, max(0, empty) / (used * pool.size)) if used else 0.0,
         engine.steps["steps"], engine.steps["tokens"], scheduler.preemptions,
+        kept_states=0 if pool.snapshots is None else pool.snapshots.kept,
     )  # fmt: skip
 
 

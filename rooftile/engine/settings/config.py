@@ -58,6 +58,8 @@ class EngineConfig:
     approximate: Approximation | str | Path | None = None
     weights: Weights = "auto"
     state_dtype: Literal["fp32", "bf16"] = "fp32"
+    state_every: int = 8192
+    state_share: float = 0.1
 
     def __repr__(self) -> str:
         return changed(self)

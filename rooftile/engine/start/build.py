@@ -19,6 +19,7 @@ from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.registry import mixers_of
 from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.settings.table import SETTINGS
 from rooftile.engine.start.compilation import Compilation
 from rooftile.engine.steps.runner import Runner
 from rooftile.engine.text.tokenizer import Tokenizer
@@ -54,17 +55,21 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
     if config.kv_dtype == "fp8" and not layout.places:
         raise Unsupported('kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out')
-    if config.state_dtype != "fp32" and not layout.has_states:
-        raise Unsupported(f'state_dtype is "{config.state_dtype}" and no layer of the model has a state: leave state_dtype out')
+    if not layout.has_states:
+        for name in ("state_dtype", "state_every", "state_share"):
+            given = getattr(config, name)
+            if given != SETTINGS[name].default:
+                said = f'"{given}"' if isinstance(given, str) else given
+                raise Unsupported(f"{name} is {said} and no layer of the model has a state: leave {name} out")
     check_weights(model, config, device)
     decoder = load_decoder(model, shape, config, device, max_len)
     for mixer in mixers:
         mixer.check_decoder(decoder)
-    load = PeakLoad(
-        config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=config.enable_prefix_caching
-    )  # fmt: skip
-    num_blocks, answers = count_blocks(decoder, layout, mixers, config, load, max_len)
-    load = replace(load, answers=answers)
+    # without a state that was kept no prefix can begin
+    prefixes = config.enable_prefix_caching and (config.state_share > 0 or not layout.has_states)
+    load = PeakLoad(config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=prefixes)
+    num_blocks, answers, kept = count_blocks(decoder, layout, mixers, config, load, max_len)
+    load = replace(load, answers=answers, kept=kept)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * config.block_size)
     caches = allocate_caches(decoder, layout, config, load, num_blocks)
@@ -83,6 +88,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         # else the keys that a request finds in the prefix cache would depend on the requests before it
         shares_answers=not runner.layers.separates_prompts,
         states=layout.state_rows(load),
+        state_every=config.state_every,
     )
 
 
@@ -186,21 +192,22 @@ def check_weights(model: str | Path | Decoder, config: EngineConfig, device: tor
 def count_blocks(
     decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: PeakLoad, max_len: int
 ) -> memory.Fit:
-    """Returns how many blocks the cache gets, and how many answers run; one sequence of the asked length fits into the blocks."""
-    size, num_blocks, answers = config.block_size, config.num_blocks, load.answers
-    if num_blocks is None:
-        with current_device(decoder.embedding.device):
-            num_blocks, answers = memory.what_fits(
-                decoder, layout, mixers, config.cache_dtype(decoder.embedding.dtype), load,
-                utilization=config.gpu_memory_utilization, longest=max_len,
-            )  # fmt: skip
-        num_blocks = min(num_blocks, *(mixer.most_blocks for mixer in mixers))
-    if config.max_model_len is not None and num_blocks * size < max_len:
+    """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
+    size = config.block_size
+    with current_device(decoder.embedding.device):
+        fit = memory.what_fits(
+            decoder, layout, mixers, config.cache_dtype(decoder.embedding.dtype), load,
+            utilization=config.gpu_memory_utilization, longest=max_len, num_blocks=config.num_blocks,
+            state_share=config.state_share,
+        )  # fmt: skip
+    if config.num_blocks is None:
+        fit = fit._replace(blocks=min(fit.blocks, *(mixer.most_blocks for mixer in mixers)))
+    if config.max_model_len is not None and fit.blocks * size < max_len:
         raise InvalidInput(
-            f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "
+            f"{fit.blocks:,} blocks of {size} are room for {fit.blocks * size:,} tokens; a sequence may have "
             f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
         )
-    return memory.Fit(num_blocks, answers)
+    return fit
 
 
 def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int) -> Caches:
@@ -209,11 +216,10 @@ def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig,
     try:
         return layout.allocate(num_blocks, load, cached, decoder.embedding.device)
     except RuntimeError as error:
-        each = layout.block_bytes(cached)
-        more = layout.rows(num_blocks, load) * layout.row_bytes(cached) + layout.state_bytes(load)
+        taken = layout.page_bytes(num_blocks, cached, load) + layout.state_bytes(load)
         raise InvalidInput(
-            f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
-            f"{(num_blocks * each + more) / 1e9:,.1f} GB{_states(layout, load)}"
+            f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {layout.block_bytes(cached):,} bytes take "
+            f"{taken / 1e9:,.1f} GB{_states(layout, load)}"
         ) from error
 
 

@@ -64,14 +64,15 @@ class Scheduler:
         shares_answers: whether the tokens of answers, too, enter the prefix cache and are found there. They must not where they
             are computed otherwise than a prompt's: what a request finds would depend on what ran before it.
         states: the rows of states; None if no layer has a state.
+        state_every: the tokens of a prompt between two states that are kept.
     """
 
     def __init__(
         self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True,
-        states: StateRows | None = None,
+        states: StateRows | None = None, state_every: int = 8192,
     ) -> None:  # fmt: skip
         self.pool = pool
-        self.states = None if states is None else StatePlan(pool, states)
+        self.states = None if states is None else StatePlan(pool, states, state_every)
         self.max_batched_tokens = max_batched_tokens
         self.shares_answers = shares_answers
         self.waiting: deque[Request] = deque()
@@ -243,7 +244,7 @@ class Scheduler:
         """
         tokens = min(answer.unread, budget)
         if self.states is not None:
-            tokens = self.states.to_a_border(answer, tokens)
+            tokens = self.states.to_a_mark(answer, tokens)
         start = answer.planned
         self._reserve_rows(answer, tokens)
         answer.planned += tokens
@@ -353,7 +354,8 @@ class Scheduler:
                 return readers[:lost]
             answer.planned = answer.table.length
             if request.cached_tokens is None:
-                request.cached_tokens = answer.planned
+                request.cached_tokens, request.paged_tokens = answer.planned, answer.table.found
+                request.cache_hit = self.pool.hit_in_words(answer.table, len(request.prompt))
             plan.copies += self.pool.append(answer.table, missing)
         return readers
 

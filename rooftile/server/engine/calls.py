@@ -100,4 +100,5 @@ class RemoteCall:
         assert self._last is not None
         pieces, self._unread = [_joined(pieces) for pieces in self._unread.values()], {}
         prompt, self._prompt = self._prompt, None
-        return News(self.id, pieces, self._last.finished, self._last.cached, self._last.error, prompt)
+        last = self._last
+        return News(self.id, pieces, last.finished, last.cached, last.error, prompt, last.paged)

@@ -46,7 +46,7 @@ class Followed:
         pieces = [self._piece(answer) for answer in request.answers[: request.params.n] if answer.index not in self._ended]
         if not pieces and not finished:
             return None
-        return News(self.id, pieces, finished, request.cached_tokens or 0, None, self._prompt())
+        return News(self.id, pieces, finished, request.cached_tokens or 0, None, self._prompt(), request.paged_tokens)
 
     def _prompt(self) -> list[Ranked] | None:
         """Returns the logprobs of the prompt's tokens when all are known, once."""

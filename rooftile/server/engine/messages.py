@@ -107,6 +107,8 @@ class News(Struct, array_like=True, gc=False):
     error: str | None = None
     prompt: list[Ranked] | None = None
     """The prompt's tokens but the first, once, where their logprobs are asked for."""
+    paged: int = 0
+    """Tokens of the prompt whose blocks the prefix cache had; more than `cached` where no state was kept."""
 
 
 class RequestRefused(Struct, array_like=True):

@@ -57,7 +57,7 @@ class Responder:
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
         self._ended: set[tuple[int, int]] = set()
-        self._cached: dict[int, int] = {}
+        self._cached: dict[int, tuple[int, int]] = {}
 
     async def begin(self) -> None:
         """Returns when the engine has taken the request.
@@ -181,9 +181,11 @@ class Responder:
                 raise Refusal("invalid_grammar", news.error, param=self.generation.names.get("structured"))
             log.error("request %s: %s", access.id, news.error)
             raise mistake(access.id)
-        if news.cached != self._cached.get(place):
-            self._cached[place] = news.cached
-            self.usage.cached = access.cached_tokens = sum(self._cached.values())
+        if (news.cached, news.paged) != self._cached.get(place):
+            self._cached[place] = news.cached, news.paged
+            cached, paged = map(sum, zip(*self._cached.values(), strict=True))
+            self.usage.cached = access.cached_tokens = cached
+            self.usage.paged = access.paged_tokens = paged
         for piece in news.pieces:
             index = place, piece.index
             more = piece.tokens - self.usage.completion.get(index, 0)

@@ -29,6 +29,7 @@ class AccessRecord:
     key: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    paged_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
     seconds: float = 0.0

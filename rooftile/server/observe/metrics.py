@@ -50,6 +50,8 @@ class Metrics:
         self.preemptions = self._counter("num_preemptions", "requests that gave up their blocks")
         self.queries = self._counter("prefix_cache_queries", "prompt tokens that were looked up in the prefix cache")
         self.hits = self._counter("prefix_cache_hits", "prompt tokens that the prefix cache had")
+        self.pages = self._counter("prefix_cache_pages", "prompt tokens whose blocks the prefix cache had")
+        self.kept = self._gauge("kept_states", "states of recurrences that are kept for prefixes")
         self.ended = Counter(
             f"{prefix}:request_success", "answers that ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
@@ -74,6 +76,8 @@ class Metrics:
         self.preemptions.inc(stats.preemptions - seen.preemptions)
         self.queries.inc(stats.prefix_queries - seen.prefix_queries)
         self.hits.inc(stats.prefix_hits - seen.prefix_hits)
+        self.pages.inc(stats.prefix_pages - seen.prefix_pages)
+        self.kept.set(stats.kept_states)
         if stats.steps > seen.steps:
             self.step.observe(stats.step_s)
             self.host.observe(stats.host_s)

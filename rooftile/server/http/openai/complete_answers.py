@@ -41,6 +41,8 @@ class Usage:
 
     prompt: int = 0
     cached: int = 0
+    paged: int = 0
+    """Tokens of prompts whose blocks the prefix cache had; what `cached` has not of them was read again for want of a state."""
     max_tokens: int | None = None
     """The most tokens that an answer to the longest prompt can have, if more are asked for; None otherwise."""
     completion: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -50,9 +52,10 @@ class Usage:
         """Returns the tokens in OpenAI's words."""
         completion = sum(self.completion.values())
         limit = {} if self.max_tokens is None else {"completion_tokens_details": {"max_tokens": self.max_tokens}}
+        paged = {"paged_tokens": self.paged} if self.paged > self.cached else {}
         return {
             "prompt_tokens": self.prompt, "completion_tokens": completion, "total_tokens": self.prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached} | paged,
         } | limit  # fmt: skip
 
     def headers(self) -> dict[str, str]:
