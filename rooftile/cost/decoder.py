@@ -19,9 +19,9 @@ class DecoderCost:
     weight_bytes: int  # read in every step
     token_bytes: int  # the keys and values of a token in all layers
     token_flops: int  # per prompt token in all layers, without attention
-    state_bytes: int = 0  # of one sequence in all layers
-    expert_bytes: int = 0  # of all routed experts in all layers
-    expert_share: float = 0.0  # of the experts of a layer, which a token uses
+    state_bytes: int = 0  # a sequence's, in all layers
+    expert_bytes: int = 0  # all routed experts', in all layers
+    expert_share: float = 0.0  # what a token uses, of a layer's experts
 
     def touched_bytes(self, tokens: float) -> float:
         """Returns the expected bytes of the experts that a step of some tokens reads, if all are chosen alike."""

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from rooftile_lab.bench.workloads import Workload
 
 # the names of the models in `rooftile_lab.bench.models`, which needs torch
-MODELS = ("tiny", "0.6b", "1b", "8b")
+MODELS = ("tiny", "0.6b", "1b", "8b", "mamba2-2.7b", "moe-16b", "granite-h-small")
 
 
 def serving(
     workload: Annotated[
         list[str] | None, typer.Option(help="W1, W2, ... W11; W4 and W5 are several. May be given several times.")
     ] = None,
-    model: Annotated[str, typer.Option(help="A name of bench engine's, with random weights, or a checkpoint's folder.")] = "",
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)} with random weights, or a checkpoint's folder.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,
     rate: Annotated[float | None, typer.Option(help="Requests per second, arriving at random; else all at once.")] = None,
     allocator: Annotated[str, typer.Option(help="paged or contiguous, for every workload.")] = "",
@@ -90,9 +90,7 @@ def engine(
         list[str] | None,
         typer.Option(help="start, W1, W10, W11, decode-step, idle, W8, peers; left out, all. May be given several times."),
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="With random weights: tiny, 0.6b, 1b, 8b, mamba2-2.7b, moe-16b, granite-h-small.")
-    ] = "",
+    model: Annotated[str, typer.Option(help=f"With random weights: {', '.join(MODELS)}.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the requests and of their lengths.")] = 1.0,
     batch: Annotated[int | None, typer.Option(help="How many requests decode in decode-step; left out, 256.", min=1)] = None,
     weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, 2:4; auto takes the model's.")] = "auto",

@@ -13,7 +13,7 @@ from rooftile.kvcache.specs import State
 def test_all_sources_are_read_before_a_target_is_written(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "COPIED", room)
     specs = [State((0, 2, 3, 5, 7), "sums", (3, 2), torch.float32), State((1, 4), "tails", (5,), torch.bfloat16)]
-    found = states.States(specs, 6, torch.device("cpu"))
+    found = states.States(specs, states.StateRows(4, 0), torch.device("cpu"))
     for memory in found.memory.values():
         memory.copy_(torch.randn(memory.shape))
     before = {name: memory.clone() for name, memory in found.memory.items()}
