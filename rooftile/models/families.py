@@ -11,7 +11,7 @@ from typing import Any
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
 from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
-from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
+from rooftile.models.mamba.families import bamba, check_format, granite_hybrid, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method
@@ -235,6 +235,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "bamba": bamba,
+    "granitemoehybrid": granite_hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "olmo_hybrid": olmo_hybrid,
@@ -261,6 +262,7 @@ ARCHITECTURES = {
     "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "OlmoHybridForCausalLM": "olmo_hybrid",

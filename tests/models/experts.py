@@ -18,8 +18,14 @@ SMALL = {
     "intermediate_size": 24, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None,
 }  # fmt: skip
+THETA = {"rope_type": "default", "rope_theta": 500.0}
 QWEN = SMALL | {"moe_intermediate_size": 20, "num_experts": 7, "num_experts_per_tok": 3, "head_dim": 16}
 OLMOE = SMALL | {"num_experts": 6, "num_experts_per_tok": 3}
+GRANITE = SMALL | {
+    "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 28, "mamba_n_heads": 8,
+    "mamba_d_state": 12, "mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+}  # fmt: skip
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5),
     "mixtral, windows, wide heads": lambda: transformers.MixtralConfig(
@@ -32,6 +38,12 @@ CONFIGS = {
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**OLMOE),
     "olmoe, clipped": lambda: transformers.OlmoeConfig(**OLMOE, clip_qkv=0.7, norm_topk_prob=True, attention_bias=True),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(**GRANITE),
+    "granitemoehybrid, rope, groups": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False, "mamba_d_conv": 3}, position_embedding_type="rope",
+        attention_bias=True, mamba_proj_bias=True, rope_parameters=THETA,
+    ),
+    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(**GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True),
 }  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -82,7 +82,7 @@ def test_shards_and_bfloat16(name: str, tmp_path: Path) -> None:
 
 SAID = {
     "mixtral": CONFIGS["mixtral"]().to_dict(), "qwen3_moe": CONFIGS["qwen3_moe, some dense"]().to_dict(),
-    "olmoe": CONFIGS["olmoe"]().to_dict(), "deepseek": DEEPSEEK,
+    "olmoe": CONFIGS["olmoe"]().to_dict(), "deepseek": DEEPSEEK, "granitemoehybrid": CONFIGS["granitemoehybrid"]().to_dict(),
 }  # fmt: skip
 
 
@@ -98,6 +98,13 @@ SAID = {
         ("qwen3_moe", {"mlp_only_layers": 1}, "has mlp_only_layers 1; must be a list of numbers from 0 to 3"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "has decoder_sparse_step 0; must be a whole number of at least 1"),
         ("qwen3_moe", {"moe_intermediate_size": 1 << 40}, "a matrix would be .* numbers; may have at most"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "has position_embedding_type 'alibi'; supported are null"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, r"has layer_types \['mamba'\]; must be a list, one for each of 4"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "conv"] * 2}, "has layer_types of 'conv'; supported are 'mamba', 'l"),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu'"),
+        ("granitemoehybrid", {"num_local_experts": 2}, "active is 3 and there are 2 experts; must be at most that"),
+        ("granitemoehybrid", {"num_local_experts": -1}, "has num_local_experts -1; must be a whole number of at least 0"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "has logits_scaling 0; must be above 0"),
         ("deepseek", {"scoring_func": "sigmoid"}, "has scoring_func 'sigmoid'; supported is 'softmax'"),
         ("deepseek", {"first_k_dense_replace": -1}, "has first_k_dense_replace -1; must be a whole number of at least 0"),
         ("deepseek", {"num_experts_per_tok": None}, "has no num_experts_per_tok; it must be there"),
@@ -114,6 +121,22 @@ def test_what_makes_no_sense_is_one_sentence(family: str, changed: dict[str, Any
 def test_a_deepseek_without_experts_is_dense(tmp_path: Path) -> None:
     config = config_of(DEEPSEEK | {"n_routed_experts": None}, "here")
     assert (config.feed_forwards, config.experts) == (("dense",) * 3, None)
+
+
+@pytest.mark.parametrize("kinds", [["mamba", "attention"] * 2, ["linear_attention", "full_attention"] * 2], ids=["old", "new"])
+@pytest.mark.parametrize("positions", [None, "nope"])
+def test_words_of_granite(kinds: list[str], positions: str | None) -> None:
+    config = config_of(SAID["granitemoehybrid"] | {"layer_types": kinds, "position_embedding_type": positions}, "here")
+    assert (config.mixers, config.rotary) == (("mamba2", "attention") * 2, None)
+    assert config == config_of(SAID["granitemoehybrid"], "here")
+
+
+def test_a_granite_without_experts_is_dense_and_quantised(tmp_path: Path) -> None:
+    saved(theirs("granitemoehybrid, dense"), tmp_path)
+    config = Decoder.from_folder(tmp_path).config
+    assert (config.feed_forwards, config.ffn, config.experts) == (("dense",) * 4, 28, None)
+    read = Decoder.from_folder(tmp_path, weights={"*.shared_mlp.*": "int8"})
+    assert [part.format for part in read.layers[0].projections[2].parts] == ["int8"]
 
 
 def test_layers_that_contradict_their_weights(tmp_path: Path) -> None:

@@ -19,15 +19,17 @@ class ExpertNames:
     """The names of a layer's experts and of what is beside them; the defaults are the most usual ones.
 
     Args:
-        router, experts: modules of a layer. Experts are numbered.
-        parts: gate, up and down of each expert.
+        router, experts: modules of a layer.
+        stacked: whether one tensor has all experts; otherwise they are numbered.
+        parts: gate, up and down of an expert, or of the shared network; gate and up in one where there are two names.
         shared, shared_gate: the network that all tokens share, and what multiplies it.
         selection_bias: the bias of the choice.
     """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
     selection_bias: str = "mlp.gate.e_score_correction_bias"
@@ -36,7 +38,11 @@ class ExpertNames:
 _FAMILIES = {
     "mixtral": ExpertNames(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
-    )
+    ),
+    "granitemoehybrid": ExpertNames(
+        router="block_sparse_moe.router.layer", experts="block_sparse_moe", stacked=True, parts=("input_linear", "output_linear"),
+        shared="shared_mlp",
+    ),
 }  # fmt: skip
 
 
@@ -46,23 +52,28 @@ def expert_names_of(config: ModelConfig) -> ExpertNames:
 
 
 def expert_tensors_of(layer: ExpertFeedForward, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names of a layer's experts, and the views of parameters that tensors fill.
-
-    A checkpoint has a tensor for each expert; each of them fills a slice.
-    """
+    """Yields the names of a layer's experts, and the views of parameters that tensors fill."""
     names = expert_names_of(config)
-    gate, up, down = (f"{part}.weight" for part in names.parts)
     yield f"{names.router}.weight", layer.centroids
     if layer.selection_bias is not None:
         yield names.selection_bias, layer.selection_bias
-    for e in range(layer.sizes.experts):
-        yield from zip((f"{names.experts}.{e}.{gate}", f"{names.experts}.{e}.{up}"), layer.up[e].chunk(2), strict=True)
-        yield f"{names.experts}.{e}.{down}", layer.down[e]
+    if names.stacked:
+        yield from _network(names.experts, names, layer.up, layer.down)
+    else:
+        for e, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
+            yield from _network(f"{names.experts}.{e}", names, up, down)
     if layer.shared_up is not None and layer.shared_down is not None:
-        yield from zip((f"{names.shared}.{gate}", f"{names.shared}.{up}"), layer.shared_up.chunk(2), strict=True)
-        yield f"{names.shared}.{down}", layer.shared_down
+        yield from _network(names.shared, names, layer.shared_up, layer.shared_down)
     if layer.shared_gate is not None:
         yield f"{names.shared_gate}.weight", layer.shared_gate[None]
+
+
+def _network(module: str, names: ExpertNames, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts of a feed-forward, or of all of them stacked."""
+    *first, last = names.parts
+    for part, place in zip(first, up.chunk(len(first), -2), strict=True):
+        yield f"{module}.{part}.weight", place
+    yield f"{module}.{last}.weight", down
 
 
 def check_experts(config: ModelConfig, reader: Reader) -> None:
@@ -88,6 +99,7 @@ def _modules(config: ModelConfig, n: int) -> Iterator[str]:
     """Yields the checkpoint's names of a layer's router, experts and shared network."""
     names, folder, sizes = expert_names_of(config), names_of(config).layers, config.experts
     assert sizes is not None
-    networks = [*(f"{names.experts}.{e}" for e in range(sizes.experts)), *([names.shared] if sizes.shared else [])]
+    networks = [names.experts] if names.stacked else [f"{names.experts}.{e}" for e in range(sizes.experts)]
+    networks += [names.shared] if sizes.shared else []
     yield from (f"{folder}.{n}.{network}.{part}" for network in networks for part in names.parts)
     yield f"{folder}.{n}.{names.router}"

@@ -17,6 +17,7 @@ class Names:
         embedding, layers, norm: parts of the decoder.
         mixer_norm, ffn_norm: the norms before what mixes tokens and before the feed-forward.
         attention, recurrence, feed_forward: parts of a layer.
+        gate_up, down: the projections of a dense feed-forward; the first in one piece or two.
         skipped: begin the names of tensors that are no part of the decoder, such as a second predictor.
         renamed: other words that files have within a name, and ours.
         joined: tensors of a part that files may have in pieces, and the words for the pieces.
@@ -31,6 +32,8 @@ class Names:
     attention: str = "self_attn"
     recurrence: str = "mamba"
     feed_forward: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
     skipped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -51,6 +54,8 @@ _FAMILIES = {
         renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
         joined=(("conv1d.weight", ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),),
     ),
+    "granitemoehybrid": Names(feed_forward="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    "phi3": Names(gate_up=("gate_up_proj",)),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
     "mamba": _MAMBA,
     "mamba2": _MAMBA,

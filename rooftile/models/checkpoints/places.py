@@ -53,13 +53,12 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
         yield layer.reader, {f"{names.recurrence}.{name}": rows for name, rows in parts.items()}
     dense = layer.feed_forward if isinstance(layer.feed_forward, DenseFeedForward) else None
     if dense is not None:
-        each = ("gate_up_proj",) if config.family == "phi3" else ("gate_proj", "up_proj")
-        parts = dict.fromkeys(each, dense.up.outputs // len(each))
+        parts = dict.fromkeys(names.gate_up, dense.up.outputs // len(names.gate_up))
         yield dense.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
     mixer = names.attention if isinstance(layer, AttentionLayer) else names.recurrence
     yield layer.o, {f"{mixer}.{_output(layer, config)}": config.hidden}
     if dense is not None:
-        yield dense.down, {f"{names.feed_forward}.down_proj": config.hidden}
+        yield dense.down, {f"{names.feed_forward}.{names.down}": config.hidden}
 
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

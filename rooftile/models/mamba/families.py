@@ -1,4 +1,4 @@
-"""Reads config.json of models with recurrences: Mamba-1, Mamba-2, and Bamba, which has attention in some layers."""
+"""Reads config.json of models with recurrences: Mamba-1, Mamba-2, and, with attention in some layers, Bamba and Granite 4."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
+from rooftile.models.experts.sizes import ExpertSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
+from rooftile.moe.router import Router
 from rooftile.weights.files.settings import Settings
 
 # a recurrence has no positions, so a text may have any length: this bounds an engine's tables, unless config.json does
@@ -69,23 +71,63 @@ def _without_attention(settings: Settings, family: str, *, tied: bool, bos: int,
 def bamba(settings: Settings) -> Fields:
     """Reads a Bamba: each layer has Mamba-2 or attention, and a feed-forward. Half of each head of attention is rotated."""
     settings = Settings({"partial_rotary_factor": 0.5, **settings.values}, settings.folder)
-    layers, hidden, bias = settings.layers("num_hidden_layers"), settings.size("hidden_size"), settings.flag("attention_bias")
-    heads, expand = settings.size("mamba_n_heads", 128), settings.number("mamba_expand", 2)
+    layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
+    attends = _attention_layers(settings, layers)
+    return decoder_fields(
+        settings, "bamba", partly=True, qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"),
+        mamba2=_beside_attention(settings), mixers=tuple("attention" if n in attends else "mamba2" for n in range(layers)),
+        norm_eps=settings.number("rms_norm_eps", 1e-5),
+        bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 2),
+    )  # fmt: skip
+
+
+def granite_hybrid(settings: Settings) -> Fields:
+    """Reads a Granite 4: each layer has Mamba-2 or attention, and experts with a shared network, or that network alone."""
+    layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
+    positions = settings.values.get("position_embedding_type")
+    if positions not in (None, "nope", "rope"):
+        raise settings.refused(f"has position_embedding_type {repr(positions)[:40]}; supported are null, 'nope' and 'rope'")
+    shared, experts = settings.size("shared_intermediate_size", 1024), settings.whole("num_local_experts", 8)
+    follows: Fields = {"ffn": shared}
+    if experts:
+        router = Router(active=settings.size("num_experts_per_tok", 2), score="chosen softmax", round_gates=True)
+        sizes = ExpertSizes(experts=experts, hidden=settings.size("intermediate_size"), router=router, shared=shared)
+        follows = {"ffn": 0, "feed_forwards": ("experts",) * layers, "experts": sizes}
+    fields = decoder_fields(
+        settings, "granitemoehybrid", qkv_bias=bias, o_bias=bias, mamba2=_beside_attention(settings),
+        mixers=_granite_mixers(settings, layers), scale=settings.positive("attention_multiplier", 1.0),
+        embedding_scale=settings.positive("embedding_multiplier", 1.0),
+        residual_scale=settings.positive("residual_multiplier", 1.0), logit_divisor=settings.positive("logits_scaling", 1.0),
+        bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 2),
+    )  # fmt: skip
+    return fields | follows | ({} if positions == "rope" else {"rotary": None})
+
+
+def _granite_mixers(settings: Settings, layers: int) -> tuple[str, ...]:
+    """Returns what mixes the tokens of each layer; older files and newer ones have other words for it."""
+    words = {"mamba": "mamba2", "linear_attention": "mamba2", "attention": "attention", "full_attention": "attention"}
+    said = settings.values.get("layer_types") or ["mamba"] * layers
+    if not isinstance(said, list) or len(said) != layers:
+        raise settings.refused(f"has layer_types {repr(said)[:40]}; must be a list, one for each of {layers} layers")
+    strange = [kind for kind in said if kind not in list(words)]
+    if strange:
+        raise settings.refused(f"has layer_types of {repr(strange[0])[:40]}; supported are {', '.join(map(repr, words))}")
+    return tuple(words[kind] for kind in said)
+
+
+def _beside_attention(settings: Settings) -> Mamba2Sizes:
+    """Reads the sizes of Mamba-2 in a model that has attention, too: all groups are normalised together there."""
+    hidden, heads, expand = (
+        settings.size("hidden_size"), settings.size("mamba_n_heads", 128), settings.number("mamba_expand", 2)
+    )  # fmt: skip
     dim = settings.values.get("mamba_d_head", "auto")
     dim = int(expand * hidden) // heads if dim == "auto" else settings.size("mamba_d_head")
     _check_silu(settings)
     _check_width(settings, expand, hidden, heads, dim)
-    sizes = Mamba2Sizes(
+    return Mamba2Sizes(
         heads=heads, head_dim=dim, groups=settings.size("mamba_n_groups", 1), state=settings.size("mamba_d_state", 256),
         kernel=settings.size("mamba_d_conv", 4), step_limit=_limit(settings), bias=settings.flag("mamba_proj_bias"),
         conv_bias=settings.flag("mamba_conv_bias", True), norm_groups=1,
-    )  # fmt: skip
-    attends = _attention_layers(settings, layers)
-    return decoder_fields(
-        settings, "bamba", partly=True, qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), mamba2=sizes,
-        mixers=tuple("attention" if n in attends else "mamba2" for n in range(layers)),
-        norm_eps=settings.number("rms_norm_eps", 1e-5),
-        bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 2),
     )  # fmt: skip
 
 
