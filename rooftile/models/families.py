@@ -11,6 +11,7 @@ from typing import Any
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
 from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
+from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
@@ -242,6 +243,8 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,
     "deepseek": deepseek,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -268,4 +271,6 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "DeepseekForCausalLM": "deepseek",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }

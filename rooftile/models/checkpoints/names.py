@@ -59,6 +59,9 @@ _FAMILIES = {
 
 def names_of(config: ModelConfig) -> Names:
     """Returns the names that a model's family has."""
+    if config.family in ("deepseek_v2", "deepseek_v3"):
+        # layers behind the last are a second predictor
+        return Names(skipped=(f"layers.{config.layers}.",))
     # in layers with four norms the second has another name
     usual = Names(ffn_norm="pre_feedforward_layernorm") if config.post_norms else Names()
     return _FAMILIES.get(config.family, usual)
