@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
+from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, mamba, mamba2
@@ -238,6 +238,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "bamba": bamba,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "olmo_hybrid": olmo_hybrid,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
@@ -266,6 +267,7 @@ ARCHITECTURES = {
     "BambaForCausalLM": "bamba",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",

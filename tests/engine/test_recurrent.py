@@ -24,7 +24,7 @@ from tests.models.checkpoints import made, saved
 from tests.models.recurrent import MAMBA2
 
 NAMES = [
-    "mamba", "mamba2", "mamba2, groups", "bamba", "qwen3_next, dense", "qwen3_5_text", "olmo_hybrid",
+    "mamba", "mamba2", "mamba2, groups", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
 ]  # fmt: skip
 SOME = ["mamba", "mamba2", "bamba", "qwen3_next, dense", "olmo_hybrid"]
 

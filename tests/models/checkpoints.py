@@ -133,6 +133,9 @@ def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     return model
 
 

@@ -23,7 +23,18 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7,
     "mscale_all_dim": 1.1,
 }  # fmt: skip
+V3 = LATENT | {
+    "first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 12,
+}  # fmt: skip
+V2 = V3 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
 CONFIGS = {
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**V3, rope_parameters=YARN),
+    "deepseek_v3, one group": lambda: transformers.DeepseekV3Config(
+        **V3 | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}, norm_topk_prob=False, routed_scaling_factor=1.3
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**V2, rope_parameters=YARN | {"mscale": 1.1}),
+    "deepseek_v2, greedy": lambda: transformers.DeepseekV2Config(**V2 | {"topk_method": "greedy", "q_lora_rank": None}),
     "deepseek_v3, dense": lambda: transformers.DeepseekV3Config(**LATENT),
     "deepseek_v3, yarn": lambda: transformers.DeepseekV3Config(**LATENT, rope_parameters=YARN),
     "deepseek_v3, halves, biases": lambda: transformers.DeepseekV3Config(**LATENT, rope_interleave=False, attention_bias=True),

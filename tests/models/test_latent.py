@@ -16,9 +16,10 @@ from rooftile import InvalidInput
 from rooftile.models import Decoder, LatentSizes, ModelConfig
 from rooftile.models.checkpoints.write import quantise_folder
 from rooftile.models.config import config_of
+from rooftile.moe.router import Router
 from rooftile.weights.formats import TILE
 from tests.models.checkpoints import assert_same, loaded, logits_of_theirs, made, prompts, saved, theirs
-from tests.models.latent import CONFIGS, LATENT, YARN, logits_of_ours
+from tests.models.latent import CONFIGS, LATENT, V2, V3, YARN, logits_of_ours
 
 OLD_WORDS = {name: value for name, value in YARN.items() if name != "rope_type"} | {"type": "yarn"}
 LENGTHS = (37, 1, 50, 13)
@@ -110,6 +111,50 @@ def test_tiles_in_fp8_are_read(tmp_path: Path) -> None:
     found, due = logits_of_ours(decoder, prompts(LENGTHS)), logits_of_theirs(model, prompts(LENGTHS))
     # activations are rounded, too
     assert 0 < (found - due).abs().mean() <= 0.1 * due.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "due"),
+    [
+        ("deepseek_v2", {"mlp_bias": True}, "has mlp_bias; supported are feed-forwards without biases"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "has norm_topk_prob; supported are gates that are not divided by their sum"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "has topk_method 'noaux_tc'; supported are 'greedy' and 'group_limited_gre"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "has scoring_func 'sigmoid'; supported is 'softmax'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func 'softmax'; supported is 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "has topk_method 'greedy'; supported is 'noaux_tc'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "has moe_layer_freq 2; supported is 1: experts in all further layers"),
+        ("deepseek_v3", {"n_group": 5}, "groups is 5 and there are 12 experts; must divide that"),
+        ("deepseek_v3", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu' where a layer has experts"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "has no num_experts_per_tok; it must be there, a number"),
+    ],
+)
+def test_routers_that_are_not_the_familys(family: str, changed: dict[str, Any], due: str) -> None:
+    values = (V2 if family == "deepseek_v2" else V3) | {"model_type": family}
+    assert config_of(values, "here").experts.shared == 24
+    with pytest.raises(InvalidInput, match=due) as refused:
+        config_of(values | changed, "here")
+    assert "\n" not in str(refused.value)
+
+
+def test_routers() -> None:
+    third = config_of(V3 | {"model_type": "deepseek_v3"}, "here").experts
+    assert third.router == Router(
+        active=3, groups=4, active_groups=2, group_score="sum of best two", score="sigmoid", normalise=True, scale=2.5
+    )
+    assert third.selection_bias
+    second = config_of(V2 | {"model_type": "deepseek_v2"}, "here").experts
+    assert second.router == Router(active=3, groups=4, active_groups=2, scale=1.7)
+    assert config_of(V2 | {"model_type": "deepseek_v2", "topk_method": "greedy"}, "here").experts.router.groups == 1
+
+
+def test_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+    saved(theirs("deepseek_v3"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InvalidInput, match=r"quantised, and experts are read in 16 bits; give the 16-bit checkpoint") as refused:
+        Decoder.from_folder(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

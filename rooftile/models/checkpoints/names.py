@@ -46,6 +46,7 @@ _FAMILIES = {
     "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
     "olmo_hybrid": Names(
         recurrence="linear_attn",
         renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
