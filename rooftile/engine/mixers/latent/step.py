@@ -5,7 +5,7 @@ With K and V the maps of a latent c to a head's key and value, and r the key tha
     prompts        keys [K c, r], values V c: 320 numbers a head and token are made of 576 that all heads share (DeepSeek-V3)
     single tokens  queries K^T q: scores <K^T q, c> + <q_r, r>, outputs V (sum of p c); nothing is made of a latent
 
-Both give the same numbers but for rounding. Heads and sequences are taken so many at a time that what is made of latents stays
+Both give the same numbers but for rounding. Heads and sequences are taken in parts, so that what is made of latents stays
 bounded. Single tokens are computed in plain operations, in fp32: there is no kernel for keys of 576 numbers yet.
 
 DeepSeek-V2, arXiv:2405.04434, section 2.1.
@@ -111,7 +111,7 @@ class LatentStep:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read_chunks(self, one: LatentAttention, q: Tensor) -> Tensor:
-        """Reads prompts, so many at a time that their gathered latents stay bounded."""
+        """Reads prompts in parts, so that their gathered latents stay bounded."""
         chunks, host = self.step.chunks, self.step.known()
         assert chunks is not None
         lengths, cu_q = host.chunk_lengths.tolist(), host.cu_q.tolist()
@@ -124,7 +124,7 @@ class LatentStep:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _groups(self, lengths: list[int], line: int) -> Iterator[slice]:
-        """Yields neighbours whose latents, of `line` bytes a token, are gathered together; each has room for the longest."""
+        """Yields neighbours whose latents, `line` bytes per token, are gathered together; each has room for the longest."""
         start = longest = 0
         for n, length in enumerate(lengths):
             longest = max(longest, -(-length // self.step.size) * self.step.size)
