@@ -221,7 +221,10 @@ PAGES = (
             Section(
                 "A decoder to serve",
                 "rooftile.models",
-                ("Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "NativeSparseSizes"),
+                (
+                    "Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "LatentSizes", "Mamba2Sizes", "MambaSizes",
+                    "NativeSparseSizes",
+                ),
             ),
         ),
     ),

@@ -35,7 +35,7 @@ class Caches:
         return self.pages.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def __str__(self) -> str:
-        parts = [str(self.pages)] if self.places else []
+        parts = [str(self.pages)] if self.places or self.pages.planes else []
         return ", and ".join(parts if self.states is None else [*parts, str(self.states)])
 
     def prepare(

@@ -224,16 +224,23 @@ class Pages:
 
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape
+        found = f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all"
+        if not layers:
+            return f"{found}: {', and '.join(map(_plane, self.planes.items()))}" if self.planes else found
         head = f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes"
         if self.scales is not None:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
         own = self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
         beside = "".join(f", and {bytes_in_words(plane.nbytes)} of {name}" for name, plane in self.planes.items())
         windows = "" if self.window_pages is None else f", and windows in {self.window_pages}"
-        return (
-            f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {bytes_in_words(own)}{beside}{windows}"
-        )
+        return f"{found}: {blocks:,} x {size} x {layers} layers x 2 x {head} = {bytes_in_words(own)}{beside}{windows}"
+
+
+def _plane(named: tuple[str, Tensor]) -> str:
+    """Says how many bytes a plane takes, as a product."""
+    name, plane = named
+    sizes = " x ".join(f"{n:,}" for n in plane.shape)
+    return f"{sizes} x {plane.element_size()} bytes of {name} = {bytes_in_words(plane.nbytes)}"
 
 
 def _copy(storage: Tensor, copies: Sequence[Copy]) -> None:

@@ -7,10 +7,11 @@ and a small one to train.
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
 delta           layers with a gated delta net
+latent          layers with multi-head latent attention
 layers          a layer, `Attend`: what the caller brings to mix tokens
 projection      projections and norms
 feed_forward    what follows: dense, or in `experts`
-layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba` and `delta`
+layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`, `delta` and `latent`
 mixers          how a layer mixes its tokens: attention, Native Sparse Attention, a recurrence
 mamba           layers of Mamba-1 and Mamba-2
 positions       windows and positions by layer; `rotary` has the wavelengths
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
     from rooftile.models.decoder import Decoder
     from rooftile.models.delta.sizes import DeltaSizes
     from rooftile.models.experts.sizes import ExpertSizes
+    from rooftile.models.latent.sizes import LatentSizes
     from rooftile.models.layers import Attend
     from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
     from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
 __all__ = [
-    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes",
-    "TrainableDecoder",
+    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "LatentSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig",
+    "NativeSparseSizes", "TrainableDecoder",
 ]  # fmt: skip
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
@@ -43,6 +45,7 @@ __getattr__ = late_names(
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
         "DeltaSizes": "rooftile.models.delta.sizes",
+        "LatentSizes": "rooftile.models.latent.sizes",
         "ExpertSizes": "rooftile.models.experts.sizes", "Mamba2Sizes": "rooftile.models.mamba.sizes",
         "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",

@@ -13,7 +13,9 @@ from rooftile.errors import InvalidInput
 from rooftile.models.delta.sizes import DeltaSizes
 from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
+from rooftile.models.latent.sizes import LatentSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
+from rooftile.models.mixer_checks import MOST_NUMBERS, check_mixers
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
@@ -23,7 +25,6 @@ from rooftile.weights.files.settings import read_json
 # limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24
 MOST_DIMS = 1 << 16
-MOST_NUMBERS = 1 << 40
 
 
 @answers_words
@@ -42,10 +43,11 @@ class ModelConfig:
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
         mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba",
-            "mamba2" or "delta" (gated delta net); empty for attention in all layers.
+            "mamba2", "delta" (gated delta net) or "latent" (multi-head latent attention); empty for attention in all layers.
         feed_forwards: for each layer what follows: "dense", "experts", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
         mamba, mamba2, delta: the sizes of Mamba-1, Mamba-2 and the gated delta net, where a layer has it.
+        latent: the sizes of multi-head latent attention, where a layer has it.
         experts: the sizes of feed-forwards with experts, where a layer has one.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
         learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
@@ -97,6 +99,7 @@ class ModelConfig:
     mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
     delta: DeltaSizes | None = None
+    latent: LatentSizes | None = None
     experts: ExpertSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
@@ -136,7 +139,7 @@ class ModelConfig:
         self._check_layers()
         self._check_sizes()
         self._check_norms()
-        self._check_mixers()
+        check_mixers(self)
 
     @property
     def attends(self) -> bool:
@@ -168,8 +171,11 @@ class ModelConfig:
         projected = [sizes.projected for sizes in (self.mamba, self.mamba2, self.delta, self.experts) if sizes is not None]
         heads = (1 + self.attention_gate) * self.heads + 2 * pairs * self.kv_heads
         rows = max(self.vocab_size, heads * self.head_dim, 2 * self.ffn, *projected)
-        if rows * self.hidden > MOST_NUMBERS:
-            raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
+        columns = self.hidden
+        if self.latent is not None:
+            rows, columns = max(rows, self.latent.rows(self.heads)), max(columns, self.latent.rank, self.latent.query_rank or 0)
+        if rows * columns > MOST_NUMBERS:
+            raise InvalidInput(f"a matrix would be {rows:,} x {columns:,} numbers; may have at most {MOST_NUMBERS:,}")
 
     def _check_norms(self) -> None:
         if not (self.pre_norms or self.post_norms):
@@ -192,40 +198,6 @@ class ModelConfig:
                 f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
             )
         check_feed_forwards(self.feed_forwards, self.layers, self.experts)
-
-    def _check_mixers(self) -> None:
-        self._check_recurrences()
-        sparse = [n for n, mixer in enumerate(self.mixers) if mixer == "native_sparse"]
-        if not sparse:
-            return
-        if self.native_sparse is None:
-            raise InvalidInput(f"layer {sparse[0]} is native_sparse, and its sizes are None; must be NativeSparseSizes()")
-        if self.family in ("gpt2", "phi3"):
-            raise InvalidInput(
-                f"layer {sparse[0]} is native_sparse and the family {self.family}; must be one with a projection each, as llama"
-            )
-        if self.softcap is not None or self.qk_norm_of_all_heads:
-            what = "a softcap" if self.softcap is not None else "norms over all heads"
-            raise InvalidInput(f"layer {sparse[0]} is native_sparse and the family {self.family} has {what}; must have none")
-        window = next((n for n in sparse if self.windows[n] is not None), None)
-        if window is not None:
-            raise InvalidInput(f"layer {window} is native_sparse and has a window of its own; must have None: one branch has one")
-        sizes = self.native_sparse
-        wide = 4 * self.head_dim if sizes.hidden is None else sizes.hidden
-        if wide * sizes.length * self.head_dim > MOST_NUMBERS:
-            raise InvalidInput(f"native_sparse maps {sizes.length:,} x {self.head_dim} numbers to {wide:,}; may be fewer")
-
-    def _check_recurrences(self) -> None:
-        for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
-            if MIXERS[mixer]:
-                continue
-            if getattr(self, mixer) is None:
-                name = f"{mixer.capitalize()}Sizes"
-                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
-            if window is not None:
-                raise InvalidInput(
-                    f"layer {layer} is {mixer} and its window {window}; must be None: a recurrence sees all tokens before"
-                )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

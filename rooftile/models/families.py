@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
+from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
+from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, granite_hybrid, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
@@ -238,11 +239,14 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "granitemoehybrid": granite_hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "olmo_hybrid": olmo_hybrid,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,
     "deepseek": deepseek,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -265,9 +269,12 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "DeepseekForCausalLM": "deepseek",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }

@@ -28,6 +28,8 @@ class Attend(Protocol):
         "mamba2"         x, B and C side by side, before the convolution (total, W + 2 G N), and time steps (total, H)
         "delta"          q, k and v side by side, before the convolution (total, 2 Hk Dk + Hv Dv), and the logits of beta and of
                          the decays (total, Hv) each
+        "latent"         q that does not rotate (total, H, unrotated) and q that does (total, H, rotated), the latent
+                         (total, rank) and the key that rotates (total, rotated); both are rotated already
 
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
     are written into a cache; the rotation is (total, D / 2) each, or None where queries and keys do not rotate. All tensors are
@@ -37,7 +39,7 @@ class Attend(Protocol):
     A layer with "native_sparse" has three times as many heads of keys and values: the heads of the compressed, the selected and
     the near branch, one branch after the other. `AttentionLayer.compression` maps blocks of the first. What a recurrence is made
     of, such as the weights of its convolution, is in `MambaLayer`,
-    `Mamba2Layer` and `DeltaLayer`.
+    `Mamba2Layer` and `DeltaLayer`; the maps of a latent to keys and values are in `LatentLayer`.
     """
 
     def __call__(self, layer: int, /, *given: Any, **named: Any) -> Tensor:

@@ -23,7 +23,7 @@ from rooftile.weights.files.settings import Settings
 BRANCHES = 3
 # the kinds of layers by their names, with how many keys and values a layer of the kind projects for each key head; 0 where it has
 # no heads of attention
-MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES, "mamba": 0, "mamba2": 0, "delta": 0}
+MIXERS: dict[str, int] = {"attention": 1, "native_sparse": BRANCHES, "mamba": 0, "mamba2": 0, "delta": 0, "latent": 1}
 
 
 @answers_words
@@ -75,7 +75,7 @@ def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
         if sizes:
             raise settings.refused("has native_sparse and no layer_mixers, which must name the mixer of each layer")
         return {}
-    known = [name for name, pairs in MIXERS.items() if pairs]
+    known = [name for name, pairs in MIXERS.items() if pairs and name != "latent"]
     if not isinstance(said, list) or len(said) != layers or any(name not in known for name in said):
         raise settings.refused(
             f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, known))} for each of {layers} layers"

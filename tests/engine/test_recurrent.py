@@ -19,37 +19,21 @@ from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
+from tests.engine.kinds_of_layers import SETTINGS, SIZE, check_beams, check_forks, check_greedy, check_logprobs
 from tests.models.checkpoints import made, saved
 from tests.models.recurrent import MAMBA2
 
 NAMES = [
-    "mamba", "mamba2", "mamba2, groups", "bamba", "granitemoehybrid", "granitemoehybrid, rope, groups", "qwen3_next, dense",
-    "qwen3_5_text", "olmo_hybrid",
+    "mamba", "mamba2", "mamba2, groups", "bamba", "granitemoehybrid", "granitemoehybrid, rope, groups", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
 ]  # fmt: skip
 SOME = ["mamba", "mamba2", "bamba", "granitemoehybrid", "qwen3_next, dense", "olmo_hybrid"]
-# tokens per block of the cache
-SIZE = 8
-SETTINGS = {
-    "together": ROOM,
-    "in chunks": ROOM | {"max_batched_tokens": 13},
-    "chunks of one": ROOM | {"max_batched_tokens": 1, "max_num_seqs": 4},
-    "preempted": {"max_model_len": 96, "num_blocks": 20},
-    "preempted, in chunks": {"max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 7},
-    "three at once": ROOM | {"max_num_seqs": 3},
-    "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 60},
-    "no prefixes": ROOM | {"enable_prefix_caching": False},
-}
 
 
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
-    llm, asked = LLM(peers(name).folder, block_size=SIZE, **SETTINGS[how]), prompts(8)
-    llm.engine._ahead = "preempted" in how
-    due = peers(name).greedy(asked, TOKENS)
-    assert tokens_of(llm, asked, GREEDY) == [[row] for row in due]
-    assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
-    assert max(len(set(row)) for row in due) > 8
+    check_greedy(peers(name), how)
 
 
 @pytest.mark.parametrize("how", ["in chunks", "chunks of one"])
@@ -65,20 +49,7 @@ def test_bounds_of_time_steps_hold_in_prompts_and_answers(how: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_are_those_of_transformers(name: str, peers) -> None:
-    peer, asked = peers(name), prompts(4)
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=3, prompt_logprobs=0)
-    for output in LLM(peer.folder, block_size=SIZE, **ROOM | {"max_batched_tokens": 11}).generate(asked, params):
-        (answer,), prompt = output.outputs, output.prompt_token_ids
-        ids = torch.tensor([prompt + answer.token_ids])
-        with torch.inference_mode():
-            due = peer.model(ids, attention_mask=torch.ones_like(ids)).logits[0].double().log_softmax(-1)
-        for place, (token, each) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True), len(prompt) - 1):
-            best, values = due[place].topk(3)[::-1]
-            assert list(each)[:3] == best.tolist()
-            assert [each[one].logprob for one in best.tolist()] == pytest.approx(values.tolist(), abs=1e-4)
-            assert token == best[0]
-        read = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
-        assert read == pytest.approx([due[n, token].item() for n, token in enumerate(prompt[1:])], abs=1e-4)
+    check_logprobs(peers(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,24 +69,13 @@ def test_a_prefix_is_found_with_its_state(name: str, peers) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forks_are_answers_of_their_own(name: str, peers) -> None:
-    prompt = (prompts(3)[2] * 8)[:21]
-    params = SamplingParams(n=3, seed=11, max_tokens=12, ignore_eos=True)
-    (found,) = tokens_of(LLM(peers(name).folder, block_size=SIZE, **ROOM), [prompt], params)
-    single = [SamplingParams(seed=11 + n, max_tokens=12, ignore_eos=True) for n in range(3)]
-    assert found == [tokens_of(LLM(peers(name).folder, block_size=SIZE, **ROOM), [prompt], one)[0][0] for one in single]
-    assert len({tuple(row) for row in found}) == 3
+    check_forks(peers(name))
 
 
 @pytest.mark.parametrize("room", [ROOM, {"max_model_len": 96, "num_blocks": 26, "max_batched_tokens": 20}], ids=["", "preempted"])
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_are_those_of_transformers(name: str, room: dict, peers) -> None:
-    peer, asked = peers(name), prompts(6, seed=5)
-    llm = LLM(peer.folder, block_size=SIZE, **room)
-    found = tokens_of(llm, asked, SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True))
-    for prompt, answers in zip(asked, found, strict=True):
-        due = peer.generate([prompt], max_new_tokens=12, num_beams=3, num_return_sequences=2, do_sample=False)
-        assert answers == due
-    assert (llm.engine.scheduler.preemptions > 0) == ("max_batched_tokens" in room)
+    check_beams(peers(name), room)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 import rooftile
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
-from tests.models import experts, recurrent
+from tests.models import experts, latent, recurrent
 
 VOCABULARY = 97
 SMALL = {
@@ -120,7 +120,7 @@ def longrope(trained: int) -> transformers.PretrainedConfig:
 
 def theirs(name: str) -> transformers.PreTrainedModel:
     """The model of Transformers of that name, with biases and norms that are no zeros and ones."""
-    return made((CONFIGS | recurrent.CONFIGS | experts.CONFIGS)[name]())
+    return made((CONFIGS | recurrent.CONFIGS | experts.CONFIGS | latent.CONFIGS)[name]())
 
 
 def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
@@ -133,6 +133,9 @@ def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     return model
 
 

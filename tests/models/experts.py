@@ -43,7 +43,9 @@ CONFIGS = {
         **GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False, "mamba_d_conv": 3}, position_embedding_type="rope",
         attention_bias=True, mamba_proj_bias=True, rope_parameters=THETA,
     ),
-    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(**GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True),
+    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True
+    ),
 }  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -38,6 +38,7 @@ DELTA = {
     "pad_token_id": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
 }  # fmt: skip
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
 CONFIGS = {
     "mamba": lambda: transformers.MambaConfig(**MAMBA),
     "mamba, untied, biases": lambda: transformers.MambaConfig(
@@ -55,6 +56,13 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "qwen3_next, dense": lambda: transformers.Qwen3NextConfig(**DELTA, head_dim=16, mlp_only_layers=[0, 1, 2]),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**DELTA, **EXPERTS, head_dim=16),
+    "qwen3_next, some dense": lambda: transformers.Qwen3NextConfig(
+        **DELTA, **EXPERTS, head_dim=16, mlp_only_layers=[0], norm_topk_prob=False
+    ),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(
+        **{name: value for name, value in DELTA.items() if name != "intermediate_size"}, **EXPERTS, head_dim=16
+    ),
     "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**DELTA, head_dim=16),
     "qwen3_5_text, tied, biases": lambda: transformers.Qwen3_5TextConfig(
         **DELTA | {"layer_types": ["full_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 3},

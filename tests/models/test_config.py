@@ -17,7 +17,7 @@ from rooftile.models import ModelConfig
 from rooftile.models.config import config_of
 from rooftile.models.families import ARCHITECTURES, FAMILIES
 from rooftile.models.rotary import Rotary
-from tests.models import experts, recurrent
+from tests.models import experts, latent, recurrent
 from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LINEAR, LLAMA3, LONGROPE, YARN
 
 # as checkpoints of years ago say it: little more than sizes
@@ -38,7 +38,7 @@ def written(folder: Path, **settings: Any) -> Path:
 
 
 def test_every_family_has_an_architecture_and_a_tiny_model_here() -> None:
-    named = {name.split(",")[0] for name in CONFIGS | recurrent.CONFIGS | experts.CONFIGS}
+    named = {name.split(",")[0] for name in CONFIGS | recurrent.CONFIGS | experts.CONFIGS | latent.CONFIGS}
     # Transformers has no class for it
     assert set(ARCHITECTURES.values()) == set(FAMILIES) == named | {"deepseek"}
 

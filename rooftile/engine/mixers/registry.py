@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftile.engine.mixers.exact.mixer import ExactMixer
+from rooftile.engine.mixers.latent.mixer import LatentMixer
 from rooftile.engine.mixers.loki.mixer import LokiMixer
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.native_sparse.mixer import NativeSparseMixer
@@ -17,7 +18,7 @@ from rooftile.models import ModelConfig
 # the mixer of each kind of layer, by the name that the model has for it (`rooftile.models.mixers.MIXERS`)
 MIXERS: dict[str, type[Mixer]] = {
     "attention": ExactMixer, "native_sparse": NativeSparseMixer, "mamba": MambaMixer, "mamba2": Mamba2Mixer,
-    "delta": DeltaMixer,
+    "delta": DeltaMixer, "latent": LatentMixer,
 }  # fmt: skip
 # the mixers that `approximate=` puts in the place of others
 APPROXIMATE: dict[str, type[Mixer]] = {"attention": LokiMixer}

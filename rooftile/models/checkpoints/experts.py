@@ -35,7 +35,10 @@ class ExpertNames:
     selection_bias: str = "mlp.gate.e_score_correction_bias"
 
 
+_QWEN = ExpertNames(shared="mlp.shared_expert")
 _FAMILIES = {
+    "qwen3_next": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
     "mixtral": ExpertNames(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
     ),

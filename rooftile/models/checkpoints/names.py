@@ -49,6 +49,7 @@ _FAMILIES = {
     "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
     "olmo_hybrid": Names(
         recurrence="linear_attn",
         renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
@@ -64,6 +65,9 @@ _FAMILIES = {
 
 def names_of(config: ModelConfig) -> Names:
     """Returns the names that a model's family has."""
+    if config.family in ("deepseek_v2", "deepseek_v3"):
+        # layers behind the last are a second predictor
+        return Names(skipped=(f"layers.{config.layers}.",))
     # in layers with four norms the second has another name
     usual = Names(ffn_norm="pre_feedforward_layernorm") if config.post_norms else Names()
     return _FAMILIES.get(config.family, usual)

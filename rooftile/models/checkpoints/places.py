@@ -14,6 +14,8 @@ from rooftile.models.delta import files as delta
 from rooftile.models.delta.delta_layer import DeltaLayer
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.feed_forward import DenseFeedForward
+from rooftile.models.latent import files as latent
+from rooftile.models.latent.latent_layer import LatentLayer
 from rooftile.models.layers import Layer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
 from rooftile.models.mamba.mamba_layer import MambaLayer
@@ -48,6 +50,9 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
         q, kv = layer.queries * config.head_dim, layer.kv_heads * config.head_dim
         parts = {"qkv_proj": layer.qkv.outputs} if config.family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         yield layer.qkv, {f"{names.attention}.{name}": rows for name, rows in parts.items()}
+    elif isinstance(layer, LatentLayer):
+        for projection, parts in latent.projections_of(layer):
+            yield projection, {f"{names.attention}.{name}": rows for name, rows in parts.items()}
     else:
         parts = delta.rows_of(layer, config.family) if isinstance(layer, DeltaLayer) else {"in_proj": layer.reader.outputs}
         yield layer.reader, {f"{names.recurrence}.{name}": rows for name, rows in parts.items()}
@@ -55,8 +60,7 @@ def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projecti
     if dense is not None:
         parts = dict.fromkeys(names.gate_up, dense.up.outputs // len(names.gate_up))
         yield dense.up, {f"{names.feed_forward}.{name}": rows for name, rows in parts.items()}
-    mixer = names.attention if isinstance(layer, AttentionLayer) else names.recurrence
-    yield layer.o, {f"{mixer}.{_output(layer, config)}": config.hidden}
+    yield layer.o, {_output(layer, config, names): config.hidden}
     if dense is not None:
         yield dense.down, {f"{names.feed_forward}.{names.down}": config.hidden}
 
@@ -65,6 +69,9 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     names = names_of(config)
     if isinstance(layer, AttentionLayer):
         yield from _attention(layer, names, config)
+    elif isinstance(layer, LatentLayer):
+        for name, norm in latent.norms_of(layer):
+            yield from _norm(f"{names.attention}.{name}", norm)
     elif isinstance(layer, DeltaLayer):
         yield from ((f"{names.recurrence}.{name}", place) for name, place in delta.tensors_of(layer, config.family))
     elif isinstance(layer, MambaLayer | Mamba2Layer):
@@ -79,11 +86,11 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
 
 
-def _output(layer: Layer, config: ModelConfig) -> str:
+def _output(layer: Layer, config: ModelConfig, names: Names) -> str:
     """Returns the name of the projection that reads what was mixed."""
-    if isinstance(layer, DeltaLayer):
-        return delta.output_of(config.family)
-    return "o_proj" if isinstance(layer, AttentionLayer) else "out_proj"
+    if isinstance(layer, AttentionLayer | LatentLayer):
+        return f"{names.attention}.o_proj"
+    return f"{names.recurrence}.{delta.output_of(config.family) if isinstance(layer, DeltaLayer) else 'out_proj'}"
 
 
 def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.sizes import DeltaSizes
+from rooftile.models.experts.families import feed_forwards_of_qwen, sizes_of
+from rooftile.moe.router import Router
 from rooftile.weights.files.settings import Settings
 
 KINDS = {"linear_attention": "delta", "full_attention": "attention"}
 
 
 def qwen3_next(settings: Settings) -> Fields:
-    """Reads a Qwen3-Next."""
-    return _qwen(settings, "qwen3_next", by_key_head=True)
+    """Reads a Qwen3-Next: experts, unless a layer is said to be dense."""
+    feed_forwards = feed_forwards_of_qwen(settings, settings.layers("num_hidden_layers"))
+    router = Router(
+        active=settings.size("num_experts_per_tok", 10), normalise=settings.flag("norm_topk_prob", True), round_gates=True
+    )  # fmt: skip
+    return _qwen(settings, "qwen3_next", by_key_head=True, **_experts(settings, feed_forwards, router, experts=512))
 
 
 def qwen3_5(settings: Settings) -> Fields:
@@ -21,7 +28,24 @@ def qwen3_5(settings: Settings) -> Fields:
     return _qwen(settings, "qwen3_5_text", by_key_head=False)
 
 
-def _qwen(settings: Settings, family: str, *, by_key_head: bool) -> Fields:
+def qwen3_5_moe(settings: Settings) -> Fields:
+    """Reads the text model of a Qwen3.5 with experts in all layers."""
+    feed_forwards = ("experts",) * settings.layers("num_hidden_layers")
+    router = Router(active=settings.size("num_experts_per_tok", 8), normalise=True, round_gates=True)
+    experts = _experts(settings, feed_forwards, router, experts=256)
+    return _qwen(settings, "qwen3_5_moe_text", by_key_head=False, ffn=0, **experts)
+
+
+def _experts(settings: Settings, feed_forwards: tuple[str, ...], router: Router, *, experts: int) -> Fields:
+    """Reads the sizes of experts, beside a network that all tokens share, with a gate of its own."""
+    if "experts" not in feed_forwards:
+        return {"feed_forwards": feed_forwards}
+    sizes = sizes_of(settings, router, experts=experts, width=512)
+    shared = settings.size("shared_expert_intermediate_size", 512)
+    return {"feed_forwards": feed_forwards, "experts": replace(sizes, shared=shared, shared_gate=True)}
+
+
+def _qwen(settings: Settings, family: str, *, by_key_head: bool, **feed_forward: Any) -> Fields:
     # a quarter of each head of attention is rotated
     settings = Settings({"partial_rotary_factor": 0.25, **settings.values}, settings.folder)
     layers, bias, eps = (
@@ -37,7 +61,7 @@ def _qwen(settings: Settings, family: str, *, by_key_head: bool) -> Fields:
     return decoder_fields(
         settings, family, head_dim=256, partly=True, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_plus_one=True,
         attention_gate=True, delta=sizes, mixers=_mixers(settings, layers, settings.size("full_attention_interval", 4)),
-        activation=_silu(settings), norm_eps=eps,
+        activation=_silu(settings), norm_eps=eps, **feed_forward,
     )  # fmt: skip
 
 
