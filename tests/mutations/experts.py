@@ -28,7 +28,7 @@ MUTATIONS = {
         "moe/sorting.py", "index_copy_(0, self.order, rows)", "copy_(rows[self.order])", (EXPERTS, "-k", "sorted")
     ),
     "experts, the gate's gradient": Mutation(
-        "moe/by_expert.py", "(a.to(gates.dtype) * e.to(gates.dtype))", "(a.to(gates.dtype) * g * e.to(gates.dtype))",
+        "moe/by_expert.py", "(wide_a * wide_e)", "(g * wide_a * wide_e)",
         (EXPERTS, "-k", "sorted"),
     ),
     "experts, a clamp's gradient": Mutation("moe/activations.py", "da * gate * s * up_moves", "da * gate * s", (EXPERTS,)),
