@@ -22,7 +22,6 @@ from rooftile.moe.problem import Options, Weights
 from rooftile.moe.products import bias_gradient, elementwise, multiply, one_weight, weight_gradient
 from rooftile.moe.sorting import Sorted, sort
 
-
 Activate = Callable[[Tensor, Options], Tensor]
 Through = Callable[[Tensor, Tensor, Tensor | None, Options], tuple[Tensor, Tensor, Tensor]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -17,29 +18,33 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS = {name: "*i64" for name in ("from_ptr", "to_ptr", "tokens_ptr", "order_ptr")}
+POINTERS |= {"bounds_ptr": "*i32", "gates_ptr": "*fp32", "dg_ptr": "*fp32"}
+E, D, H = 64, 2048, 1408
 
 
-def compiled(sm: int, dtype: torch.dtype, block_m: int, activation: str, keep: bool, bias: bool):
-    """A product as it is launched for tensors that are aligned to 16 bytes."""
+def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype) -> Any:
+    """A kernel as it is launched for tensors that are aligned to 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.moe import kernels
-    from rooftile.moe.kernels.products import _product
-
-    sizes = (1408, 2048) if activation == "none" else (2048, 1408)
-    constants = dict(kernels._constants(64, *sizes, activation, dtype, sm >= 90, block_m, bias, keep))
-    options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
-    pointers = {"from_ptr": "*i64", "to_ptr": "*i64", "ends_ptr": "*i32"}
+    constants = dict(constants)
+    options = {word: constants.pop(word) for word in ("num_warps", "num_stages") if word in constants}
     signature = {
-        name: "constexpr" if name in constants else "i32" if name == "TILES" else pointers.get(name, WORDS[dtype])
-        for name in _product.arg_names
+        name: "constexpr" if name in constants else "i32" if name == "TILES" else POINTERS.get(name, WORDS[dtype])
+        for name in kernel.arg_names
     }
-    names = list(enumerate(_product.arg_names))
+    names = list(enumerate(kernel.arg_names))
     places = {(n,): constants[name] for n, name in names if name in constants}
     even = {(n,): [["tt.divisibility", 16]] for n, name in names if name.endswith("_ptr")}
-    source = ASTSource(_product, signature, places, even)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    built = triton.compile(ASTSource(kernel, signature, places, even), target=GPUTarget("cuda", sm, 32), options=options)
+    assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
+    assert stack(built) <= ROOM
+    return built
+
+
+def runs_on_matrix_units(built: Any, sm: int, rows: int) -> bool:
+    return bool(re.search(r"wgmma" if sm >= 90 and rows >= 64 else r"mma\.sync|wgmma", built.asm["ptx"]))
 
 
 ROWS = (16, 32, 64, 128)
@@ -62,10 +67,39 @@ def _traits(case: tuple) -> tuple:
 
 @pytest.mark.parametrize(("sm", "dtype", "rows", "activation"), swept(GRID, _traits), ids=str)
 def test_products_compile(sm: int, dtype: torch.dtype, rows: int, activation: str) -> None:
+    from rooftile.moe.kernels.products import _product
+    from rooftile.moe.kernels.tiles import product_constants
+
+    sizes = (H, D) if activation == "none" else (D, H)
     is_clamped = activation == "clamped"
-    built = compiled(sm, dtype, rows, activation, activation != "none", is_clamped)
-    assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
-    assert stack(built) <= ROOM
-    if dtype == torch.bfloat16:
-        # products of 16-bit numbers run on the matrix units
-        assert re.search(r"wgmma" if sm >= 90 and rows >= 64 else r"mma\.sync|wgmma", built.asm["ptx"])
+    constants = product_constants(E, *sizes, activation, dtype, sm >= 90, rows, is_clamped, activation != "none")
+    built = compiled(_product, constants, sm, dtype)
+    assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
+
+
+@pytest.mark.parametrize(("sm", "dtype", "rows", "activation"), swept(GRID, _traits), ids=str)
+def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int, activation: str) -> None:
+    from rooftile.moe.kernels.gradients import _through_down
+    from rooftile.moe.kernels.products import _product
+    from rooftile.moe.kernels.tiles import product_constants, through_constants
+
+    if activation == "none":
+        kernel, constants = _product, product_constants(E, 2 * H, D, "none", dtype, sm >= 90, rows, False, False, turned=True)
+    else:
+        constants = through_constants(E, D, H, activation, dtype, sm >= 90, rows, activation == "clamped", True)
+        kernel = _through_down
+    built = compiled(kernel, constants, sm, dtype)
+    assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+@pytest.mark.parametrize("left_by_token", [False, True])
+def test_weight_gradients_compile(left_by_token: bool, dtype: torch.dtype, sm: int) -> None:
+    from rooftile.moe.kernels.gradients import _bias_gradient, _weight_gradient
+    from rooftile.moe.kernels.tiles import bias_constants, weight_constants
+
+    sizes = (D, H) if left_by_token else (2 * H, D)
+    built = compiled(_weight_gradient, weight_constants(*sizes, left_by_token, dtype, sm >= 90), sm, dtype)
+    assert dtype == torch.float32 or runs_on_matrix_units(built, sm, 64)
+    compiled(_bias_gradient, bias_constants(sizes[0], left_by_token), sm, dtype)

@@ -16,8 +16,9 @@ from rooftile.moe.kernels import tiles
 from rooftile.moe.kernels.activations import _activate_backward
 from rooftile.moe.kernels.forward import most_tiles, multiply
 from rooftile.moe.kernels.gradients import _bias_gradient, _sum_gradients, _through_down, _weight_gradient
+from rooftile.moe.kernels.sorting import sort
 from rooftile.moe.problem import Options, Weights
-from rooftile.moe.sorting import Sorted, sort
+from rooftile.moe.sorting import Sorted
 from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 
@@ -99,5 +100,3 @@ def through(p: Tensor, e: Tensor, g: Tensor | None, options: Options) -> tuple[T
         constants = tiles.element_constants(size, options.activation, g is not None)
         _start_elements((N, 1, 1), (p, e, e if g is None else g.contiguous(), ga, dp, dg), constants)
     return dg, ga, dp
-
-

@@ -9,8 +9,9 @@ from rooftile.moe.by_expert import shared_forward
 from rooftile.moe.kernels import tiles
 from rooftile.moe.kernels.activations import _activate
 from rooftile.moe.kernels.products import _product, _sum_choices
+from rooftile.moe.kernels.sorting import sort
 from rooftile.moe.problem import Options, Weights
-from rooftile.moe.sorting import Sorted, sort
+from rooftile.moe.sorting import Sorted
 from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 

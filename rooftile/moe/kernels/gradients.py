@@ -20,9 +20,7 @@ from rooftile.moe.kernels.products import _place, _tile
 
 
 @triton.jit
-def _through_activation(
-    e, g, rows, n, here, p_ptr, a_ptr, dp_ptr, H: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr
-):
+def _through_activation(e, g, rows, n, here, p_ptr, a_ptr, dp_ptr, H: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr):
     """Writes g a and dp = act'(p) (g e) of rows and columns n; returns <a, e> by rows."""
     TWO: tl.constexpr = ACTIVATION != "relu2"
     mask = here[:, None] & (n < H)[None, :]

@@ -1,8 +1,8 @@
 """The product of sorted rows with the weight of each row's expert, and the sum over a token's choices.
 
 A program owns a tile of rows of one expert and a block of columns. It finds the expert on the device, from the bounds of the
-experts' rows: there are at most N K / BLOCK_M + min(E, N K) tiles, and programs past the last one leave. Rows are read and written
-through an index, so no tensor is permuted for a product.
+experts' rows: there are at most N K / BLOCK_M + min(E, N K) tiles, and programs past the last one leave. Rows are read and
+written through an index, so no tensor is permuted for a product.
 """
 
 from __future__ import annotations
