@@ -18,7 +18,7 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-POINTERS = {name: "*i64" for name in ("from_ptr", "to_ptr", "tokens_ptr", "order_ptr")}
+POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
 POINTERS |= {"bounds_ptr": "*i32", "gates_ptr": "*fp32", "dg_ptr": "*fp32"}
 E, D, H = 64, 2048, 1408
 

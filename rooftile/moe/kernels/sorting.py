@@ -22,19 +22,13 @@ _FEW = 4096
 _BLOCK, _CHUNK = 32, 128
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["ROWS"])
 def _rank(
-    chosen_ptr,
-    order_ptr,
-    tokens_ptr,
-    experts_ptr,
-    bounds_ptr,
-    ROWS,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    chosen_ptr, order_ptr, tokens_ptr, experts_ptr, bounds_ptr, ROWS,
+    E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
+    # fmt: on
     """Writes `Sorted` of the choices (ROWS / K, K). After the rows stand E + 1 questions: how many choices are below expert e."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = i < ROWS
@@ -42,13 +36,11 @@ def _rank(
     # an equal choice counts where it comes first, and never for a question
     limit = tl.where(is_row, i, 0)
     rank = tl.zeros((BLOCK,), tl.int32)
-    c = 0
-    while c < ROWS:
+    for c in range(0, ROWS, CHUNK):
         j = c + tl.arange(0, CHUNK)
         other = tl.load(chosen_ptr + j, mask=j < ROWS, other=2147483647)
         is_first = (other[None, :] == expert[:, None]) & (j[None, :] < limit[:, None])
         rank += tl.sum(((other[None, :] < expert[:, None]) | is_first).to(tl.int32), 1)
-        c += CHUNK
     tl.store(order_ptr + rank, i.to(tl.int64), mask=is_row)
     tl.store(tokens_ptr + rank, (i // K).to(tl.int64), mask=is_row)
     tl.store(experts_ptr + rank, expert, mask=is_row)
