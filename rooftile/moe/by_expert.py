@@ -55,11 +55,14 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
 def shared_forward(
     u: Tensor, weights: Weights, options: Options, wide: torch.dtype, activate: Activate | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """The shared network's output (N, d) in the wide dtype, None without one, and its products before the activation (N, 2 s)."""
+    """The shared network's output (N, d), in the wide dtype if it is gated, and its products before the activation (N, 2 s).
+
+    Without a shared network there is None, and no column.
+    """
     if weights.shared_up is None or weights.shared_down is None:
         return None, u.new_empty((u.shape[0], 0))
     shared = one_weight(u, weights.shared_up, options.deterministic)
-    z = one_weight((activate or _activated)(shared, options), weights.shared_down, options.deterministic).to(wide)
+    z = one_weight((activate or _activated)(shared, options), weights.shared_down, options.deterministic)
     return z if weights.shared_gate is None else z * _shared_gate(u, weights.shared_gate, wide, options), shared
 
 

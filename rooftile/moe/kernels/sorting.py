@@ -1,7 +1,8 @@
-"""Tokens sorted by expert in one launch, where there are few: the launches of a general sort take longer than reading weights.
+"""Tokens sorted by expert, by counting: one launch for few rows, two for many.
 
-Each row counts the rows in front of it, and each expert the rows of lower experts: rows squared comparisons, and no sum of two
-programs.
+A program has a block of rows. It knows the rows of each expert in all blocks and in those before its own, so it knows where its
+first row of each expert goes. Few rows are one block, which counts itself. A choice that is no expert has no place, and no kernel
+reads it: places behind the last expert's rows stay as they are.
 """
 
 from __future__ import annotations
@@ -14,54 +15,98 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.moe import sorting
+from rooftile.moe.sorting import Sorted
 from rooftile.runtime.launch import Kernel
 
-# rows up to which comparing each with each is faster than a general sort
-_FEW = 4096
-_BLOCK, _CHUNK = 32, 128
+# rows of a block, and numbers of a step: rows times experts
+_BLOCK, _STEP = 1024, 8192
+# blocks whose counts are added at a time
+_BLOCKS = 16
+
+
+@triton.jit
+def _here(chosen_ptr, i, stop, e):
+    """A row of ones and zeros for each of the rows i, by expert."""
+    chosen = tl.load(chosen_ptr + i, mask=i < stop, other=-1)
+    return (chosen[:, None] == e[None, :]).to(tl.int32)
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["ROWS"])
-def _rank(
-    chosen_ptr, order_ptr, tokens_ptr, experts_ptr, bounds_ptr, ROWS,
-    E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+def _count_rows(
+    chosen_ptr, counts_ptr, ROWS, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
     # fmt: on
-    """Writes `Sorted` of the choices (ROWS / K, K). After the rows stand E + 1 questions: how many choices are below expert e."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = i < ROWS
-    expert = tl.where(is_row, tl.load(chosen_ptr + i, mask=is_row, other=0), i - ROWS)
-    # an equal choice counts where it comes first, and never for a question
-    limit = tl.where(is_row, i, 0)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for c in range(0, ROWS, CHUNK):
-        j = c + tl.arange(0, CHUNK)
-        other = tl.load(chosen_ptr + j, mask=j < ROWS, other=2147483647)
-        is_first = (other[None, :] == expert[:, None]) & (j[None, :] < limit[:, None])
-        rank += tl.sum(((other[None, :] < expert[:, None]) | is_first).to(tl.int32), 1)
-    tl.store(order_ptr + rank, i.to(tl.int64), mask=is_row)
-    tl.store(tokens_ptr + rank, (i // K).to(tl.int64), mask=is_row)
-    tl.store(experts_ptr + rank, expert, mask=is_row)
-    tl.store(bounds_ptr + (i - ROWS), rank, mask=(i >= ROWS) & (i <= ROWS + E))
+    """The rows of each expert in each block (blocks, E)."""
+    e = tl.arange(0, BLOCK_E)
+    count = tl.zeros((BLOCK_E,), tl.int32)
+    for c in range(0, BLOCK, CHUNK):
+        count += tl.sum(_here(chosen_ptr, tl.program_id(0) * BLOCK + c + tl.arange(0, CHUNK), ROWS, e), 0)
+    tl.store(counts_ptr + tl.program_id(0) * E + e, count, mask=e < E)
 
 
-_start_rank = Kernel(_rank)
+# fmt: off
+@triton.jit(do_not_specialize=["ROWS", "COUNTED"])
+def _place_rows(
+    chosen_ptr, counts_ptr, order_ptr, tokens_ptr, experts_ptr, bounds_ptr, ROWS, COUNTED,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    # fmt: on
+    """Writes `Sorted` from the counts of all COUNTED blocks; without any, there is one block, and it counts its rows."""
+    block = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    place = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, COUNTED, BLOCKS):
+        b = first + tl.arange(0, BLOCKS)
+        counts = tl.load(counts_ptr + b[:, None] * E + e[None, :], mask=(b < COUNTED)[:, None] & (e < E)[None, :], other=0)
+        total += tl.sum(counts, 0)
+        place += tl.sum(tl.where((b < block)[:, None], counts, 0), 0)
+    stop = tl.minimum((block + 1) * BLOCK, ROWS)
+    if COUNTED == 0:
+        for c in range(0, stop, CHUNK):
+            total += tl.sum(_here(chosen_ptr, c + tl.arange(0, CHUNK), stop, e), 0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(bounds_ptr + e, ends - total, mask=e < E)
+        tl.store(bounds_ptr + e + 1, ends, mask=e == E - 1)
+    place += ends - total
+    for c in range(block * BLOCK, stop, CHUNK):
+        i = c + tl.arange(0, CHUNK)
+        here = _here(chosen_ptr, i, stop, e)
+        row = tl.sum(here * (place[None, :] + tl.cumsum(here, 0) - 1), 1)
+        is_expert = tl.sum(here, 1) > 0
+        tl.store(order_ptr + row, i.to(tl.int64), mask=is_expert)
+        tl.store(tokens_ptr + row, (i // K).to(tl.int64), mask=is_expert)
+        tl.store(experts_ptr + row, tl.sum(here * e[None, :], 1), mask=is_expert)
+        place += tl.sum(here, 0)
+
+
+_start_count, _start_placing = Kernel(_count_rows), Kernel(_place_rows)
 
 
 @cache
-def _constants(E: int, K: int) -> dict[str, Any]:
-    return {"E": E, "K": K, "BLOCK": _BLOCK, "CHUNK": _CHUNK, "num_warps": 4}
+def count_constants(E: int) -> dict[str, Any]:
+    block_e = triton.next_power_of_2(E)
+    return {"E": E, "BLOCK_E": block_e, "BLOCK": _BLOCK, "CHUNK": min(max(_STEP // block_e, 16), _BLOCK), "num_warps": 4}
 
 
-def sort(chosen: Tensor, count: int) -> sorting.Sorted:
-    """Sorts the choices (N, K), int32, of tokens among `count` experts."""
-    rows, device = chosen.numel(), chosen.device
-    if not 0 < rows <= _FEW:
-        return sorting.sort(chosen, count)
-    order, tokens = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-    experts, bounds = (torch.empty(n, dtype=torch.int32, device=device) for n in (rows, count + 1))
-    grid = (triton.cdiv(rows + count + 1, _BLOCK), 1, 1)
-    _start_rank(grid, (chosen.contiguous(), order, tokens, experts, bounds, rows), _constants(count, chosen.shape[1]))
-    return sorting.Sorted(order, tokens, experts, bounds)
+@cache
+def place_constants(E: int, K: int) -> dict[str, Any]:
+    return {**count_constants(E), "K": K, "BLOCKS": _BLOCKS}
+
+
+def sort(chosen: Tensor, E: int) -> Sorted:
+    """Sorts the choices (N, K), int32, of tokens among E experts."""
+    chosen, rows = chosen.contiguous(), chosen.numel()
+    order, tokens = (torch.empty(rows, dtype=torch.int64, device=chosen.device) for _ in range(2))
+    experts, bounds = (torch.empty(n, dtype=torch.int32, device=chosen.device) for n in (rows, E + 1))
+    if not rows:
+        return Sorted(order, tokens, experts, bounds.zero_())
+    blocks, counts = triton.cdiv(rows, _BLOCK), bounds
+    if blocks > 1:
+        counts = torch.empty((blocks, E), dtype=torch.int32, device=chosen.device)
+        _start_count((blocks, 1, 1), (chosen, counts, rows), count_constants(E))
+    arguments = chosen, counts, order, tokens, experts, bounds, rows, blocks if blocks > 1 else 0
+    _start_placing((blocks, 1, 1), arguments, place_constants(E, chosen.shape[1]))
+    return Sorted(order, tokens, experts, bounds)
