@@ -19,7 +19,9 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
-POINTERS |= {"bounds_ptr": "*i32", "gates_ptr": "*fp32", "dg_ptr": "*fp32"}
+POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr"), "*i32")
+POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr"), "*fp32")
+NUMBERS = ("TILES", "ROWS", "COUNTED")
 E, D, H = 64, 2048, 1408
 
 
@@ -31,7 +33,7 @@ def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype
     constants = dict(constants)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages") if word in constants}
     signature = {
-        name: "constexpr" if name in constants else "i32" if name == "TILES" else POINTERS.get(name, WORDS[dtype])
+        name: "constexpr" if name in constants else "i32" if name in NUMBERS else POINTERS.get(name, WORDS[dtype])
         for name in kernel.arg_names
     }
     names = list(enumerate(kernel.arg_names))
@@ -71,24 +73,25 @@ def test_products_compile(sm: int, dtype: torch.dtype, rows: int, activation: st
     from rooftile.moe.kernels.tiles import product_constants
 
     sizes = (H, D) if activation == "none" else (D, H)
-    is_clamped = activation == "clamped"
-    constants = product_constants(E, *sizes, activation, dtype, sm >= 90, rows, is_clamped, activation != "none")
+    is_first = activation != "none"
+    constants = product_constants(
+        E, *sizes, activation, dtype, sm >= 90, rows, activation == "clamped", is_first, is_first, not is_first, False
+    )
     built = compiled(_product, constants, sm, dtype)
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
 
 
-@pytest.mark.parametrize(("sm", "dtype", "rows", "activation"), swept(GRID, _traits), ids=str)
-def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int, activation: str) -> None:
-    from rooftile.moe.kernels.gradients import _through_down
-    from rooftile.moe.kernels.products import _product
-    from rooftile.moe.kernels.tiles import product_constants, through_constants
+BACKWARD = [(sm, dtype, rows, gather) for sm, dtype, rows, way in GRID if way == "none" for gather in (False, True)]
 
-    if activation == "none":
-        kernel, constants = _product, product_constants(E, 2 * H, D, "none", dtype, sm >= 90, rows, False, False, turned=True)
-    else:
-        constants = through_constants(E, D, H, activation, dtype, sm >= 90, rows, activation == "clamped", True)
-        kernel = _through_down
-    built = compiled(kernel, constants, sm, dtype)
+
+@pytest.mark.parametrize(("sm", "dtype", "rows", "gather"), swept(BACKWARD, lambda case: (case[:2], case[2:])), ids=str)
+def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int, gather: bool) -> None:
+    from rooftile.moe.kernels.products import _product
+    from rooftile.moe.kernels.tiles import product_constants
+
+    sizes = (D, H) if gather else (2 * H, D)
+    constants = product_constants(E, *sizes, "none", dtype, sm >= 90, rows, False, False, gather, not gather, True)
+    built = compiled(_product, constants, sm, dtype)
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
 
 
@@ -103,3 +106,19 @@ def test_weight_gradients_compile(left_by_token: bool, dtype: torch.dtype, sm: i
     built = compiled(_weight_gradient, weight_constants(*sizes, left_by_token, dtype, sm >= 90), sm, dtype)
     assert dtype == torch.float32 or runs_on_matrix_units(built, sm, 64)
     compiled(_bias_gradient, bias_constants(sizes[0], left_by_token), sm, dtype)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
+def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
+    from rooftile.moe.kernels import tiles
+    from rooftile.moe.kernels.activations import _activate, _activate_backward
+    from rooftile.moe.kernels.sorting import _count_rows, _place_rows, count_constants, place_constants
+
+    bias = activation == "clamped"
+    constants = tiles.activation_gradient_constants(E, H, D, activation, gated=True, routed=True, bias=bias, keep=True)
+    compiled(_activate_backward, constants, sm, torch.bfloat16)
+    compiled(_activate, tiles.activation_constants(H, activation), sm, torch.bfloat16)
+    for experts in (8, E, 512):
+        compiled(_count_rows, count_constants(experts), sm, torch.bfloat16)
+        compiled(_place_rows, place_constants(experts, 6), sm, torch.bfloat16)

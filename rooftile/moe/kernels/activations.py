@@ -1,4 +1,4 @@
-"""The activation between an expert's two products, its gradient, and both of the shared network by elements.
+"""The activation between an expert's two products, and its gradient, in products and by rows.
 
 A function and its gradient are those of `rooftile.moe.activations`: NaN stays NaN, and a clamp has a gradient at its limits.
 """
@@ -55,14 +55,24 @@ def _activate(p_ptr, a_ptr, S: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl
 # fmt: off
 @triton.jit
 def _activate_backward(
-    p_ptr, e_ptr, g_ptr, a_ptr, dp_ptr, dg_ptr,
-    S: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, e_ptr, g_ptr, dp_ptr, dg_ptr, dy_ptr, bias_ptr, tokens_ptr, order_ptr, experts_ptr, bounds_ptr,
+    E: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
+    BIAS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """g a and dp = act'(p) (g e) of a row, and dg = <a, e> if there is a gate g; else g is 1."""
+    """A row's dp = act'(p) (g e), and, if there is a gate g (else it is 1), dg = <a, e>; with KEEP g a takes the place of e.
+
+    ROUTED: rows are sorted by expert, g and dg are by token and choice, and rows behind the last expert's are left alone. BIAS:
+    dg also has <dy, bias of the second product>.
+    """
     TWO: tl.constexpr = ACTIVATION != "relu2"
     t = tl.program_id(0).to(tl.int64)
-    g = tl.load(g_ptr + t) if GATED else 1.0
+    place = t
+    if ROUTED:
+        if t >= tl.load(bounds_ptr + E):
+            return
+        place = tl.load(order_ptr + t)
+    g = tl.load(g_ptr + place) if GATED else 1.0
     sums = tl.zeros((BLOCK,), tl.float32)
     for c in range(0, S, BLOCK):
         n = c + tl.arange(0, BLOCK)
@@ -71,12 +81,19 @@ def _activate_backward(
         up = tl.load(p_ptr + p + S, mask=n < S, other=0.0).to(tl.float32) if TWO else gate
         e = tl.load(e_ptr + t * S + n, mask=n < S, other=0.0).to(tl.float32)
         # rounded as the forward rounds it
-        a = _activated(gate, up, ACTIVATION).to(a_ptr.dtype.element_ty).to(tl.float32)
+        a = _activated(gate, up, ACTIVATION).to(e_ptr.dtype.element_ty).to(tl.float32)
         sums += a * e
         d_gate, d_up = _gradient(gate, up, g * e, ACTIVATION)
-        tl.store(a_ptr + t * S + n, (g * a).to(a_ptr.dtype.element_ty), mask=n < S)
+        if KEEP:
+            tl.store(e_ptr + t * S + n, (g * a).to(e_ptr.dtype.element_ty), mask=n < S)
         tl.store(dp_ptr + p, d_gate.to(dp_ptr.dtype.element_ty), mask=n < S)
         if TWO:
             tl.store(dp_ptr + p + S, d_up.to(dp_ptr.dtype.element_ty), mask=n < S)
+    if BIAS:
+        token, expert = tl.load(tokens_ptr + t), tl.load(experts_ptr + t)
+        for c in range(0, D, BLOCK):
+            n = c + tl.arange(0, BLOCK)
+            bias = tl.load(bias_ptr + expert * D + n, mask=n < D, other=0.0).to(tl.float32)
+            sums += bias * tl.load(dy_ptr + token * D + n, mask=n < D, other=0.0).to(tl.float32)
     if GATED:
-        tl.store(dg_ptr + t, tl.sum(sums, 0))
+        tl.store(dg_ptr + place, tl.sum(sums, 0))

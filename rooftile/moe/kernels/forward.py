@@ -30,8 +30,8 @@ def forward(
     shared, shared_p = shared_forward(u, weights, options, gates.dtype, activate)
     if N:
         block_m = tiles.rows_of_tile(N * K, E, u.dtype, options.deterministic)
-        multiply(u, weights.up, weights.up_bias, a, p if keep else None, rows, block_m, options.activation)
-        multiply(a, weights.down, weights.down_bias, z, None, rows, block_m, "none")
+        multiply(u, weights.up, weights.up_bias, a, p if keep else None, rows, block_m, options.activation, gather=True)
+        multiply(a, weights.down, weights.down_bias, z, None, rows, block_m, "none", scatter=True)
         constants = tiles.sum_constants(E, K, d, shared is not None)
         arguments = z, gates, z if shared is None else shared.contiguous(), chosen.contiguous(), y
         _start_sum((N, triton.cdiv(d, constants["BLOCK"]), 1), arguments, constants)
@@ -39,15 +39,16 @@ def forward(
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, p: Tensor | None, rows: Sorted, block_m: int, activation: str,
-    turned: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, p: Tensor | None, rows: Sorted, block_m: int, activation: str, *,
+    gather: bool = False, scatter: bool = False, turned: bool = False,
 ) -> None:  # fmt: skip
-    """Writes y, and p if it is given: from tokens to sorted rows, and with "none" from sorted rows to (token, choice)."""
+    """Writes y, and p if it is given. x has sorted rows, or tokens to gather; y has sorted rows, or is by token and choice."""
     E, hopper = weight.shape[0], capability(x.device) >= (9, 0)
     constants = tiles.product_constants(
-        E, x.shape[1], y.shape[1], activation, x.dtype, hopper, block_m, bias is not None, p is not None, turned
+        E, x.shape[1], y.shape[1], activation, x.dtype, hopper, block_m, bias is not None, p is not None, gather, scatter, turned
     )
-    count = most_tiles(rows, E, block_m)
+    # no load of the experts has more tiles of rows
+    count = rows.order.shape[0] // block_m + min(E, rows.order.shape[0])
     arguments = (
         x, weight.contiguous(), x if bias is None else bias.contiguous(), y, y if p is None else p, rows.tokens, rows.order,
         rows.bounds, count,
@@ -55,17 +56,11 @@ def multiply(
     _start_product((count * triton.cdiv(y.shape[1], constants["BLOCK_N"]), 1, 1), arguments, constants)
 
 
-def most_tiles(rows: Sorted, E: int, block_m: int) -> int:
-    """No load of the experts has more tiles of rows."""
-    count = rows.order.shape[0]
-    return count // block_m + min(E, count)
-
-
 def activate(p: Tensor, options: Options) -> Tensor:
     """The activation of the shared network's products, (N, 2 s) to (N, s)."""
     size = p.shape[1] // (1 if options.activation == "relu2" else 2)
     a = p.new_empty((p.shape[0], size))
     if a.numel():
-        constants = tiles.element_constants(size, options.activation)
+        constants = tiles.activation_constants(size, options.activation)
         _start_activation((p.shape[0], triton.cdiv(size, constants["BLOCK"]), 1), (p, a), constants)
     return a
