@@ -88,7 +88,7 @@ _start_count, _start_placing = Kernel(_count_rows), Kernel(_place_rows)
 @cache
 def count_constants(E: int) -> dict[str, Any]:
     block_e = triton.next_power_of_2(E)
-    return {"E": E, "BLOCK_E": block_e, "BLOCK": _BLOCK, "CHUNK": min(max(_STEP // block_e, 16), _BLOCK), "num_warps": 4}
+    return {"E": E, "BLOCK_E": block_e, "BLOCK": _BLOCK, "CHUNK": min(max(_STEP // block_e, 16), 256), "num_warps": 4}
 
 
 @cache
