@@ -19,7 +19,7 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
-POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr"), "*i32")
+POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr", "totals_ptr"), "*i32")
 POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr"), "*fp32")
 NUMBERS = ("TILES", "ROWS", "COUNTED")
 E, D, H = 64, 2048, 1408
@@ -113,7 +113,14 @@ def test_weight_gradients_compile(left_by_token: bool, dtype: torch.dtype, sm: i
 def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
     from rooftile.moe.kernels import tiles
     from rooftile.moe.kernels.activations import _activate, _activate_backward
-    from rooftile.moe.kernels.sorting import _count_rows, _place_rows, count_constants, place_constants
+    from rooftile.moe.kernels.sorting import (
+        _add_counts,
+        _count_rows,
+        _place_rows,
+        adding_constants,
+        count_constants,
+        place_constants,
+    )
 
     bias = activation == "clamped"
     constants = tiles.activation_gradient_constants(E, H, D, activation, gated=True, routed=True, bias=bias, keep=True)
@@ -121,4 +128,6 @@ def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
     compiled(_activate, tiles.activation_constants(H, activation), sm, torch.bfloat16)
     for experts in (8, E, 512):
         compiled(_count_rows, count_constants(experts), sm, torch.bfloat16)
-        compiled(_place_rows, place_constants(experts, 6), sm, torch.bfloat16)
+        compiled(_add_counts, adding_constants(experts), sm, torch.bfloat16)
+        for few in (None, 1, 8, 1024):
+            compiled(_place_rows, place_constants(experts, 6, few), sm, torch.bfloat16)
