@@ -1,6 +1,6 @@
 """The activation between an expert's two products, and its gradient, in products and by rows.
 
-A function and its gradient are those of `rooftile.moe.activations`: NaN stays NaN, and a clamp has a gradient at its limits.
+Functions and gradients equal `rooftile.moe.activations`: NaN stays NaN, and a clamp has a gradient at its limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gradient(gate, up, da, ACTIVATION: tl.constexpr):
-    """Returns the gradients of gate and up, from the gradient of the activation; for relu2 both are that of its one number."""
+    """Returns the gradients of gate and up, from the gradient of the activation; for relu2 both are the gradient of its one number."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(gate)
         return da * up * s * (1 + gate * (1 - s)), da * gate * s

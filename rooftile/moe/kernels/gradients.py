@@ -25,7 +25,7 @@ def _weight_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     # fmt: on
-    """left^T right over the rows of an expert: a block of (E, OUT, IN), 0 without rows. Rows are sorted, or those of tokens."""
+    """left^T right over the rows of an expert: a block of (E, OUT, IN), 0 without rows. A factor is by rows, or by tokens."""
     COLUMNS: tl.constexpr = (IN + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (OUT + BLOCK_M - 1) // BLOCK_M * COLUMNS
     expert, place = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS

@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftile.moe.sorting import Sorted
 from rooftile.runtime.launch import Kernel
 
-# rows of a block; up to so many are sorted in one launch, by one program
+# rows of a block, and the most rows that one program sorts in one launch
 _BLOCK, _FEW = 256, 1024
 # numbers of a step: rows times experts
 _STEP = 8192
