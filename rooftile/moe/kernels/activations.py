@@ -25,7 +25,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gradient(gate, up, da, ACTIVATION: tl.constexpr):
-    """Returns the gradients of gate and up, from the gradient of the activation; for relu2 both are the gradient of its one number."""
+    """Returns the gradients of gate and up, from the gradient of the activation; for relu2 twice the same."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(gate)
         return da * up * s * (1 + gate * (1 - s)), da * gate * s
