@@ -75,7 +75,7 @@ def test_products_compile(sm: int, dtype: torch.dtype, rows: int, activation: st
     sizes = (H, D) if activation == "none" else (D, H)
     is_first = activation != "none"
     constants = product_constants(
-        E, *sizes, activation, dtype, sm >= 90, rows, activation == "clamped", is_first, is_first, not is_first, False
+        E, *sizes, activation, dtype, sm >= 90, rows, activation in ("clamped", "none"), is_first, is_first, not is_first, False
     )
     built = compiled(_product, constants, sm, dtype)
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)

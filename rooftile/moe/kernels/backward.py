@@ -20,7 +20,6 @@ from rooftile.moe.kernels.gradients import _bias_gradient, _sum_gradients, _weig
 from rooftile.moe.kernels.sorting import sort
 from rooftile.moe.problem import Options, Weights
 from rooftile.moe.sorting import Sorted
-from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 
 _start_activation, _start_sum = Kernel(_activate_backward), Kernel(_sum_gradients)
@@ -77,7 +76,7 @@ def weight_gradient(left: Tensor, right: Tensor, weight: Tensor, rows: Sorted, *
     """The gradient (E, out, in) of a weight; the left or the right factor has a row for each token, the other for each row."""
     E, size_out, size_in = weight.shape
     found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    constants = tiles.weight_constants(size_out, size_in, left_by_token, weight.dtype, capability(weight.device) >= (9, 0))
+    constants = tiles.weight_constants(size_out, size_in, left_by_token, weight.dtype, tiles.is_large(weight.device))
     blocks = triton.cdiv(size_out, constants["BLOCK_M"]) * triton.cdiv(size_in, constants["BLOCK_N"])
     _start_weight((E * blocks, 1, 1), (left, right, rows.tokens, rows.bounds, found), constants)
     return found

@@ -12,7 +12,6 @@ from rooftile.moe.kernels.products import _product, _sum_choices
 from rooftile.moe.kernels.sorting import sort
 from rooftile.moe.problem import Options, Weights
 from rooftile.moe.sorting import Sorted
-from rooftile.runtime.devices import capability
 from rooftile.runtime.launch import Kernel
 
 _start_product, _start_sum, _start_activation = Kernel(_product), Kernel(_sum_choices), Kernel(_activate)
@@ -43,9 +42,9 @@ def multiply(
     gather: bool = False, scatter: bool = False, turned: bool = False,
 ) -> None:  # fmt: skip
     """Writes y, and p if it is given. x has sorted rows, or tokens to gather; y has sorted rows, or is by token and choice."""
-    E, hopper = weight.shape[0], capability(x.device) >= (9, 0)
+    E, large = weight.shape[0], tiles.is_large(x.device)
     constants = tiles.product_constants(
-        E, x.shape[1], y.shape[1], activation, x.dtype, hopper, block_m, bias is not None, p is not None, gather, scatter, turned
+        E, x.shape[1], y.shape[1], activation, x.dtype, large, block_m, bias is not None, p is not None, gather, scatter, turned
     )
     # no load of the experts has more tiles of rows
     count = rows.order.shape[0] // block_m + min(E, rows.order.shape[0])
