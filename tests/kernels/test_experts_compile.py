@@ -70,13 +70,12 @@ def _traits(case: tuple) -> tuple:
 @pytest.mark.parametrize(("sm", "dtype", "rows", "activation"), swept(GRID, _traits), ids=str)
 def test_products_compile(sm: int, dtype: torch.dtype, rows: int, activation: str) -> None:
     from rooftile.moe.kernels.products import _product
-    from rooftile.moe.kernels.tiles import product_constants
+    from rooftile.moe.kernels.tiles import Way, product_constants
 
     sizes = (H, D) if activation == "none" else (D, H)
     is_first = activation != "none"
-    constants = product_constants(
-        E, *sizes, activation, dtype, sm >= 90, rows, activation in ("clamped", "none"), is_first, is_first, not is_first, False
-    )
+    way = Way(gather=is_first, scatter=not is_first, alone=rows == 16)
+    constants = product_constants(E, *sizes, activation, dtype, sm >= 90, rows, activation in ("clamped", "none"), is_first, way)
     built = compiled(_product, constants, sm, dtype)
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
 
@@ -87,10 +86,10 @@ BACKWARD = [(sm, dtype, rows, gather) for sm, dtype, rows, way in GRID if way ==
 @pytest.mark.parametrize(("sm", "dtype", "rows", "gather"), swept(BACKWARD, lambda case: (case[:2], case[2:])), ids=str)
 def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int, gather: bool) -> None:
     from rooftile.moe.kernels.products import _product
-    from rooftile.moe.kernels.tiles import product_constants
+    from rooftile.moe.kernels.tiles import Way, product_constants
 
     sizes = (D, H) if gather else (2 * H, D)
-    constants = product_constants(E, *sizes, "none", dtype, sm >= 90, rows, False, False, gather, not gather, True)
+    constants = product_constants(E, *sizes, "none", dtype, sm >= 90, rows, False, False, Way(gather, not gather, turned=True))
     built = compiled(_product, constants, sm, dtype)
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
 

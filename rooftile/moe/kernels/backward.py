@@ -18,6 +18,7 @@ from rooftile.moe.kernels.activations import _activate_backward
 from rooftile.moe.kernels.forward import multiply
 from rooftile.moe.kernels.gradients import _bias_gradient, _sum_gradients, _weight_gradient
 from rooftile.moe.kernels.sorting import sort
+from rooftile.moe.kernels.tiles import Way
 from rooftile.moe.problem import Options, Weights
 from rooftile.moe.sorting import Sorted
 from rooftile.runtime.launch import Kernel
@@ -40,9 +41,9 @@ def backward(
     du, dgates = torch.empty_like(u), torch.empty_like(gates)
     if N:
         block_m = tiles.rows_of_tile(N * K, E, u.dtype, options.deterministic)
-        multiply(dy, weights.down, None, e, None, rows, block_m, "none", gather=True, turned=True)
+        multiply(dy, weights.down, None, e, None, rows, block_m, Way(gather=True, turned=True))
         through_activation(p, e, dp, gates, dgates, dy, weights.down_bias, rows, options, needs_weights)
-        multiply(dp, weights.up, None, dx, None, rows, block_m, "none", scatter=True, turned=True)
+        multiply(dp, weights.up, None, dx, None, rows, block_m, Way(scatter=True, turned=True))
         constants = tiles.sum_constants(E, K, d, du_shared is not None)
         arguments = dx, dx if du_shared is None else du_shared.contiguous(), chosen.contiguous(), du, dgates
         _start_sum((N, triton.cdiv(d, constants["BLOCK"]), 1), arguments, constants)

@@ -42,27 +42,32 @@ def _place(tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
 def _product(
     x_ptr, w_ptr, bias_ptr, y_ptr, p_ptr, from_ptr, to_ptr, bounds_ptr, TILES,
     E: tl.constexpr, BLOCK_E: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, TURNED: tl.constexpr, ALONE: tl.constexpr, BIAS: tl.constexpr,
+    KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):
     # fmt: on
     """y = act(x W^T + bias) by rows, (rows, OUT); p is what stands before the activation, kept if KEEP.
 
     W is (E, OUT, IN), or (E, 2 OUT, IN) with the rows of the gate first: a program then makes both halves of its columns. TURNED:
-    it is (E, IN, OUT), and y = x W.
+    it is (E, IN, OUT), and y = x W. ALONE: the rows are one token's, in the order of its choices, which stand in place of bounds.
     """
     TWO: tl.constexpr = (ACTIVATION == "silu") or (ACTIVATION == "clamped")
     HALVES: tl.constexpr = 2 if TWO else 1
     STEP_N: tl.constexpr = 1 if TURNED else IN
     STEP_K: tl.constexpr = OUT if TURNED else 1
     tile, column = _place(TILES, (OUT + BLOCK_N - 1) // BLOCK_N, GROUP)
-    expert, start, end = _tile(bounds_ptr, tile, E, BLOCK_E, BLOCK_M)
-    if expert >= E:
+    if ALONE:
+        expert, start, end = tl.load(bounds_ptr + tile), tile, tile + 1
+    else:
+        expert, start, end = _tile(bounds_ptr, tile, E, BLOCK_E, BLOCK_M)
+    if (expert < 0) | (expert >= E):
         return
     rows = start + tl.arange(0, BLOCK_M)
     here = rows < end
     # past the expert's rows stands some row, which is not written: so no load asks for the row
-    source = tl.load(from_ptr + rows, mask=here, other=0) if GATHER else tl.where(here, rows, start).to(tl.int64)
+    source = tl.where(here, rows, start).to(tl.int64)
+    if GATHER:
+        source = source * 0 if ALONE else tl.load(from_ptr + rows, mask=here, other=0)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x = x_ptr + source[:, None] * IN + k[None, :]
@@ -91,7 +96,7 @@ def _product(
             tl.store(p + OUT, other, mask=mask)
     if ACTIVATION != "none":
         rounded = _activated(rounded.to(tl.float32), other.to(tl.float32), ACTIVATION).to(y_ptr.dtype.element_ty)
-    target = tl.load(to_ptr + rows, mask=here, other=0) if SCATTER else rows.to(tl.int64)
+    target = tl.load(to_ptr + rows, mask=here, other=0) if SCATTER and not ALONE else rows.to(tl.int64)
     tl.store(y_ptr + target[:, None] * OUT + n[None, :], rounded, mask=mask)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,15 +57,24 @@ def gradient_tile(size_in: int, dtype: torch.dtype, large: bool) -> dict[str, in
 # each of these gives one dictionary for the same arguments: a launch is recognised by it
 
 
+class Way(NamedTuple):
+    """How a product finds rows and weights."""
+
+    gather: bool = False  # x is by token
+    scatter: bool = False  # y is by token and choice
+    turned: bool = False  # the weight is (E, in, out)
+    alone: bool = False  # there is one token, whose rows are in the order of its choices
+
+
 @cache
 def product_constants(
     E: int, size_in: int, size_out: int, activation: str, dtype: torch.dtype, large: bool, block_m: int, bias: bool, keep: bool,
-    gather: bool, scatter: bool, turned: bool,
+    way: Way,
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "E": E, "BLOCK_E": triton.next_power_of_2(E), "IN": size_in, "OUT": size_out, "ACTIVATION": activation, "GATHER": gather,
-        "SCATTER": scatter, "TURNED": turned, "BIAS": bias, "KEEP": keep, "GROUP": _GROUP,
-        **tile_of(block_m, activation, dtype, large),
+        "E": E, "BLOCK_E": triton.next_power_of_2(E), "IN": size_in, "OUT": size_out, "ACTIVATION": activation,
+        "GATHER": way.gather, "SCATTER": way.scatter, "TURNED": way.turned, "ALONE": way.alone, "BIAS": bias, "KEEP": keep,
+        "GROUP": _GROUP, **tile_of(block_m, activation, dtype, large),
     }  # fmt: skip
 
 
