@@ -8,7 +8,7 @@ definition    the experts in plain operations, one after the other, each on all 
 sorting       tokens sorted by expert
 products      products of sorted rows with the weight of each row's expert
 by_expert     forward and backward on sorted rows
-kernels       the forward on sorted rows in Triton
+kernels       forward and backward on sorted rows in Triton
 activations   what stands between the two products of an expert, and its gradient
 problem       the options of an operator, and their code
 operator      the operators, with their gradients

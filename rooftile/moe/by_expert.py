@@ -4,11 +4,14 @@
 
 A forward keeps p. The backward makes a again, and needs no z: with e = dy down, by rows,
 
-    dg = <a, e>    dp = act'(p) (g e)    du_t = sum over k of (dp up)    d_up = dp^T x    d_down = (g dy)^T a
+    dg = <a, e>    dp = act'(p) (g e)    du_t = sum over k of (dp up)    d_up = dp^T x    d_down = dy^T (g a)
+
+The shared network is the same with one expert, whose gate is 1 or a sigmoid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,9 @@ from rooftile.moe.activations import activated, gradient
 from rooftile.moe.problem import Options, Weights
 from rooftile.moe.products import bias_gradient, elementwise, multiply, one_weight, weight_gradient
 from rooftile.moe.sorting import Sorted, sort
+
+Activate = Callable[[Tensor, Options], Tensor]
+Through = Callable[[Tensor, Tensor, Tensor | None, Options], tuple[Tensor, Tensor, Tensor]]
 
 
 class Gradients(NamedTuple):
@@ -46,12 +52,17 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
     return y.to(u.dtype), p, shared
 
 
-def shared_forward(u: Tensor, weights: Weights, options: Options, wide: torch.dtype) -> tuple[Tensor | None, Tensor]:
-    """The shared network's output (N, d) in the wide dtype, None without one, and its products before the activation (N, 2 s)."""
+def shared_forward(
+    u: Tensor, weights: Weights, options: Options, wide: torch.dtype, activate: Activate | None = None
+) -> tuple[Tensor | None, Tensor]:
+    """The shared network's output (N, d), in the wide dtype if it is gated, and its products before the activation (N, 2 s).
+
+    Without a shared network there is None, and no column.
+    """
     if weights.shared_up is None or weights.shared_down is None:
         return None, u.new_empty((u.shape[0], 0))
     shared = one_weight(u, weights.shared_up, options.deterministic)
-    z = one_weight(_activated(shared, options), weights.shared_down, options.deterministic).to(wide)
+    z = one_weight((activate or _activated)(shared, options), weights.shared_down, options.deterministic)
     return z if weights.shared_gate is None else z * _shared_gate(u, weights.shared_gate, wide, options), shared
 
 
@@ -63,10 +74,10 @@ def backward(
     rows = sort(chosen, weights.up.shape[0])
     dy = dy.to(u.dtype)
     du, dgates, found = _routed_gradients(dy, p, u, gates, rows, weights, options, needs_weights)
-    if weights.shared_up is not None and weights.shared_down is not None:
-        du_shared, found_shared = _shared_gradients(dy, shared, u, gates.dtype, weights, options, needs_weights)
-        du, found = du + du_shared, found | found_shared
-    return Gradients(du.to(u.dtype), dgates, **found)
+    du_shared, found_shared = shared_gradients(dy, shared, u, weights, options, gates.dtype, needs_weights)
+    if du_shared is not None:
+        du += du_shared
+    return Gradients(du.to(u.dtype), dgates, **found, **found_shared)
 
 
 def _routed_gradients(
@@ -74,46 +85,54 @@ def _routed_gradients(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The gradients of the tokens, in the dtype of the gates, of the gates, and of the routed experts' weights."""
     dz, g = dy[rows.tokens], gates.flatten()[rows.order][:, None]
-    a, e = activated(p, options.activation), multiply(dz, weights.down.mT, None, rows, options.deterministic)
-    dg = (a.to(gates.dtype) * e.to(gates.dtype)).sum(-1)
+    dg, ga, dp = _through(p, multiply(dz, weights.down.mT, None, rows, options.deterministic), g, options)
+    dg = dg[:, 0]
     if weights.down_bias is not None:
         dg = dg + (dz.to(gates.dtype) * weights.down_bias[rows.experts.long()].to(gates.dtype)).sum(-1)
-    dp = gradient(p, g * e, options.activation).to(u.dtype)
     dx = multiply(dp, weights.up.mT, None, rows, options.deterministic)
     du = _summed(rows.back(dx).unflatten(0, gates.shape), None, gates.dtype)
     found: dict[str, Tensor] = {}
     if needs_weights:
-        dz = (g * dz).to(u.dtype)
         found["up"] = weight_gradient(dp, u[rows.tokens], weights.up, rows)
-        found["down"] = weight_gradient(dz, a, weights.down, rows)
+        found["down"] = weight_gradient(dz, ga, weights.down, rows)
         if weights.up_bias is not None:
             found["up_bias"] = bias_gradient(dp, weights.up_bias, rows)
         if weights.down_bias is not None:
-            found["down_bias"] = bias_gradient(dz, weights.down_bias, rows)
+            found["down_bias"] = bias_gradient((g * dz).to(u.dtype), weights.down_bias, rows)
     return du, rows.back(dg).view(gates.shape), found
 
 
-def _shared_gradients(
-    dy: Tensor, p: Tensor, u: Tensor, wide: torch.dtype, weights: Weights, options: Options, needs_weights: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradients of the tokens and of the shared weights, through the shared network."""
+def shared_gradients(
+    dy: Tensor, p: Tensor, u: Tensor, weights: Weights, options: Options, wide: torch.dtype, needs_weights: bool,
+    through: Through | None = None,
+) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
+    """The gradient (N, d) of the tokens through the shared network, None without one, and the gradients of its weights."""
     up, down, gate = weights.shared_up, weights.shared_down, weights.shared_gate
-    assert up is not None
-    assert down is not None
-    a, dz, du, found = activated(p, options.activation), dy, torch.zeros_like(u, dtype=wide), {}
-    if gate is not None:
-        s = _shared_gate(u, gate, wide, options)
+    if up is None or down is None:
+        return None, {}
+    s = None if gate is None else _shared_gate(u, gate, wide, options)
+    dg, ga, dp = (through or _through)(p, one_weight(dy, down.mT, options.deterministic), s, options)
+    du = one_weight(dp, up.mT, options.deterministic)
+    found: dict[str, Tensor] = {}
+    if gate is not None and s is not None:
         # the gradient of the gate's logit
-        dl = (a.to(wide) * (dy @ down).to(wide)).sum(-1, keepdim=True) * s * (1 - s)
-        du = dl * gate.to(wide)
-        dz = (s * dy).to(u.dtype)
+        dl = dg * s * (1 - s)
+        du = du + dl * gate.to(wide)
         if needs_weights:
             found["shared_gate"] = (dl.mT @ u.to(wide))[0].to(gate.dtype)
-    dp = gradient(p, one_weight(dz, down.mT, options.deterministic), options.activation)
-    du = du + one_weight(dp, up.mT, options.deterministic).to(wide)
     if needs_weights:
-        found["shared_up"], found["shared_down"] = dp.mT @ u, dz.mT @ a
+        found["shared_up"], found["shared_down"] = dp.mT @ u, dy.mT @ ga
     return du, found
+
+
+def _through(p: Tensor, e: Tensor, g: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """<a, e> (N, 1) in the dtype of g, and g a and act'(p) (g e) in the dtype of p; g (N, 1) is 1 if it is None."""
+    a = activated(p, options.activation)
+    if g is None:
+        return a[:, :0], a, gradient(p, e, options.activation)
+    wide_a, wide_e = a.to(g.dtype), e.to(g.dtype)
+    dg = (wide_a * wide_e).sum(-1, keepdim=True)
+    return dg, (g * wide_a).to(p.dtype), gradient(p, g * wide_e, options.activation)
 
 
 def _activated(p: Tensor, options: Options) -> Tensor:

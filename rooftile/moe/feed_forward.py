@@ -50,9 +50,8 @@ def experts(
         down: (E, d, h).
         activation: "silu" (SwiGLU), "clamped" (gpt-oss: (up + 1) gate sigmoid(1.702 gate), gate at most 7 and up from -7 to 7) or
             "relu2" (Nemotron-H: relu(up)^2, without a gate).
-        backend: "triton" (kernels for the forward, on rows sorted by expert), "tiled" (the same in PyTorch's operations) or
-            "eager" (the definition: every expert on all tokens, with derivatives of derivatives); None or "auto" takes the
-            fastest that runs.
+        backend: "triton" (kernels, on rows sorted by expert), "tiled" (the same in PyTorch's operations) or "eager" (the
+            definition: every expert on all tokens, with derivatives of derivatives); None or "auto" takes the fastest that runs.
         deterministic: whether a token's output has the same bits whatever the other tokens are, and however many; None follows
             torch. From run to run results are the same bits either way.
         up_bias, down_bias: (E, 2 h) and (E, d), added to the products of each expert.

@@ -82,7 +82,14 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *weights, needs_weights, code = rest
     with torch.autocast(u.device.type, enabled=False):
-        found = by_expert.backward(dy, p, shared, u, chosen, gates, Weights(*weights), decode(code), needs_weights)
+        given, options = Weights(*weights), decode(code)
+        if _takes_kernels(u, given, options.backend):
+            from rooftile.moe import kernels
+
+            backward = kernels.backward
+        else:
+            backward = by_expert.backward
+        found = backward(dy, p, shared, u, chosen, gates, given, options, needs_weights)
     return tuple(u.new_empty(0) if x is None else x.contiguous() for x in found)
 
 

@@ -14,7 +14,12 @@ class Sorted(NamedTuple):
     order: Tensor  # (N K,) int64: the place of each row among (token, choice)
     tokens: Tensor  # (N K,) int64: the token of each row
     experts: Tensor  # (N K,) int32: the expert of each row
-    ends: Tensor  # (E,) int32: where the rows of each expert end
+    bounds: Tensor  # (E + 1,) int32: expert e has the rows from bounds[e] to bounds[e + 1]
+
+    @property
+    def ends(self) -> Tensor:
+        """Returns where the rows of each expert end (E,)."""
+        return self.bounds[1:]
 
     def back(self, rows: Tensor) -> Tensor:
         """Sorted rows (N K, ...) by token and choice."""
@@ -24,6 +29,7 @@ class Sorted(NamedTuple):
 def sort(experts: Tensor, count: int) -> Sorted:
     """Sorts the choices (N, K) of tokens among `count` experts."""
     ids, order = experts.flatten().sort(stable=True)
-    every = torch.arange(count, dtype=ids.dtype, device=ids.device)
-    ends = torch.searchsorted(ids, every, right=True, out_int32=True)
-    return Sorted(order, order.div(experts.shape[1], rounding_mode="floor"), ids, ends)
+    # rows of choices below 0, which are no experts, lie in front of the first bound
+    every = torch.arange(-1, count, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(ids, every, right=True, out_int32=True)
+    return Sorted(order, order.div(experts.shape[1], rounding_mode="floor"), ids, bounds)

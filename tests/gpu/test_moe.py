@@ -101,3 +101,26 @@ def test_every_tile_of_the_kernels_equals_the_definition(N: int, E: int, K: int,
     for deterministic in (False, True):
         y = moe.experts(u, routing, up, down, backend="triton", deterministic=deterministic)
         assert (y - due).norm() <= 2 * (plain - due).norm() + 1e-6 * due.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("N", "E", "K"), [(1, 64, 6), (200, 16, 3), (700, 8, 2), (3000, 8, 4)])
+def test_every_tile_of_the_backward_equals_the_definition(N: int, E: int, K: int, dtype: torch.dtype) -> None:
+    """Rows of one, several and many tiles; all of them on few experts, and experts without rows, whose gradients are 0."""
+    shapes = {"u": (N, 200), "up": (E, 2 * 104, 200), "down": (E, 200, 104), "up_bias": (E, 208), "down_bias": (E, 200)}
+    given = {name: torch.randn(shape, device="cuda", dtype=dtype) / 8 for name, shape in shapes.items()}
+    scores = torch.rand(N, E, device="cuda") + torch.arange(E, device="cuda").eq(0) - 9 * torch.arange(E, device="cuda").eq(E - 1)
+    chosen, gates, dy = scores.topk(K).indices.int(), torch.rand(N, K, device="cuda"), torch.randn(N, 200, device="cuda")
+
+    def gradients(wide: torch.dtype, **options: object) -> tuple[Tensor, ...]:
+        u, up, down, up_bias, down_bias = leaves = [x.to(wide).requires_grad_() for x in given.values()]
+        g = gates.to(torch.promote_types(wide, torch.float32)).requires_grad_()
+        y = moe.experts(u, moe.Routing(chosen, g), up, down, up_bias=up_bias, down_bias=down_bias, **options)
+        return torch.autograd.grad(y, [g, *leaves], dy.to(dtype).to(wide))
+
+    exact, plain = gradients(torch.float64, backend="eager"), gradients(dtype, backend="eager")
+    for deterministic in (False, True):
+        found = gradients(dtype, backend="triton", deterministic=deterministic)
+        for x, usual, due in zip(found, plain, exact, strict=True):
+            assert (x - due).norm() <= 2 * (usual - due).norm() + 2e-6 * due.norm()
+            assert (x[due.flatten(1).eq(0).all(1)] == 0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -17,29 +18,35 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
+POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr", "totals_ptr"), "*i32")
+POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr"), "*fp32")
+NUMBERS = ("TILES", "ROWS", "COUNTED")
+E, D, H = 64, 2048, 1408
 
 
-def compiled(sm: int, dtype: torch.dtype, block_m: int, activation: str, keep: bool, bias: bool):
-    """A product as it is launched for tensors that are aligned to 16 bytes."""
+def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype) -> Any:
+    """A kernel as it is launched for tensors that are aligned to 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.moe import kernels
-    from rooftile.moe.kernels.products import _product
-
-    sizes = (1408, 2048) if activation == "none" else (2048, 1408)
-    constants = dict(kernels._constants(64, *sizes, activation, dtype, sm >= 90, block_m, bias, keep))
-    options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
-    pointers = {"from_ptr": "*i64", "to_ptr": "*i64", "ends_ptr": "*i32"}
+    constants = dict(constants)
+    options = {word: constants.pop(word) for word in ("num_warps", "num_stages") if word in constants}
     signature = {
-        name: "constexpr" if name in constants else "i32" if name == "TILES" else pointers.get(name, WORDS[dtype])
-        for name in _product.arg_names
+        name: "constexpr" if name in constants else "i32" if name in NUMBERS else POINTERS.get(name, WORDS[dtype])
+        for name in kernel.arg_names
     }
-    names = list(enumerate(_product.arg_names))
+    names = list(enumerate(kernel.arg_names))
     places = {(n,): constants[name] for n, name in names if name in constants}
     even = {(n,): [["tt.divisibility", 16]] for n, name in names if name.endswith("_ptr")}
-    source = ASTSource(_product, signature, places, even)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    built = triton.compile(ASTSource(kernel, signature, places, even), target=GPUTarget("cuda", sm, 32), options=options)
+    assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
+    assert stack(built) <= ROOM
+    return built
+
+
+def runs_on_matrix_units(built: Any, sm: int, rows: int) -> bool:
+    return bool(re.search(r"wgmma" if sm >= 90 and rows >= 64 else r"mma\.sync|wgmma", built.asm["ptx"]))
 
 
 ROWS = (16, 32, 64, 128)
@@ -62,10 +69,64 @@ def _traits(case: tuple) -> tuple:
 
 @pytest.mark.parametrize(("sm", "dtype", "rows", "activation"), swept(GRID, _traits), ids=str)
 def test_products_compile(sm: int, dtype: torch.dtype, rows: int, activation: str) -> None:
-    is_clamped = activation == "clamped"
-    built = compiled(sm, dtype, rows, activation, activation != "none", is_clamped)
-    assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
-    assert stack(built) <= ROOM
-    if dtype == torch.bfloat16:
-        # products of 16-bit numbers run on the matrix units
-        assert re.search(r"wgmma" if sm >= 90 and rows >= 64 else r"mma\.sync|wgmma", built.asm["ptx"])
+    from rooftile.moe.kernels.products import _product
+    from rooftile.moe.kernels.tiles import Way, product_constants
+
+    sizes = (H, D) if activation == "none" else (D, H)
+    is_first = activation != "none"
+    way = Way(gather=is_first, scatter=not is_first, alone=rows == 16)
+    constants = product_constants(E, *sizes, activation, dtype, sm >= 90, rows, activation in ("clamped", "none"), is_first, way)
+    built = compiled(_product, constants, sm, dtype)
+    assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
+
+
+BACKWARD = [(sm, dtype, rows, gather) for sm, dtype, rows, way in GRID if way == "none" for gather in (False, True)]
+
+
+@pytest.mark.parametrize(("sm", "dtype", "rows", "gather"), swept(BACKWARD, lambda case: (case[:2], case[2:])), ids=str)
+def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int, gather: bool) -> None:
+    from rooftile.moe.kernels.products import _product
+    from rooftile.moe.kernels.tiles import Way, product_constants
+
+    sizes = (D, H) if gather else (2 * H, D)
+    constants = product_constants(E, *sizes, "none", dtype, sm >= 90, rows, False, False, Way(gather, not gather, turned=True))
+    built = compiled(_product, constants, sm, dtype)
+    assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+@pytest.mark.parametrize("left_by_token", [False, True])
+def test_weight_gradients_compile(left_by_token: bool, dtype: torch.dtype, sm: int) -> None:
+    from rooftile.moe.kernels.gradients import _bias_gradient, _weight_gradient
+    from rooftile.moe.kernels.tiles import bias_constants, weight_constants
+
+    sizes = (D, H) if left_by_token else (2 * H, D)
+    built = compiled(_weight_gradient, weight_constants(*sizes, left_by_token, dtype, sm >= 90), sm, dtype)
+    assert dtype == torch.float32 or runs_on_matrix_units(built, sm, 64)
+    compiled(_bias_gradient, bias_constants(sizes[0], left_by_token), sm, dtype)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
+def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
+    from rooftile.moe.kernels import tiles
+    from rooftile.moe.kernels.activations import _activate, _activate_backward
+    from rooftile.moe.kernels.sorting import (
+        _add_counts,
+        _count_rows,
+        _place_rows,
+        adding_constants,
+        count_constants,
+        place_constants,
+    )
+
+    bias = activation == "clamped"
+    constants = tiles.activation_gradient_constants(E, H, D, activation, gated=True, routed=True, bias=bias, keep=True)
+    compiled(_activate_backward, constants, sm, torch.bfloat16)
+    compiled(_activate, tiles.activation_constants(H, activation), sm, torch.bfloat16)
+    for experts in (8, E, 512):
+        compiled(_count_rows, count_constants(experts), sm, torch.bfloat16)
+        compiled(_add_counts, adding_constants(experts), sm, torch.bfloat16)
+        for few in (None, 1, 8, 1024):
+            compiled(_place_rows, place_constants(experts, 6, few), sm, torch.bfloat16)

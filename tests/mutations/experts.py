@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 ROUTING, EXPERTS, BALANCE = (f"tests/moe/test_{name}.py" for name in ("routing", "experts", "balance"))
+BACKWARD = "tests/interpreter/test_experts_backward.py"
 
 MUTATIONS = {
     "router, the gate renormalised": Mutation("moe/routing.py", "if router.normalise:", "if True:", (ROUTING,)),
@@ -28,7 +29,7 @@ MUTATIONS = {
         "moe/sorting.py", "index_copy_(0, self.order, rows)", "copy_(rows[self.order])", (EXPERTS, "-k", "sorted")
     ),
     "experts, the gate's gradient": Mutation(
-        "moe/by_expert.py", "(a.to(gates.dtype) * e.to(gates.dtype))", "(a.to(gates.dtype) * g * e.to(gates.dtype))",
+        "moe/by_expert.py", "(wide_a * wide_e)", "(g * wide_a * wide_e)",
         (EXPERTS, "-k", "sorted"),
     ),
     "experts, a clamp's gradient": Mutation("moe/activations.py", "da * gate * s * up_moves", "da * gate * s", (EXPERTS,)),
@@ -47,6 +48,22 @@ MUTATIONS = {
     ),
     "experts, a tile too few": Mutation(
         "moe/products.py", "// ROWS + min(count, x.shape[0])", "// ROWS + min(count, x.shape[0]) - 1", (EXPERTS, "-k", "tiles")
+    ),
+    "experts, another expert's rows in a gradient": Mutation(
+        "moe/kernels/gradients.py", "left = tl.load(left, mask=here[:, None] & (m < OUT)[None, :], other=0.0)",
+        "left = tl.load(left, mask=(m < OUT)[None, :], other=0.0)", (BACKWARD, "-k", "odd"), interpreted=True,
+    ),
+    "experts, the gate in a kernel's gradient": Mutation(
+        "moe/kernels/activations.py", "_gradient(gate, up, g * e, ACTIVATION)", "_gradient(gate, up, e, ACTIVATION)",
+        (BACKWARD, "-k", "odd"), interpreted=True,
+    ),
+    "experts, the token of a sorted row": Mutation(
+        "moe/kernels/sorting.py", "(i // K).to(tl.int64)", "(i % K).to(tl.int64)", ("tests/interpreter/test_experts_sorting.py",),
+        interpreted=True,
+    ),
+    "experts, a choice that is no expert": Mutation(
+        "moe/kernels/gradients.py", 'tl.where(is_expert, dx.to(tl.float32), float("nan"))', "dx.to(tl.float32)",
+        (BACKWARD, "-k", "no_expert"), interpreted=True,
     ),
     "balance, over the batch": Mutation(
         "moe/balance.py", "return torch.searchsorted(cu[1:], rows, right=True)", "return torch.zeros_like(rows).long()",
