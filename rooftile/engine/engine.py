@@ -348,7 +348,7 @@ class Engine:
         if together > self.max_answers:
             raise InvalidInput(f"{together} beams at once are asked for; at most {self.max_answers} run here (max_num_seqs)")
         limit = left if params.max_tokens is None else min(params.max_tokens, left)
-        needed = self.pool.needed_by(len(prompt), limit, together)
+        needed = self.scheduler.needed_by(len(prompt), limit, together)
         if needed > self.pool.total:
             more = f"{limit:,} of an answer" if together == 1 else f"{together} x {limit:,} of beams"
             raise InvalidInput(

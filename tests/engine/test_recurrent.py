@@ -177,6 +177,9 @@ def test_states_in_bf16_take_half_and_change_little(name: str, peers) -> None:
             "approximate is given and the model has m",
         ),
         ("llama", {"state_dtype": "bf16"}, 'state_dtype is "bf16" and no layer of the model has a state: leave state_dtype'),
+        ("llama", {"state_every": 256}, "state_every is 256 and no layer of the model has a state: leave state_every out"),
+        ("gpt2", {"state_share": 0.2}, r"state_share is 0\.2 and no layer of the model has a state: leave state_share out"),
+        ("mamba", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
         ("mamba2", {"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out'),
     ],
 )

@@ -78,6 +78,23 @@ def refusal(*words: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "due"),
+    [
+        ({"state_every": 0}, "state_every is 0; must be a whole number of at least 1"),
+        ({"state_every": 16.0}, r"state_every is 16\.0; must be a whole number of at least 1"),
+        ({"state_share": 1}, "state_share is 1; must be at least 0 and less than 1"),
+        ({"state_share": -0.1}, r"state_share is -0\.1; must be at least 0 and less than 1"),
+        ({"state_share": True}, "state_share is True; must be at least 0 and less than 1"),
+        ({"state_share": float("nan")}, "state_share is nan; must be at least 0 and less than 1"),
+        ({"state_dtype": "fp16"}, 'state_dtype is \'fp16\'; must be "fp32" or "bf16"'),
+    ],
+)
+def test_wrong_settings_of_states(given: dict[str, Any], due: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{due}$"):
+        EngineConfig(**given)
+
+
 def test_flags_of_vllm_get_the_sentence_of_an_llm(tmp_path: Path) -> None:
     for name, (_, reason) in (LLM_REFUSED | SERVER_REFUSED).items():
         flag = f"--{name.replace('_', '-')}"

@@ -257,6 +257,15 @@ def test_states_are_kept_at_marks_alone(tokens: int, decoder: Decoder) -> None:
     assert hits(llm, [prompt[:72], prompt[:72], prompt]) == [0, 64, 72]
 
 
+def test_without_a_share_no_state_is_kept(decoder: Decoder) -> None:
+    """No prefix is found then, and no step is cut: a prompt is one."""
+    prompt = (prompts(1, seed=3)[0] * 9)[:45]
+    llm = LLM(decoder, block_size=SIZE, state_share=0, **ROOM)
+    assert hits(llm, [prompt, prompt]) == [0, 0]
+    assert llm.engine.steps["steps"] == 2 * TOKENS
+    assert ", and 0 kept = 0 bytes" in str(llm.caches)
+
+
 def test_states_of_answers_are_not_kept(decoder: Decoder) -> None:
     """... neither of those that are preempted and read again, nor of the token that is read a step too far."""
     llm, asked = LLM(decoder, block_size=SIZE, max_model_len=96, num_blocks=20, max_batched_tokens=10), prompts(9)

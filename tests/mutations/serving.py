@@ -16,11 +16,28 @@ MUTATIONS = {
     ),
     "states, of a beam's parent": Mutation(
         "engine/steps/scheduler.py", "answers[parents[n]].slot", "answer.slot",
-        ("tests/engine/test_state_mixer.py", "-k", "beams"),
+        ("tests/engine/test_state_mixer.py", "tests/engine/test_state_books.py", "-k", "beams or every_sequence"),
     ),
     "states, found in their step": Mutation(
         "kvcache/states.py", "place = self._coming[digest]", "place = self._place[digest]",
-        ("tests/engine/test_state_mixer.py", "tests/unit/test_snapshots.py", "-k", "alike or last"),
+        (
+            "tests/engine/test_state_mixer.py", "tests/engine/test_state_books.py", "tests/unit/test_snapshots.py",
+            "-k", "alike or last or every_sequence",
+        ),
+    ),
+    "states, kept in an answer": Mutation(
+        "engine/steps/state_plan.py", "if start < mark <= prompt", "if start < mark", ("tests/engine/test_state_books.py",),
+    ),
+    "states, where prompts part": Mutation(
+        "engine/steps/state_plan.py", "request.paged_tokens, ", "", ("tests/engine/test_state_mixer.py", "-k", "branch"),
+    ),
+    "states, a prefix without one": Mutation(
+        "kvcache/blocks.py", "keep = self._complete(table.blocks)", "keep = len(table.blocks)",
+        ("tests/engine/test_state_books.py",),
+    ),
+    "states, beams that are read again": Mutation(
+        "engine/steps/scheduler.py", "return answers * self.pool.needed_by(prompt, more, 1)",
+        "return self.pool.needed_by(prompt, more, answers)", ("tests/engine/test_state_books.py",),
     ),
     "compressed keys, row": Mutation(
         "engine/mixers/native_sparse/step.py", "ends % self.size // stride", "0 * ends",

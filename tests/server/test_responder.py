@@ -144,14 +144,24 @@ def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted(
         deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in two.splitlines() if line]
         assert deltas == [{"content": "ac"}, {"content": "b"}]
         assert (access.completion_tokens, access.cached_tokens) == (5, 16)
+        assert responder.usage.object()["prompt_tokens_details"] == {"cached_tokens": 16}
         call.take(News(0, [AnswerPiece(0, "", 3), AnswerPiece(1, "", 4)], cached=16))
         call.take(
-            News(0, [AnswerPiece(0, "", 3, finish="stop"), AnswerPiece(1, "d", 5, finish="stop")], finished=True, cached=16)
+            News(
+                0,
+                [AnswerPiece(0, "", 3, finish="stop"), AnswerPiece(1, "d", 5, finish="stop")],
+                finished=True,
+                cached=16,
+                paged=48,
+            )
         )
         rest = [event async for event in events]
         assert [event.count(b"data: ") for event in rest] == [2, 1]
         assert rest[-1] == b"data: [DONE]\n\n"
         assert access.completion_tokens == sum(responder.usage.completion.values()) == 8
+        # blocks of more tokens than there was a state for
+        assert responder.usage.object()["prompt_tokens_details"] == {"cached_tokens": 16, "paged_tokens": 48}
+        assert (access.cached_tokens, access.paged_tokens) == (16, 48)
 
     asyncio.run(asyncio.wait_for(test(), 40))
 

@@ -101,6 +101,13 @@ class Scheduler:
         """Whether any answer runs."""
         return len(self._slots) < len(self._all_slots)
 
+    def needed_by(self, prompt: int, more: int, answers: int) -> int:
+        """Returns how many blocks the answers of a request take that run together; see `BlockPool.needed_by`."""
+        if self.states is None:
+            return self.pool.needed_by(prompt, more, answers)
+        # after a preemption each reads the prompt by itself, to have a state after it
+        return answers * self.pool.needed_by(prompt, more, 1)
+
     def add(self, request: Request) -> None:
         """Puts a request at the end of the queue."""
         self.waiting.append(request)
@@ -347,7 +354,8 @@ class Scheduler:
             elif n and readers[0].table is not None and self.states is None:
                 self._share_prompt(request, readers[0].table, answer)
             missing = len(answer.ids) - answer.table.length
-            if not self._has_room(answer.table, missing, alone=not self._runs and not n):
+            # the beams of a search, too, are alone where nothing else runs: they wait for one another
+            if not self._has_room(answer.table, missing, alone=not self._runs and (not n or request.search is not None)):
                 lost = n if request.search is None else 0
                 for other in readers[lost:]:
                     self._free_table(other)
