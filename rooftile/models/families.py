@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
-from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
+from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from rooftile.models.mamba.families import bamba, check_format, granite_hybrid, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
@@ -32,7 +32,8 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     check_format(settings)
     _check_mixers(settings)
     family = _family(settings)
-    check_method(settings)
+    # its experts in MXFP4 are read as plain tensors
+    check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
     return fields | mixers_of(settings, fields["layers"])
 
@@ -243,6 +244,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,
     "deepseek": deepseek,
+    "gpt_oss": gpt_oss,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -270,4 +272,5 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "DeepseekForCausalLM": "deepseek",
+    "GptOssForCausalLM": "gpt_oss",
 }

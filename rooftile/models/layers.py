@@ -29,6 +29,8 @@ class Attend(Protocol):
         "delta"          q, k and v side by side, before the convolution (total, 2 Hk Dk + Hv Dv), and the logits of beta and of
                          the decays (total, Hv) each
 
+    Sinks of heads with attention are in `AttentionLayer.sinks`, None where the family has none.
+
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
     are written into a cache; the rotation is (total, D / 2) each, or None where queries and keys do not rotate. All tensors are
     views with gaps between their tokens. Scale, softcap and windows are in the decoder's configuration: config.scale,

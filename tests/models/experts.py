@@ -26,6 +26,11 @@ GRANITE = SMALL | {
     "mamba_d_state": 12, "mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba", "attention"],
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
 }  # fmt: skip
+GPT_OSS = SMALL | {
+    "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "sliding_window": 7,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5),
     "mixtral, windows, wide heads": lambda: transformers.MixtralConfig(
@@ -43,7 +48,14 @@ CONFIGS = {
         **GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False, "mamba_d_conv": 3}, position_embedding_type="rope",
         attention_bias=True, mamba_proj_bias=True, rope_parameters=THETA,
     ),
-    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(**GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True),
+    "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=YARN),
+    "gpt_oss, default positions": lambda: transformers.GptOssConfig(
+        **GPT_OSS | {"hidden_size": 40, "intermediate_size": 24}, attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
 }  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

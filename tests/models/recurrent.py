@@ -134,7 +134,9 @@ def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
         window = decoder.config.windows[layer]
         mask = rooftile.CAUSAL if window is None else rooftile.CAUSAL & rooftile.Window(window - 1)
-        return rooftile.attention_packed(q, k, v, torch.tensor(cu), torch.tensor(cu), mask, scale=decoder.config.scale)
+        return rooftile.attention_packed(
+            q, k, v, torch.tensor(cu), torch.tensor(cu), mask, scale=decoder.config.scale, sinks=decoder.layers[layer].sinks
+        )
 
     return attend
 

@@ -92,6 +92,8 @@ def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iter
     if layer.gates is not None and layer.compression is not None:
         yield from _split(layer.gates, {f"{folder}.g_proj": BRANCHES * config.heads})
         yield from ((f"{folder}.compression.{name}", place) for name, place in layer.compression.tensors())
+    if layer.sinks is not None:
+        yield f"{folder}.sinks", layer.sinks
     yield from _norm(f"{folder}.q_norm", layer.q_norm)
     yield from _norm(f"{folder}.k_norm", layer.k_norm)
 
