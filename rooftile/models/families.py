@@ -11,7 +11,7 @@ from typing import Any
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_next
 from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
-from rooftile.models.mamba.families import bamba, check_format, granite_hybrid, mamba, mamba2
+from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method
@@ -235,7 +235,9 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "smollm3": _smollm3,
     "mamba": mamba,
     "mamba2": mamba2,
+    "falcon_mamba": falcon_mamba,
     "bamba": bamba,
+    "jamba": jamba,
     "granitemoehybrid": granite_hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
@@ -263,7 +265,9 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
+    "FalconMambaForCausalLM": "falcon_mamba",
     "BambaForCausalLM": "bamba",
+    "JambaForCausalLM": "jamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",

@@ -30,6 +30,10 @@ GPT_OSS = SMALL | {
     "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
     "sliding_window": 7,
 }  # fmt: skip
+JAMBA = SMALL | {
+    "num_hidden_layers": 4, "num_experts": 5, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+    "mamba_d_state": 6, "use_mamba_kernels": False,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5),
@@ -51,6 +55,11 @@ CONFIGS = {
     "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True
     ),
+    "jamba": lambda: transformers.JambaConfig(**JAMBA),
+    "jamba, biases": lambda: transformers.JambaConfig(
+        **JAMBA | {"mamba_dt_rank": 5, "mamba_d_conv": 3}, mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True
+    ),
+    "jamba, dense": lambda: transformers.JambaConfig(**JAMBA | {"num_experts": 1, "num_experts_per_tok": 1}),
     "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=YARN),
     "gpt_oss, default positions": lambda: transformers.GptOssConfig(
         **GPT_OSS | {"hidden_size": 40, "intermediate_size": 24}, attention_bias=False,

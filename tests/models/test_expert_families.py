@@ -169,6 +169,7 @@ def test_positions_of_gpt_oss_without_a_word_of_them() -> None:
 SAID = {
     "mixtral": CONFIGS["mixtral"]().to_dict(), "qwen3_moe": CONFIGS["qwen3_moe, some dense"]().to_dict(),
     "olmoe": CONFIGS["olmoe"]().to_dict(), "deepseek": DEEPSEEK, "gpt_oss": CONFIGS["gpt_oss"]().to_dict(),
+    "jamba": CONFIGS["jamba"]().to_dict(),
     "granitemoehybrid": CONFIGS["granitemoehybrid"]().to_dict(),
 }  # fmt: skip
 
@@ -190,6 +191,11 @@ SAID = {
         ("gpt_oss", {"layer_types": ["chunked"] * 3}, "has layer_types of 'chunked'"),
         ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}, r"says the weights are quantised \(hqq\); read are"),
         ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, r"says the weights are quantised \(mxfp4\); read are"),
+        ("jamba", {"expert_layer_offset": 2}, "has expert_layer_offset 2 and expert_layer_period 2; the first must be less"),
+        ("jamba", {"attn_layer_period": 0}, "has attn_layer_period 0; must be a whole number of at least 1"),
+        ("jamba", {"mamba_inner_layernorms": False}, "has mamba_inner_layernorms false; supported is a Jamba with them"),
+        ("jamba", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu'"),
+        ("jamba", {"num_experts_per_tok": 6}, "active is 6 and there are 5 experts; must be at most that"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "has position_embedding_type 'alibi'; supported are null"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, r"has layer_types \['mamba'\]; must be a list, one for each of 4"),
         ("granitemoehybrid", {"layer_types": ["mamba", "conv"] * 2}, "has layer_types of 'conv'; supported are 'mamba', 'l"),
@@ -221,6 +227,14 @@ def test_words_of_granite(kinds: list[str], positions: str | None) -> None:
     config = config_of(SAID["granitemoehybrid"] | {"layer_types": kinds, "position_embedding_type": positions}, "here")
     assert (config.mixers, config.rotary) == (("mamba2", "attention") * 2, None)
     assert config == config_of(SAID["granitemoehybrid"], "here")
+
+
+def test_layers_of_jamba() -> None:
+    config = config_of(SAID["jamba"], "here")
+    assert config.mixers == ("mamba", "attention", "mamba", "mamba")
+    assert config.feed_forwards == ("dense", "experts") * 2
+    assert config.rotary is None
+    assert config_of(SAID["jamba"] | {"num_experts": 1, "num_experts_per_tok": 1}, "here").feed_forwards == ("dense",) * 4
 
 
 def test_a_granite_without_experts_is_dense_and_quantised(tmp_path: Path) -> None:

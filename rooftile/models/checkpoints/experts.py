@@ -42,6 +42,7 @@ _FAMILIES = {
     "mixtral": ExpertNames(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
     ),
+    "jamba": ExpertNames(router="feed_forward.router", experts="feed_forward.experts"),
     "granitemoehybrid": ExpertNames(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe", stacked=True, parts=("input_linear", "output_linear"),
         shared="shared_mlp",

@@ -107,6 +107,9 @@ def _recurrence(layer: MambaLayer | Mamba2Layer) -> Iterator[tuple[str, Tensor]]
     yield from (("A_log", layer.A_log), ("D", layer.D))
     if isinstance(layer, MambaLayer):
         yield from (("x_proj.weight", layer.select), ("dt_proj.weight", layer.widen), ("dt_proj.bias", layer.dt_bias))
+        if layer.sizes.selection_norms == "weighted":
+            for name, norm in zip(("dt", "b", "c"), layer.selection_norms, strict=True):
+                yield f"{name}_layernorm.weight", norm.weight
     else:
         yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm.weight))
 
