@@ -387,11 +387,14 @@ def attention_paged_with_lse(
 
 def prepare_paged(
     q: Tensor, cache: PagedKV, mask: Mask | None, options: Options = NO_OPTIONS, settings: CallSettings = _DEFAULT_SETTINGS
-) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:
-    """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents.
+
+    The result takes q, the cache, and options if their tensors are others than here.
+    """
     code = checks.paged_code(q, cache, mask, options, settings)
     chosen = _choose(code, settings.backend)
-    return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
+    return lambda q, cache, options=options: ops.attend_paged(q, cache, options, code, chosen)
 
 
 @answers_foreign_words

@@ -84,6 +84,7 @@ class AttentionLayer(Layer):
         self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, placement=placement)
         self.compression = None if sizes is None else Compression(sizes, D, placement)
         self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits)
+        self.sinks = placement.parameter(H) if config.sinks else None
         per_head = not config.qk_norm_of_all_heads
         self.q_norm = Norm(config, D if per_head else H * D, placement=placement) if config.qk_norm else None
         self.k_norm = Norm(config, D if per_head else Hk * D, placement=placement) if config.qk_norm else None

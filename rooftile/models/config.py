@@ -63,6 +63,7 @@ class ModelConfig:
         qk_norm_of_all_heads: they are normalised over all heads at once (OLMo).
         attention_gate: the output of attention is multiplied by the sigmoid of gates, which are projected beside the queries
             (Qwen3-Next).
+        sinks: each head of attention has a logit that takes part in the softmax with a value of zero (gpt-oss).
         qkv_bound: queries, keys and values are clamped to (-qkv_bound, qkv_bound) (OLMoE).
         activation: the activation of the feed-forward.
         gated: whether the feed-forward has a gate.
@@ -115,6 +116,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_of_all_heads: bool = False
     attention_gate: bool = False
+    sinks: bool = False
     qkv_bound: float | None = None
     activation: str = "silu"
     gated: bool = True
@@ -212,8 +214,9 @@ class ModelConfig:
             raise InvalidInput(
                 f"layer {sparse[0]} is native_sparse and the family {self.family}; must be one with a projection each, as llama"
             )
-        if self.softcap is not None or self.qk_norm_of_all_heads:
-            what = "a softcap" if self.softcap is not None else "norms over all heads"
+        without = {"a softcap": self.softcap is not None, "norms over all heads": self.qk_norm_of_all_heads, "sinks": self.sinks}
+        what = next((name for name, here in without.items() if here), None)
+        if what is not None:
             raise InvalidInput(f"layer {sparse[0]} is native_sparse and the family {self.family} has {what}; must have none")
         window = next((n for n in sparse if self.windows[n] is not None), None)
         if window is not None:

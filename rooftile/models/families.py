@@ -10,9 +10,9 @@ from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
-from rooftile.models.experts.families import deepseek, mixtral, olmoe, qwen3_moe
+from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
-from rooftile.models.mamba.families import bamba, check_format, granite_hybrid, mamba, mamba2
+from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.weights.files.methods import check_method
@@ -33,7 +33,8 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     check_format(settings)
     _check_mixers(settings)
     family = _family(settings)
-    check_method(settings)
+    # its experts in MXFP4 are read as plain tensors
+    check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
     return fields | mixers_of(settings, fields["layers"])
 
@@ -235,7 +236,9 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "smollm3": _smollm3,
     "mamba": mamba,
     "mamba2": mamba2,
+    "falcon_mamba": falcon_mamba,
     "bamba": bamba,
+    "jamba": jamba,
     "granitemoehybrid": granite_hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
@@ -247,6 +250,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "deepseek": deepseek,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -265,7 +269,9 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "MambaForCausalLM": "mamba",
     "Mamba2ForCausalLM": "mamba2",
+    "FalconMambaForCausalLM": "falcon_mamba",
     "BambaForCausalLM": "bamba",
+    "JambaForCausalLM": "jamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
@@ -277,4 +283,5 @@ ARCHITECTURES = {
     "DeepseekForCausalLM": "deepseek",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
 }

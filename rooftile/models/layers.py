@@ -31,6 +31,8 @@ class Attend(Protocol):
         "latent"         q that does not rotate (total, H, unrotated) and q that does (total, H, rotated), the latent
                          (total, rank) and the key that rotates (total, rotated); both are rotated already
 
+    Sinks of heads with attention are in `AttentionLayer.sinks`, None where the family has none.
+
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
     are written into a cache; the rotation is (total, D / 2) each, or None where queries and keys do not rotate. All tensors are
     views with gaps between their tokens. Scale, softcap and windows are in the decoder's configuration: config.scale,

@@ -5,20 +5,34 @@ Mixed with others they are in test_engine.py, too, as all families.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import rooftile
 from rooftile import InvalidInput
+from rooftile.approximate import Loki, LokiLayers
 from rooftile.engine import LLM, SamplingParams
-from rooftile.models import Decoder
+from rooftile.engine.mixers.loki.calibration import calibrate
+from rooftile.errors import Unsupported
+from rooftile.models import Decoder, NativeSparseSizes
 from rooftile.models.checkpoints.write import quantise_folder
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.models.checkpoints import saved, theirs
 from tests.models.experts import DEEPSEEK, DeepSeek
 
-NAMES = ["mixtral", "mixtral, windows, wide heads", "qwen3_moe", "qwen3_moe, some dense", "olmoe", "olmoe, clipped"]
+NAMES = [
+    "mixtral",
+    "mixtral, windows, wide heads",
+    "qwen3_moe",
+    "qwen3_moe, some dense",
+    "olmoe",
+    "olmoe, clipped",
+    "gpt_oss",
+    "gpt_oss, default positions",
+]
 # tokens per block of the cache
 SIZE = 8
 SETTINGS = {
@@ -59,7 +73,7 @@ def test_greedy_tokens_of_deepseek_are_the_definitions(how: str, deepseek) -> No
     ask(folder, how, due, prompts(8))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek"])
 def test_logprobs(name: str, peers, tmp_path: Path) -> None:
     model = DeepSeek(DEEPSEEK) if name == "deepseek" else peers(name).model
     folder = model.save(tmp_path) if name == "deepseek" else peers(name).folder
@@ -78,7 +92,7 @@ def test_logprobs(name: str, peers, tmp_path: Path) -> None:
         assert read == pytest.approx([due[n, token].item() for n, token in enumerate(prompt[1:])], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, some dense", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, some dense", "olmoe", "gpt_oss"])
 def test_a_prefix_is_found(name: str, peers) -> None:
     peer, prefix = peers(name), prompts(1, seed=3)[0] * 4
     asked = [prefix[:45], [*prefix[:40], 5, 6, 7], [*prefix[:33], 5, 6], prefix[:41]]
@@ -91,7 +105,7 @@ def test_a_prefix_is_found(name: str, peers) -> None:
     assert found == [0, 40, 32, 40]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "gpt_oss"])
 def test_beams_and_forks(name: str, peers) -> None:
     peer, asked = peers(name), prompts(4, seed=5)
     llm = LLM(peer.folder, block_size=SIZE, max_model_len=96, num_blocks=26, max_batched_tokens=20)
@@ -105,7 +119,7 @@ def test_beams_and_forks(name: str, peers) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_neighbours_change_no_bit_of_a_deterministic_engine(name: str, dtype: str, peers) -> None:
     asked, params = prompts(7), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
     found = []
@@ -145,6 +159,22 @@ def test_experts_are_not_quantised(weights, due: str, peers) -> None:
         with pytest.raises(InvalidInput, match=due) as refused:
             LLM(model, weights=weights, **ROOM)
         assert "\n" not in str(refused.value)
+
+
+def test_sinks_are_not_left_out(peers) -> None:
+    """By what approximates attention, or plans it without them."""
+    folder = peers("gpt_oss").folder
+    with pytest.raises(Unsupported, match="approximate is given and the model has attention sinks, which Loki leaves out; leave"):
+        LLM(folder, approximate=LokiLayers([Loki.fit(torch.randn(50, 2, 16))] * 3), **ROOM)
+    decoder = Decoder.from_folder(folder)
+    with pytest.raises(Unsupported, match="the model has attention sinks, which Loki leaves out; calibrate a model without them"):
+        calibrate(decoder, list(range(90)))
+    config = decoder.config
+    dense = replace(config, feed_forwards=("dense",) * 3, experts=None, ffn=32)
+    with pytest.raises(Unsupported, match="the model has attention sinks, which a plan does not know; plan a model without"):
+        rooftile.plan(Decoder.random(dense, torch.float32, "cpu"), rows={"decode": 1}, context=16)
+    with pytest.raises(InvalidInput, match="layer 0 is native_sparse and the family gpt_oss has sinks; must have none"):
+        replace(config, mixers=("native_sparse",) * 3, native_sparse=NativeSparseSizes())
 
 
 def test_no_quantised_folder_is_written(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from tests.models.checkpoints import made, saved
 from tests.models.recurrent import MAMBA2
 
 NAMES = [
-    "mamba", "mamba2", "mamba2, groups", "bamba", "granitemoehybrid", "granitemoehybrid, rope, groups", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
+    "mamba", "falcon_mamba", "mamba2", "mamba2, groups", "bamba", "jamba", "granitemoehybrid", "granitemoehybrid, rope, groups",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
 ]  # fmt: skip
 SOME = ["mamba", "mamba2", "bamba", "granitemoehybrid", "qwen3_next, dense", "olmo_hybrid"]
 

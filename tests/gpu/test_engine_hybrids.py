@@ -28,9 +28,11 @@ CONFIGS = {
     "qwen3-moe": experts.CONFIGS["qwen3_moe"],
     "olmoe": experts.CONFIGS["olmoe"],
     "deepseek": lambda: experts.DEEPSEEK,
+    "gpt-oss": experts.CONFIGS["gpt_oss"],
+    "granite": experts.CONFIGS["granitemoehybrid"],
 }
 HOW = [{}, {"max_model_len": 96, "num_blocks": 40}, {"enforce_eager": True}, {"max_batched_tokens": 13}]
-STEPS = dict.fromkeys(("mixtral", "qwen3-moe", "olmoe", "deepseek"), "_sum_choices") | {
+STEPS = dict.fromkeys(("mixtral", "qwen3-moe", "olmoe", "deepseek", "gpt-oss", "granite"), "_sum_choices") | {
     "mamba": "_scan_step",
     "mamba2": "_ssd_step",
     "bamba": "_ssd_step",
@@ -77,7 +79,7 @@ def test_greedy_tokens_are_the_cpus(name: str, settings: dict) -> None:
     assert_clean(there)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe", "gpt-oss", "granite"])
 def test_prefixes_forks_and_beams(name: str) -> None:
     here, there = engines(name)
     prefix = prompts(1, seed=3)[0] * 4
@@ -92,7 +94,7 @@ def test_prefixes_forks_and_beams(name: str) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "qwen3-moe", "gpt-oss", "granite"])
 def test_bf16_answers_are_likely_ones(name: str, state_dtype: str) -> None:
     recurs = any(mixer != "attention" for mixer in config_for(name).mixers)
     if not recurs and state_dtype != "fp32":
@@ -110,7 +112,7 @@ def test_bf16_answers_are_likely_ones(name: str, state_dtype: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", ["mamba2", "bamba", "mixtral"])
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "mixtral", "gpt-oss"])
 def test_a_step_does_not_wait_for_itself(name: str) -> None:
     _, there = engines(name)
     params = SamplingParams(temperature=0.5, max_tokens=30, ignore_eos=True)

@@ -14,6 +14,7 @@ from tests.engine.every_request import requests
 from tests.grids import swept
 from tests.kernels.recorded import Recorded
 from tests.kernels.recorded_engine import recorded_engine
+from tests.models import experts
 from tests.models.checkpoints import CONFIGS
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
@@ -25,7 +26,7 @@ WIDE_GPT2 = {"n_embd": 256, "n_positions": 4096}
 
 def config_named(name: str):
     """A small model with heads of 64 numbers, which every kernel takes."""
-    said = CONFIGS[name]().to_dict() | (WIDE_GPT2 if name == "gpt2" else WIDE)
+    said = (CONFIGS | experts.CONFIGS)[name]().to_dict() | (WIDE_GPT2 if name == "gpt2" else WIDE)
     return replace(config_of(said | {"head_dim": 64}, "here"), eos_ids=())
 
 
@@ -35,7 +36,9 @@ def named(one: Recorded) -> str:
 
 # each family, and each kind of cache
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), swept(product(["llama", "gemma2", "qwen3", "gpt2"], ["auto", "fp8"]), lambda case: case), ids=str
+    ("name", "kv_dtype"),
+    swept(product(["llama", "gemma2", "qwen3", "gpt2", "gpt_oss"], ["auto", "fp8"]), lambda case: case),
+    ids=str,
 )
 def test_no_request_compiles_a_kernel(name: str, kv_dtype: str) -> None:
     with recorded_engine(config_named(name), kv_dtype=kv_dtype, **SETTINGS) as (llm, compiled):
@@ -57,7 +60,7 @@ def test_no_request_compiles_a_kernel_of_experts(deterministic: bool) -> None:
         before = set(compiled)
         for _, ask in requests(llm):
             ask()
-        experts = {key: one for key, one in compiled.items() if one.fn.fn.__module__.startswith("rooftile.moe.")}
-        found = [named(one) for key, one in experts.items() if key not in before]
-    assert experts
+        launched = {key: one for key, one in compiled.items() if one.fn.fn.__module__.startswith("rooftile.moe.")}
+        found = [named(one) for key, one in launched.items() if key not in before]
+    assert launched
     assert not found, "\n".join(found)

@@ -130,8 +130,8 @@ def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1 or name.endswith("_bias"):
                 weight.add_(0.3 * torch.randn_like(weight))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -26,6 +26,15 @@ GRANITE = SMALL | {
     "mamba_d_state": 12, "mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba", "attention"],
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
 }  # fmt: skip
+GPT_OSS = SMALL | {
+    "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "sliding_window": 7,
+}  # fmt: skip
+JAMBA = SMALL | {
+    "num_hidden_layers": 4, "num_experts": 5, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+    "mamba_d_state": 6, "use_mamba_kernels": False,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5),
     "mixtral, windows, wide heads": lambda: transformers.MixtralConfig(
@@ -45,6 +54,16 @@ CONFIGS = {
     ),
     "granitemoehybrid, dense": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE | {"num_local_experts": 0}, tie_word_embeddings=True
+    ),
+    "jamba": lambda: transformers.JambaConfig(**JAMBA),
+    "jamba, biases": lambda: transformers.JambaConfig(
+        **JAMBA | {"mamba_dt_rank": 5, "mamba_d_conv": 3}, mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True
+    ),
+    "jamba, dense": lambda: transformers.JambaConfig(**JAMBA | {"num_experts": 1, "num_experts_per_tok": 1}),
+    "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=YARN),
+    "gpt_oss, default positions": lambda: transformers.GptOssConfig(
+        **GPT_OSS | {"hidden_size": 40, "intermediate_size": 24}, attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
 }  # fmt: skip
 DEEPSEEK: dict[str, Any] = {

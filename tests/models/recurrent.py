@@ -44,6 +44,7 @@ CONFIGS = {
     "mamba, untied, biases": lambda: transformers.MambaConfig(
         **MAMBA, conv_kernel=3, time_step_rank=5, tie_word_embeddings=False, use_bias=True, use_conv_bias=False
     ),
+    "falcon_mamba": lambda: transformers.FalconMambaConfig(**MAMBA, mixer_rms_eps=0.01, tie_word_embeddings=False),
     "mamba2": lambda: transformers.Mamba2Config(**MAMBA2),
     "mamba2, tied, biases": lambda: transformers.Mamba2Config(
         **MAMBA2 | {"conv_kernel": 3}, tie_word_embeddings=True, use_bias=True, use_conv_bias=False, residual_in_fp32=False
@@ -88,6 +89,12 @@ def mamba(layer: Layer, x: Tensor) -> Tensor:
     sizes, found = layer.sizes, []
     y = convolved(layer, x)
     low, B, C = (y @ layer.select.double().T).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+    if sizes.selection_norms:
+        weights = [norm.weight.double() for norm in layer.selection_norms]
+        low, B, C = (
+            weight * x * (x.square().mean(-1, keepdim=True) + sizes.selection_eps).rsqrt()
+            for x, weight in zip((low, B, C), weights, strict=True)
+        )
     steps = softplus(low @ layer.widen.double().T + layer.dt_bias.double())
     state, A = torch.zeros(sizes.width, sizes.state, dtype=torch.float64), -layer.A_log.double().exp()
     for t in range(len(x)):
@@ -142,7 +149,9 @@ def mixed(decoder: Decoder, lengths: Sequence[int]) -> Any:
         q, k = (x if rotation is None else rotate(x, rotation) for x in (q, k))
         window = decoder.config.windows[layer]
         mask = rooftile.CAUSAL if window is None else rooftile.CAUSAL & rooftile.Window(window - 1)
-        return rooftile.attention_packed(q, k, v, torch.tensor(cu), torch.tensor(cu), mask, scale=decoder.config.scale)
+        return rooftile.attention_packed(
+            q, k, v, torch.tensor(cu), torch.tensor(cu), mask, scale=decoder.config.scale, sinks=decoder.layers[layer].sinks
+        )
 
     return attend
 

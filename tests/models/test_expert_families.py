@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rooftile import InvalidInput
 from rooftile.models import Decoder
@@ -80,9 +82,95 @@ def test_shards_and_bfloat16(name: str, tmp_path: Path) -> None:
     assert_same(logits_of_ours(Decoder.from_folder(tmp_path, dtype=torch.float32), prompts(LENGTHS)), exact)
 
 
+def in_mxfp4(folder: Path, name: str = "gpt_oss") -> PreTrainedModel:
+    """Saves a model whose experts are in MXFP4, and returns it as Transformers dequantises it."""
+    model, generator = theirs(name), torch.Generator().manual_seed(5)
+    packed: dict[str, torch.Tensor] = {}
+    for n, layer in enumerate(model.model.layers):
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, part)
+            E, inputs, outputs = weight.shape
+            blocks = torch.randint(256, (E, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(122, 126, (E, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+            weight.data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            module = f"model.layers.{n}.mlp.experts.{part}"
+            packed |= {f"{module}_blocks": blocks, f"{module}_scales": scales}
+    saved(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    for module in {name.rsplit("_", 1)[0] for name in packed}:
+        del stored[module]
+    save_file(stored | packed, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": section}))
+    return model
+
+
+def test_experts_in_mxfp4_are_dequantised_as_in_transformers(tmp_path: Path) -> None:
+    model = in_mxfp4(tmp_path)
+    decoder = Decoder.from_folder(tmp_path)
+    theirs_ = model.model.layers[1].mlp.experts
+    ours = decoder.layers[1].feed_forward
+    assert torch.equal(ours.down, theirs_.down_proj.mT)
+    assert torch.equal(ours.up, torch.cat((theirs_.gate_up_proj[..., ::2], theirs_.gate_up_proj[..., 1::2]), -1).mT)
+    assert_same(logits_of_ours(decoder, prompts(LENGTHS)), logits_of_theirs(model, prompts(LENGTHS)))
+    due = "the checkpoint .* is quantised already (mxfp4); leave weights out".replace("(", "\\(").replace(")", "\\)")
+    with pytest.raises(InvalidInput, match=due):
+        Decoder.from_folder(tmp_path, weights={"*self_attn*": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("change", "due"),
+    [
+        (
+            lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"),
+            r"lacks layers\.1\.mlp\.experts\.down_proj_scales, with",
+        ),
+        (lambda x: x.pop("model.layers.1.mlp.experts.gate_up_proj_blocks"), r"lacks layers\.1\.mlp\.experts\.gate_up_proj_block"),
+        (
+            lambda x: x.update({"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(6, 64, 2, dtype=torch.uint8)}),
+            r"down_proj_scales \(6, 64, 2\); due are \(E, out, in / 32, 16\) and \(E, out, in / 32\)",
+        ),
+        (
+            lambda x: x.update({"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(6, 64, 1)}),
+            "down_proj_blocks is U8 and its scales F32; due are bytes",
+        ),
+        (
+            lambda x: x.update({"model.layers.0.mlp.router.bias": torch.zeros(5)}),
+            r"the checkpoint's shapes differ from its config\.json: .*router\.bias",
+        ),
+        (lambda x: x.pop("model.layers.2.self_attn.sinks"), r"the checkpoint lacks layers\.2\.self_attn\.sinks"),
+    ],
+)
+def test_broken_files_in_mxfp4(change: Any, due: str, tmp_path: Path) -> None:
+    in_mxfp4(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=due) as refused:
+        Decoder.from_folder(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_positions_of_gpt_oss_without_a_word_of_them() -> None:
+    said = {name: value for name, value in CONFIGS["gpt_oss"]().to_dict().items() if not name.startswith("rope")}
+    rotary = config_of(said, "here").rotary
+    assert rotary is not None
+    assert (rotary.scaling, rotary.theta, rotary.factor, rotary.truncate, rotary.original_len) == (
+        "yarn",
+        150_000,
+        32,
+        False,
+        4096,
+    )
+    assert config_of(said, "here").windows == (7, None, 7)
+
+
 SAID = {
     "mixtral": CONFIGS["mixtral"]().to_dict(), "qwen3_moe": CONFIGS["qwen3_moe, some dense"]().to_dict(),
-    "olmoe": CONFIGS["olmoe"]().to_dict(), "deepseek": DEEPSEEK, "granitemoehybrid": CONFIGS["granitemoehybrid"]().to_dict(),
+    "olmoe": CONFIGS["olmoe"]().to_dict(), "deepseek": DEEPSEEK, "gpt_oss": CONFIGS["gpt_oss"]().to_dict(),
+    "jamba": CONFIGS["jamba"]().to_dict(),
+    "granitemoehybrid": CONFIGS["granitemoehybrid"]().to_dict(),
 }  # fmt: skip
 
 
@@ -98,6 +186,16 @@ SAID = {
         ("qwen3_moe", {"mlp_only_layers": 1}, "has mlp_only_layers 1; must be a list of numbers from 0 to 3"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "has decoder_sparse_step 0; must be a whole number of at least 1"),
         ("qwen3_moe", {"moe_intermediate_size": 1 << 40}, "a matrix would be .* numbers; may have at most"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "has swiglu_limit 6.0; supported is 7.0, as gpt-oss was trained"),
+        ("gpt_oss", {"experts_per_token": 2}, "has num_experts_per_tok 3 and experts_per_token 2"),
+        ("gpt_oss", {"layer_types": ["chunked"] * 3}, "has layer_types of 'chunked'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}, r"says the weights are quantised \(hqq\); read are"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, r"says the weights are quantised \(mxfp4\); read are"),
+        ("jamba", {"expert_layer_offset": 2}, "has expert_layer_offset 2 and expert_layer_period 2; the first must be less"),
+        ("jamba", {"attn_layer_period": 0}, "has attn_layer_period 0; must be a whole number of at least 1"),
+        ("jamba", {"mamba_inner_layernorms": False}, "has mamba_inner_layernorms false; supported is a Jamba with them"),
+        ("jamba", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu'"),
+        ("jamba", {"num_experts_per_tok": 6}, "active is 6 and there are 5 experts; must be at most that"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "has position_embedding_type 'alibi'; supported are null"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, r"has layer_types \['mamba'\]; must be a list, one for each of 4"),
         ("granitemoehybrid", {"layer_types": ["mamba", "conv"] * 2}, "has layer_types of 'conv'; supported are 'mamba', 'l"),
@@ -129,6 +227,14 @@ def test_words_of_granite(kinds: list[str], positions: str | None) -> None:
     config = config_of(SAID["granitemoehybrid"] | {"layer_types": kinds, "position_embedding_type": positions}, "here")
     assert (config.mixers, config.rotary) == (("mamba2", "attention") * 2, None)
     assert config == config_of(SAID["granitemoehybrid"], "here")
+
+
+def test_layers_of_jamba() -> None:
+    config = config_of(SAID["jamba"], "here")
+    assert config.mixers == ("mamba", "attention", "mamba", "mamba")
+    assert config.feed_forwards == ("dense", "experts") * 2
+    assert config.rotary is None
+    assert config_of(SAID["jamba"] | {"num_experts": 1, "num_experts_per_tok": 1}, "here").feed_forwards == ("dense",) * 4
 
 
 def test_a_granite_without_experts_is_dense_and_quantised(tmp_path: Path) -> None:

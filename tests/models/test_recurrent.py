@@ -162,6 +162,17 @@ def test_what_makes_no_sense_is_one_sentence(changed: dict[str, Any], due: str) 
     assert "\n" not in str(refused.value)
 
 
+def test_norms_of_falcon_mamba() -> None:
+    said = CONFIGS["falcon_mamba"]().to_dict()
+    sizes = config_of(said, "here").mamba
+    assert sizes is not None
+    assert (sizes.selection_norms, sizes.selection_eps) == ("plain", 0.01)
+    with pytest.raises(InvalidInput, match="selection_eps is -1; must be at least 0"):
+        config_of(said | {"mixer_rms_eps": -1}, "here")
+    with pytest.raises(InvalidInput, match="selection_norms is 'some'; "):
+        MambaSizes(width=8, rank=1, selection_norms="some")
+
+
 def test_sizes_of_mamba() -> None:
     config = config_of(MAMBA | {"model_type": "mamba"}, "here")
     assert (config.mamba, config.tie, config.wide_stream) == (MambaSizes(width=80, rank=3, state=6), True, True)

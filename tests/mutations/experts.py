@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 ROUTING, EXPERTS, BALANCE = (f"tests/moe/test_{name}.py" for name in ("routing", "experts", "balance"))
 BACKWARD = "tests/interpreter/test_experts_backward.py"
+FAMILIES, SERVED = "tests/models/test_expert_families.py", "tests/engine/test_experts.py"
 
 MUTATIONS = {
     "router, the gate renormalised": Mutation("moe/routing.py", "if router.normalise:", "if True:", (ROUTING,)),
@@ -64,6 +65,29 @@ MUTATIONS = {
     "experts, a choice that is no expert": Mutation(
         "moe/kernels/gradients.py", 'tl.where(is_expert, dx.to(tl.float32), float("nan"))', "dx.to(tl.float32)",
         (BACKWARD, "-k", "no_expert"), interpreted=True,
+    "experts, gate and up exchanged": Mutation(
+        "models/checkpoints/experts.py", "zip(first, up.chunk(len(first), -2), strict=True)",
+        "zip(first, up.chunk(len(first), -2)[::-1], strict=True)", (FAMILIES, "-k", "transformers or definitions"),
+    ),
+    "experts, gates of DeepSeekMoE": Mutation(
+        "models/experts/families.py", 'normalise=active > 1 and settings.flag("norm_topk_prob")', "normalise=True",
+        (FAMILIES, "-k", "deepseek"),
+    ),
+    "experts, pairs of gpt-oss": Mutation(
+        "models/checkpoints/gpt_oss.py", "x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)", "x",
+        (FAMILIES, "-k", "transformers or mxfp4"),
+    ),
+    "experts, sinks of another layer": Mutation(
+        "engine/mixers/exact/step.py", "self.options.get(layer, NO_OPTIONS)", "self.options.get(0, NO_OPTIONS)",
+        (SERVED, "-k", "gpt_oss"),
+    ),
+    "experts, neighbours on a CPU": Mutation(
+        "engine/steps/runner.py", "self._multiply: Multiply = linear if deterministic else functional.linear",
+        "self._multiply: Multiply = functional.linear", (SERVED, "-k", "neighbours"),
+    ),
+    "selection, norms left out": Mutation(
+        "models/mamba/mamba_layer.py", "        if self.selection_norms:", "        if False:",
+        ("tests/engine/test_recurrent.py", "-k", "logprobs and (falcon or jamba)"),
     ),
     "balance, over the batch": Mutation(
         "moe/balance.py", "return torch.searchsorted(cu[1:], rows, right=True)", "return torch.zeros_like(rows).long()",

@@ -24,6 +24,7 @@ class ExpertNames:
         parts: gate, up and down of an expert, or of the shared network; gate and up in one where there are two names.
         shared, shared_gate: the network that all tokens share, and what multiplies it.
         selection_bias: the bias of the choice.
+        weight, bias: end the names of an expert's tensors.
     """
 
     router: str = "mlp.gate"
@@ -33,6 +34,8 @@ class ExpertNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
     selection_bias: str = "mlp.gate.e_score_correction_bias"
+    weight: str = ".weight"
+    bias: str = ".bias"
 
 
 _QWEN = ExpertNames(shared="mlp.shared_expert")
@@ -42,9 +45,13 @@ _FAMILIES = {
     "mixtral": ExpertNames(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
     ),
+    "jamba": ExpertNames(router="feed_forward.router", experts="feed_forward.experts"),
     "granitemoehybrid": ExpertNames(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe", stacked=True, parts=("input_linear", "output_linear"),
         shared="shared_mlp",
+    ),
+    "gpt_oss": ExpertNames(
+        router="mlp.router", stacked=True, parts=("gate_up_proj", "down_proj"), weight="", bias="_bias"
     ),
 }  # fmt: skip
 
@@ -58,25 +65,38 @@ def expert_tensors_of(layer: ExpertFeedForward, config: ModelConfig) -> Iterator
     """Yields the names of a layer's experts, and the views of parameters that tensors fill."""
     names = expert_names_of(config)
     yield f"{names.router}.weight", layer.centroids
+    if layer.router_bias is not None:
+        yield f"{names.router}.bias", layer.router_bias
     if layer.selection_bias is not None:
         yield names.selection_bias, layer.selection_bias
     if names.stacked:
-        yield from _network(names.experts, names, layer.up, layer.down)
+        yield from _network(names.experts, names, names.weight, layer.up, layer.down)
     else:
         for e, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
-            yield from _network(f"{names.experts}.{e}", names, up, down)
+            yield from _network(f"{names.experts}.{e}", names, names.weight, up, down)
+    if layer.up_bias is not None and layer.down_bias is not None:
+        yield from _biases(layer.up_bias, layer.down_bias, names)
     if layer.shared_up is not None and layer.shared_down is not None:
-        yield from _network(names.shared, names, layer.shared_up, layer.shared_down)
+        yield from _network(names.shared, names, ".weight", layer.shared_up, layer.shared_down)
     if layer.shared_gate is not None:
         yield f"{names.shared_gate}.weight", layer.shared_gate[None]
 
 
-def _network(module: str, names: ExpertNames, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _network(module: str, names: ExpertNames, end: str, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the parts of a feed-forward, or of all of them stacked."""
     *first, last = names.parts
     for part, place in zip(first, up.chunk(len(first), -2), strict=True):
-        yield f"{module}.{part}.weight", place
-    yield f"{module}.{last}.weight", down
+        yield f"{module}.{part}{end}", place
+    yield f"{module}.{last}{end}", down
+
+
+def _biases(up: Tensor, down: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
+    """Yields the biases of experts, (E, out); every family that has some has them stacked, as its weights."""
+    assert names.stacked
+    *first, last = names.parts
+    for part, place in zip(first, up.chunk(len(first), -1), strict=True):
+        yield f"{names.experts}.{part}{names.bias}", place
+    yield f"{names.experts}.{last}{names.bias}", down
 
 
 def check_experts(config: ModelConfig, reader: Reader) -> None:

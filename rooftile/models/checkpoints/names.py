@@ -45,8 +45,11 @@ class Names:
 
 _MAMBA = Names(prefix="backbone.", embedding="embeddings", norm="norm_f", mixer_norm="norm", recurrence="mixer")
 _QWEN = Names(recurrence="linear_attn", skipped=("mtp.",))
+_BAMBA = Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward")
 _FAMILIES = {
-    "bamba": Names(norm="final_layernorm", ffn_norm="pre_ff_layernorm", feed_forward="feed_forward"),
+    "bamba": _BAMBA,
+    "jamba": _BAMBA,
+    "falcon_mamba": _MAMBA,
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN,

@@ -99,6 +99,8 @@ def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iter
     if layer.gates is not None and layer.compression is not None:
         yield from _split(layer.gates, {f"{folder}.g_proj": BRANCHES * config.heads})
         yield from ((f"{folder}.compression.{name}", place) for name, place in layer.compression.tensors())
+    if layer.sinks is not None:
+        yield f"{folder}.sinks", layer.sinks
     yield from _norm(f"{folder}.q_norm", layer.q_norm)
     yield from _norm(f"{folder}.k_norm", layer.k_norm)
 
@@ -112,6 +114,9 @@ def _recurrence(layer: MambaLayer | Mamba2Layer) -> Iterator[tuple[str, Tensor]]
     yield from (("A_log", layer.A_log), ("D", layer.D))
     if isinstance(layer, MambaLayer):
         yield from (("x_proj.weight", layer.select), ("dt_proj.weight", layer.widen), ("dt_proj.bias", layer.dt_bias))
+        if layer.sizes.selection_norms == "weighted":
+            for name, norm in zip(("dt", "b", "c"), layer.selection_norms, strict=True):
+                yield f"{name}_layernorm.weight", norm.weight
     else:
         yield from (("dt_bias", layer.dt_bias), ("norm.weight", layer.gated_norm.weight))
 

@@ -21,7 +21,7 @@ from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.experts import check_experts
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
-from rooftile.models.checkpoints.weights import StoredTensor
+from rooftile.models.checkpoints.stored import StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer
 from rooftile.models.projection import Projection

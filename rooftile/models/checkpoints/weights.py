@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints import gpt_oss
 from rooftile.models.checkpoints.names import Names, names_of
+from rooftile.models.checkpoints.stored import JoinedTensor, StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -70,7 +72,8 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
-    return _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
+    found = _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
+    return gpt_oss.rearranged(found) if config.family == "gpt_oss" else found
 
 
 def _matched(
@@ -91,41 +94,6 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
     _check_mixers(config, found)
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
-
-
-class StoredTensor:
-    """A tensor in an open file."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self.file, self.name = file, name
-
-    def get_tensor(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
-
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    def dtype(self) -> str:
-        return str(self.file.get_slice(self.name).get_dtype())
-
-
-class JoinedTensor(StoredTensor):
-    """A tensor that files have in pieces, one below the other."""
-
-    def __init__(self, pieces: Sequence[StoredTensor], name: str) -> None:
-        super().__init__(None, name)
-        self.pieces = pieces
-
-    def get_tensor(self) -> Tensor:
-        return torch.cat([piece.get_tensor() for piece in self.pieces])
-
-    def shape(self) -> tuple[int, ...]:
-        shapes = [piece.shape() for piece in self.pieces]
-        return sum(shape[0] for shape in shapes), *shapes[0][1:]
-
-    def dtype(self) -> str:
-        return self.pieces[0].dtype()
 
 
 def _opened(path: Path) -> Any:

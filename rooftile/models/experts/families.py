@@ -1,4 +1,5 @@
-"""Reads config.json of decoders with experts in place of dense feed-forwards: Mixtral, Qwen 3 MoE, OLMoE and DeepSeekMoE.
+"""Reads config.json of decoders with experts in place of dense feed-forwards: Mixtral, Qwen 3 MoE, OLMoE, DeepSeekMoE
+and gpt-oss.
 
 What config.json says of a router's training is not read: its loss (`router_aux_loss_coef`, `aux_loss_alpha`, `seq_aux`), noise
 (`router_jitter_noise`), and whether logits are returned (`output_router_logits`). No answer depends on them.
@@ -8,8 +9,16 @@ from __future__ import annotations
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.experts.sizes import ExpertSizes
+from rooftile.models.positions import windows_of
+from rooftile.moe.activations import LIMIT
 from rooftile.moe.router import Router
 from rooftile.weights.files.settings import Settings
+
+# the positions of a config.json that says nothing of them
+_ROPE_OF_GPT_OSS = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def mixtral(settings: Settings) -> Fields:
@@ -71,6 +80,30 @@ def deepseek(settings: Settings) -> Fields:
         feed_forwards=tuple("experts" if here else "dense" for here in sparse),
         bos_ids=settings.ids("bos_token_id", 100000), eos_ids=settings.ids("eos_token_id", 100001),
     )  # fmt: skip
+
+
+def gpt_oss(settings: Settings) -> Fields:
+    """Reads a gpt-oss: experts in all layers, attention with sinks, and a window in every second layer from the first."""
+    layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias", True)
+    active = settings.size("num_experts_per_tok", 4)
+    if settings.size("experts_per_token", active) != active:
+        raise settings.refused(f"has num_experts_per_tok {active} and experts_per_token {settings.number('experts_per_token')}")
+    if (limit := settings.number("swiglu_limit", LIMIT)) != LIMIT:
+        raise settings.refused(f"has swiglu_limit {limit}; supported is {LIMIT}, as gpt-oss was trained")
+    check_silu(settings)
+    sizes = ExpertSizes(
+        experts=number_of_experts(settings, 128), hidden=settings.size("intermediate_size", 2880), activation="clamped",
+        biases=True, router_bias=True, router=Router(active=active, score="chosen softmax", round_gates=True),
+    )  # fmt: skip
+    if not (settings.section("rope_scaling") or settings.section("rope_parameters")):
+        settings = Settings({**settings.values, "rope_scaling": _ROPE_OF_GPT_OSS}, settings.folder)
+    alternating = ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)]
+    fields = decoder_fields(
+        settings, "gpt_oss", head_dim=64, theta=150_000.0, norm_eps=settings.number("rms_norm_eps", 1e-5), norm_rounds_once=True,
+        qkv_bias=bias, o_bias=bias, sinks=True, feed_forwards=("experts",) * layers, experts=sizes,
+        windows=windows_of(settings, alternating, settings.optional("sliding_window", 128)),
+    )  # fmt: skip
+    return fields | {"ffn": 0}
 
 
 def sizes_of(

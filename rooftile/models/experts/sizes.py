@@ -11,6 +11,9 @@ from rooftile.moe.router import Router
 from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown
 from rooftile.runtime.words import answers_words
 
+# limits beyond what any model has: a downloaded file may ask for more than can be named
+MOST_EXPERTS = 1 << 14
+
 
 @answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class ExpertSizes:
         for name in ("experts", "hidden"):
             check_count(name, getattr(self, name))
         check_count("shared", self.shared, least=0)
+        if self.experts > MOST_EXPERTS:
+            raise InvalidInput(f"experts is {self.experts:,}; may be at most {MOST_EXPERTS:,}")
         check_choice("activation", self.activation, ACTIVATIONS)
         for name in ("shared_gate", "biases", "router_bias", "selection_bias"):
             check_flag(name, getattr(self, name))

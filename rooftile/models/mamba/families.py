@@ -1,4 +1,7 @@
-"""Reads config.json of models with recurrences: Mamba-1, Mamba-2, and, with attention in some layers, Bamba and Granite 4."""
+"""Reads config.json of models with recurrences.
+
+Mamba-1, Falcon-Mamba and Mamba-2 have nothing else; Bamba, Jamba and Granite 4 have attention in some layers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
+from rooftile.models.experts.families import number_of_experts
 from rooftile.models.experts.sizes import ExpertSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.moe.router import Router
@@ -32,14 +36,25 @@ def check_format(settings: Settings) -> None:
 
 def mamba(settings: Settings) -> Fields:
     """Reads a Mamba-1."""
+    return _mamba1(settings, "mamba", eos=0)
+
+
+def falcon_mamba(settings: Settings) -> Fields:
+    """Reads a Falcon-Mamba, a Mamba-1 with norms of what a token selects by."""
+    norms = {"selection_norms": "plain", "selection_eps": settings.number("mixer_rms_eps", 1e-6)}
+    return _mamba1(settings, "falcon_mamba", eos=0, **norms)
+
+
+def _mamba1(settings: Settings, family: str, *, eos: int, **norms: Any) -> Fields:
     hidden, rank = settings.size("hidden_size"), settings.values.get("time_step_rank", "auto")
     _check_silu(settings)
     sizes = MambaSizes(
         width=int(settings.positive("expand", 2) * hidden),
         rank=-(-hidden // 16) if rank == "auto" else settings.size("time_step_rank"), state=settings.size("state_size", 16),
         kernel=settings.size("conv_kernel", 4), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
+        **norms,
     )  # fmt: skip
-    return _without_attention(settings, "mamba", tied=True, bos=0, eos=0) | {"mamba": sizes}
+    return _without_attention(settings, family, "mamba", tied=True, bos=0, eos=eos) | {"mamba": sizes}
 
 
 def mamba2(settings: Settings) -> Fields:
@@ -53,16 +68,16 @@ def mamba2(settings: Settings) -> Fields:
         step_limit=_limit(settings), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
         norm_groups=settings.size("norm_groups", groups),
     )  # fmt: skip
-    return _without_attention(settings, "mamba2", tied=False, bos=0, eos=2) | {"mamba2": sizes}
+    return _without_attention(settings, "mamba2", "mamba2", tied=False, bos=0, eos=2) | {"mamba2": sizes}
 
 
-def _without_attention(settings: Settings, family: str, *, tied: bool, bos: int, eos: int) -> Fields:
-    """Reads what Mamba-1 and 2 have in common: layers of one part each, a norm and a recurrence, and a name for both."""
+def _without_attention(settings: Settings, family: str, mixer: str, *, tied: bool, bos: int, eos: int) -> Fields:
+    """Reads what Mamba-1 and 2 have in common: layers of one part each, a norm and a recurrence."""
     layers = settings.layers("num_hidden_layers")
     return Fields(
         family=family, vocab_size=settings.size("vocab_size"), layers=layers, hidden=settings.size("hidden_size"),
         max_len=settings.size("max_position_embeddings", LONGEST), windows=(None,) * layers, rotary=None,
-        mixers=(family,) * layers, feed_forwards=(None,) * layers, norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        mixers=(mixer,) * layers, feed_forwards=(None,) * layers, norm_eps=settings.number("layer_norm_epsilon", 1e-5),
         wide_stream=settings.flag("residual_in_fp32", True), tie=settings.flag("tie_word_embeddings", tied),
         bos_ids=settings.ids("bos_token_id", bos), eos_ids=settings.ids("eos_token_id", eos), dtype=settings.dtype(),
     )  # fmt: skip
@@ -79,6 +94,45 @@ def bamba(settings: Settings) -> Fields:
         norm_eps=settings.number("rms_norm_eps", 1e-5),
         bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 2),
     )  # fmt: skip
+
+
+def jamba(settings: Settings) -> Fields:
+    """Reads a Jamba: layers with Mamba-1 and some with attention, without positions; every second feed-forward has experts."""
+    layers, hidden, rank = (
+        settings.layers("num_hidden_layers"),
+        settings.size("hidden_size"),
+        settings.values.get("mamba_dt_rank"),
+    )
+    _check_silu(settings)
+    if not settings.flag("mamba_inner_layernorms", True):
+        raise settings.refused("has mamba_inner_layernorms false; supported is a Jamba with them")
+    eps = settings.number("rms_norm_eps", 1e-6)
+    sizes = MambaSizes(
+        width=int(settings.positive("mamba_expand", 2) * hidden),
+        rank=-(-hidden // 16) if rank in (None, "auto") else settings.size("mamba_dt_rank"),
+        state=settings.size("mamba_d_state", 16), kernel=settings.size("mamba_d_conv", 4), bias=settings.flag("mamba_proj_bias"),
+        conv_bias=settings.flag("mamba_conv_bias", True), selection_norms="weighted", selection_eps=eps,
+    )  # fmt: skip
+    attends, sparse = _every(settings, "attn_layer", 8, 4, layers), _every(settings, "expert_layer", 2, 1, layers)
+    follows: Fields = {}
+    if (experts := number_of_experts(settings, 16)) > 1:
+        router = Router(active=settings.size("num_experts_per_tok", 2), round_gates=True)
+        follows = {
+            "experts": ExpertSizes(experts=experts, hidden=settings.size("intermediate_size"), router=router),
+            "feed_forwards": tuple("experts" if here else "dense" for here in sparse),
+        }
+    return decoder_fields(
+        settings, "jamba", mixers=tuple("attention" if here else "mamba" for here in attends), mamba=sizes, norm_eps=eps,
+        bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 2), **follows,
+    ) | {"rotary": None}  # fmt: skip
+
+
+def _every(settings: Settings, what: str, period: int, offset: int, layers: int) -> list[bool]:
+    """Returns which layers are of a kind that comes once in a period."""
+    period, offset = settings.size(f"{what}_period", period), settings.whole(f"{what}_offset", offset)
+    if offset >= period:
+        raise settings.refused(f"has {what}_offset {offset} and {what}_period {period}; the first must be less")
+    return [n % period == offset for n in range(layers)]
 
 
 def granite_hybrid(settings: Settings) -> Fields:

@@ -9,16 +9,20 @@ Gu and Dao, Mamba, arXiv:2312.00752.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from rooftile.fused.norm import normalise
 from rooftile.fused.rope import Rotation
 from rooftile.models.config import ModelConfig
 from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer
 from rooftile.models.placement import Placement
-from rooftile.models.projection import Multiply, Projection
+from rooftile.models.projection import Multiply, Norm, Projection
 from rooftile.numerics import QuantisedRows
 
 
@@ -38,6 +42,14 @@ class MambaLayer(Layer):
         self.conv_bias = placement.parameter(sizes.width) if sizes.conv_bias else None
         self.select = placement.parameter(sizes.rank + 2 * sizes.state, sizes.width)
         self.widen = placement.parameter(sizes.width, sizes.rank)
+        normed = (sizes.rank, sizes.state, sizes.state) if sizes.selection_norms else ()
+        norms = nn.ModuleList(Norm(config, size, placement=placement) for size in normed)
+        # a ModuleList is a sequence of its modules, but torch's types do not say so
+        self.selection_norms = cast("Sequence[Norm]", norms)
+        for norm in self.selection_norms:
+            # a norm without weights multiplies by ones, which no checkpoint has
+            norm.weight.fill_(1.0)
+            norm.eps = sizes.selection_eps
         precise = placement._replace(dtype=torch.float32)
         self.A_log = precise.parameter(sizes.width, sizes.state)
         self.D, self.dt_bias = precise.parameter(sizes.width), precise.parameter(sizes.width)
@@ -55,6 +67,8 @@ class MambaLayer(Layer):
         """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""
         sizes = self.sizes
         dt, B, C = functional.linear(x, self.select).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+        if self.selection_norms:
+            dt, B, C = (normalise(part, norm) for part, norm in zip((dt, B, C), self.selection_norms, strict=True))
         return functional.linear(dt, self.widen), B, C
 
     def mix(

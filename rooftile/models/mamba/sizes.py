@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rooftile.errors import InvalidInput
-from rooftile.runtime.arguments import check_count
+from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_words
 
 
@@ -21,6 +21,9 @@ class MambaSizes:
         state: the N of a channel's state.
         kernel: taps of the convolution.
         bias, conv_bias: whether the projections and the convolution have biases.
+        selection_norms: RMS norms of what a token selects by (what its time steps are projected from, B and C): "plain", without
+            weights (Falcon-Mamba), "weighted" (Jamba), or None for no norms.
+        selection_eps: the number added to their variance.
 
     Raises:
         InvalidInput: a size makes no sense.
@@ -32,10 +35,16 @@ class MambaSizes:
     kernel: int = 4
     bias: bool = False
     conv_bias: bool = True
+    selection_norms: str | None = None
+    selection_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("width", "rank", "state", "kernel"):
             check_count(name, getattr(self, name))
+        if self.selection_norms is not None:
+            check_choice("selection_norms", self.selection_norms, ("plain", "weighted"))
+        if not self.selection_eps >= 0:
+            raise InvalidInput(f"selection_eps is {self.selection_eps}; must be at least 0")
         if self.kernel < 2:
             raise InvalidInput(f"kernel is {self.kernel}; must be at least 2")
 

@@ -58,7 +58,7 @@ class DecoderTarget:
 
     Raises:
         InvalidInput: its weights are quantised already, or it has fewer positions.
-        Unsupported: it has layers without exact attention, or with experts.
+        Unsupported: it has layers without exact attention, with experts or with sinks.
     """
 
     def __init__(self, decoder: Decoder, name: str, phases: Sequence[Phase], context: int) -> None:
@@ -70,6 +70,8 @@ class DecoderTarget:
             raise Unsupported(f"the model has layers of {other}, and a plan knows exact attention alone; plan its module instead")
         if "experts" in config.feed_forwards:
             raise Unsupported("the model has layers with experts, and a plan knows dense feed-forwards alone; plan a dense model")
+        if config.sinks:
+            raise Unsupported("the model has attention sinks, which a plan does not know; plan a model without them")
         self.name, self._decoder, self._phases, self._context = name, decoder, phases, context
         self._device, self._dtype = decoder.embedding.device, decoder.embedding.dtype
         self._places = dict[str, tuple[Projection, dict[str, int]]]()

@@ -38,14 +38,18 @@ def section_of(folder: Path) -> Mapping[str, Any]:
     return section
 
 
-def check_method(settings: Settings) -> None:
+def check_method(settings: Settings, also: tuple[str, ...] = ()) -> None:
     """Refuses a checkpoint that is quantised in a way that is not read.
+
+    Args:
+        settings: of its config.json.
+        also: ways in which its family is read beside the usual ones.
 
     Raises:
         InvalidInput: it is; the sentence says what to convert it with.
     """
     method = _method(settings)
-    if method is not None and method not in READ:
+    if method is not None and method not in (*READ, *also):
         advice = _ADVICE.get(method, FROM_16_BITS)
         raise settings.refused(f"says the weights are quantised ({method[:60]}); read are {', '.join(READ)}: {advice}")
 

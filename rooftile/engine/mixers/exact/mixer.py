@@ -14,10 +14,11 @@ from rooftile.engine.mixers.mixer import Largest, Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.exact.paged_route import MOST_GATHERED, route
-from rooftile.exact.spec import CallSettings
+from rooftile.exact.spec import CallSettings, Options
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, PagedKeys
 from rooftile.models import Attend, Decoder
+from rooftile.models.attention_layer import AttentionLayer
 
 
 class ExactMixer(Mixer):
@@ -33,9 +34,11 @@ class ExactMixer(Mixer):
 
     def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         self.caches, self.settings, self.masks = caches, settings, masks_of(decoder.config)
+        sinks = {n: layer.sinks for n, layer in enumerate(decoder.layers) if isinstance(layer, AttentionLayer)}
+        self.options = {n: Options(sinks=x) for n, x in sinks.items() if x is not None}
 
     def on(self, step: StepTokens) -> Attend:
-        return ExactStep(self.caches, self.masks, self.settings, step)
+        return ExactStep(self.caches, self.masks, self.settings, step, self.options)
 
     def working_bytes(self, largest: Largest) -> int:
         return gathered_bytes(2 * self.shape.kv_heads * self.shape.head_dim, self.config.block_size, largest)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
-from rooftile.exact.spec import CallSettings
+from rooftile.exact.spec import NO_OPTIONS, CallSettings, Options
 from rooftile.kvcache import PagedKV, Rotation
 from rooftile.kvcache.caches import Caches
+
+NO_SINKS: Mapping[int, Options] = MappingProxyType({})
 
 
 class ExactStep:
@@ -23,13 +26,17 @@ class ExactStep:
         masks: the mask of each layer.
         settings: scale, softcap and the like.
         step: where the tokens are.
+        options: the sinks of layers that have them.
     """
 
-    def __init__(self, caches: Caches, masks: tuple[Mask, ...], settings: CallSettings, step: StepTokens) -> None:
+    def __init__(
+        self, caches: Caches, masks: tuple[Mask, ...], settings: CallSettings, step: StepTokens,
+        options: Mapping[int, Options] = NO_SINKS,
+    ) -> None:  # fmt: skip
         self.pages, self.places = caches.pages, caches.places
-        self.masks, self.settings, self.step = masks, settings, step
-        # layers differ only in their masks: a call prepared for one layer serves all with the same mask
-        self._prepared: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
+        self.masks, self.settings, self.step, self.options = masks, settings, step, options
+        # layers differ only in their masks and sinks: a call prepared for one layer serves all with the same mask
+        self._prepared: dict[tuple[Mask, bool], Callable[..., tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         """Computes the attention of one layer; see `rooftile.models.Attend`."""
@@ -56,7 +63,7 @@ class ExactStep:
         return self._attend(layer, q, self.pages.view(self.places[layer], chunks.table, chunks.lengths, chunks.cu_q))
 
     def _attend(self, layer: int, q: Tensor, cache: PagedKV) -> Tensor:
-        kind = self.masks[layer], q.dim() == 4
+        kind, options = (self.masks[layer], q.dim() == 4), self.options.get(layer, NO_OPTIONS)
         if kind not in self._prepared:
-            self._prepared[kind] = prepare_paged(q, cache, self.masks[layer], settings=self.settings)
-        return self._prepared[kind](q, cache)[0]
+            self._prepared[kind] = prepare_paged(q, cache, self.masks[layer], options, self.settings)
+        return self._prepared[kind](q, cache, options)[0]

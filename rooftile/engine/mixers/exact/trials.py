@@ -13,7 +13,7 @@ from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.exact.api import prepare_paged
 from rooftile.exact.masks import Mask
 from rooftile.exact.paged_route import LONG_PROMPT, Route, route
-from rooftile.exact.spec import CallSettings
+from rooftile.exact.spec import CallSettings, Options
 from rooftile.kvcache import Copy, PagedKV, Pages
 from rooftile.models import Decoder
 
@@ -82,4 +82,5 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, settings: CallSettings | None = None) -> None:
     config = decoder.config
-    prepare_paged(q, cache, mask, settings=settings or CallSettings(config.scale, config.softcap))(q, cache)
+    sinks = torch.zeros(config.heads, dtype=q.dtype, device=q.device) if config.sinks else None
+    prepare_paged(q, cache, mask, Options(sinks=sinks), settings or CallSettings(config.scale, config.softcap))(q, cache)

@@ -39,13 +39,15 @@ def calibrate(
 
     Raises:
         InvalidInput: the text is too short, or holds what is no token of the model.
-        Unsupported: a layer of the model mixes its tokens in another way than by attention.
+        Unsupported: a layer of the model mixes its tokens in another way than by attention, or has sinks.
     """
     config = decoder.config
     other = next((mixer for mixer in config.mixers if mixer != "attention"), None)
     if other is not None:
         why = ", which choose keys by themselves" if other == "native_sparse" else ""
         raise Unsupported(f"the model has {other} layers{why}; Loki has attention in all layers")
+    if config.sinks:
+        raise Unsupported("the model has attention sinks, which Loki leaves out; calibrate a model without them")
     dims, keep = check_fraction("dims", dims), check_fraction("keep", keep)
     if len(tokens) < config.head_dim:
         raise InvalidInput(

@@ -19,7 +19,7 @@ from rooftile.engine.mixers.loki.calibration import sample_of
 from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.settings.config import EngineConfig
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import CallSettings
 from rooftile.fused.rope import rotate
@@ -41,6 +41,10 @@ class LokiMixer(ExactMixer):
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
         super().__init__(shape, layers, config)
+        if shape.sinks:
+            raise Unsupported(
+                "approximate is given and the model has attention sinks, which Loki leaves out; leave approximate out"
+            )
         given = config.approximate
         assert given is not None
         self.fitted = given if isinstance(given, LokiLayers) else LokiLayers.load(given)
