@@ -201,46 +201,6 @@ class ModelConfig:
             )
         check_feed_forwards(self.feed_forwards, self.layers, self.experts)
 
-<<<<<<< HEAD
-=======
-    def _check_mixers(self) -> None:
-        self._check_recurrences()
-        sparse = [n for n, mixer in enumerate(self.mixers) if mixer == "native_sparse"]
-        if not sparse:
-            return
-        if self.native_sparse is None:
-            raise InvalidInput(f"layer {sparse[0]} is native_sparse, and its sizes are None; must be NativeSparseSizes()")
-        if self.family in ("gpt2", "phi3"):
-            raise InvalidInput(
-                f"layer {sparse[0]} is native_sparse and the family {self.family}; must be one with a projection each, as llama"
-            )
-        without = {"a softcap": self.softcap is not None, "norms over all heads": self.qk_norm_of_all_heads, "sinks": self.sinks}
-        what = next((name for name, here in without.items() if here), None)
-        if what is not None:
-            raise InvalidInput(f"layer {sparse[0]} is native_sparse and the family {self.family} has {what}; must have none")
-        window = next((n for n in sparse if self.windows[n] is not None), None)
-        if window is not None:
-            raise InvalidInput(f"layer {window} is native_sparse and has a window of its own; must have None: one branch has one")
-        sizes = self.native_sparse
-        wide = 4 * self.head_dim if sizes.hidden is None else sizes.hidden
-        if wide * sizes.length * self.head_dim > MOST_NUMBERS:
-            raise InvalidInput(f"native_sparse maps {sizes.length:,} x {self.head_dim} numbers to {wide:,}; may be fewer")
-
-    def _check_recurrences(self) -> None:
-        if self.softcap is not None and not self.attends:
-            raise InvalidInput(f"softcap is {self.softcap} and no layer has scores of attention to cap; must be None")
-        for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
-            if MIXERS[mixer]:
-                continue
-            if getattr(self, mixer) is None:
-                name = f"{mixer.capitalize()}Sizes"
-                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
-            if window is not None:
-                raise InvalidInput(
-                    f"layer {layer} is {mixer} and its window {window}; must be None: a recurrence sees all tokens before"
-                )
-
->>>>>>> 07f85a37 (Refuse a softcap without scores; test the settings of states and a server's count of pages)
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Reads a checkpoint's config.json, and token ids in generation_config.json, if there is one.

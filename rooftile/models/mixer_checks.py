@@ -27,6 +27,8 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 def _check_sizes(config: ModelConfig) -> None:
+    if config.softcap is not None and not config.attends:
+        raise InvalidInput(f"softcap is {config.softcap} and no layer has scores of attention to cap; must be None")
     for layer, (mixer, window) in enumerate(zip(config.mixers, config.windows, strict=True)):
         if mixer in _WITHOUT_SIZES:
             continue
@@ -63,8 +65,13 @@ def _check_native_sparse(config: ModelConfig) -> None:
         raise InvalidInput(
             f"layer {sparse[0]} is native_sparse and the family {config.family}; must be one with a projection each, as llama"
         )
-    if config.softcap is not None or config.qk_norm_of_all_heads:
-        what = "a softcap" if config.softcap is not None else "norms over all heads"
+    without = {
+        "a softcap": config.softcap is not None,
+        "norms over all heads": config.qk_norm_of_all_heads,
+        "sinks": config.sinks,
+    }
+    what = next((name for name, here in without.items() if here), None)
+    if what is not None:
         raise InvalidInput(f"layer {sparse[0]} is native_sparse and the family {config.family} has {what}; must have none")
     window = next((n for n in sparse if config.windows[n] is not None), None)
     if window is not None:

@@ -65,6 +65,7 @@ MUTATIONS = {
     "experts, a choice that is no expert": Mutation(
         "moe/kernels/gradients.py", 'tl.where(is_expert, dx.to(tl.float32), float("nan"))', "dx.to(tl.float32)",
         (BACKWARD, "-k", "no_expert"), interpreted=True,
+    ),
     "experts, gate and up exchanged": Mutation(
         "models/checkpoints/experts.py", "zip(first, up.chunk(len(first), -2), strict=True)",
         "zip(first, up.chunk(len(first), -2)[::-1], strict=True)", (FAMILIES, "-k", "transformers or definitions"),
