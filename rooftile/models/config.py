@@ -13,6 +13,7 @@ from rooftile.errors import InvalidInput
 from rooftile.models.delta.sizes import DeltaSizes
 from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
+from rooftile.models.linear.sizes import LinearSizes, PerformerSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.rotary import Rotary
@@ -24,6 +25,11 @@ from rooftile.weights.files.settings import read_json
 MOST_POSITIONS = 1 << 24
 MOST_DIMS = 1 << 16
 MOST_NUMBERS = 1 << 40
+
+# mixers whose memory is a state, with the class of their sizes
+_RECURRENCES = {
+    "linear": LinearSizes, "performer": PerformerSizes, "mamba": MambaSizes, "mamba2": Mamba2Sizes, "delta": DeltaSizes,
+}  # fmt: skip
 
 
 @answers_words
@@ -41,10 +47,11 @@ class ModelConfig:
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba",
-            "mamba2" or "delta" (gated delta net); empty for attention in all layers.
+        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "linear"
+            (linear attention), "performer", "mamba", "mamba2" or "delta" (gated delta net); empty for attention in all layers.
         feed_forwards: for each layer what follows: "dense", "experts", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
+        linear, performer: the sizes of linear attention and of Performer, where a layer has it.
         mamba, mamba2, delta: the sizes of Mamba-1, Mamba-2 and the gated delta net, where a layer has it.
         experts: the sizes of feed-forwards with experts, where a layer has one.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
@@ -94,6 +101,8 @@ class ModelConfig:
     mixers: tuple[str, ...] = ()
     feed_forwards: tuple[str | None, ...] = ()
     native_sparse: NativeSparseSizes | None = None
+    linear: LinearSizes | None = None
+    performer: PerformerSizes | None = None
     mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
     delta: DeltaSizes | None = None
@@ -217,15 +226,16 @@ class ModelConfig:
 
     def _check_recurrences(self) -> None:
         for layer, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True)):
-            if MIXERS[mixer]:
+            if mixer not in _RECURRENCES:
                 continue
             if getattr(self, mixer) is None:
-                name = f"{mixer.capitalize()}Sizes"
-                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {name}()")
+                raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {_RECURRENCES[mixer].__name__}()")
             if window is not None:
                 raise InvalidInput(
                     f"layer {layer} is {mixer} and its window {window}; must be None: a recurrence sees all tokens before"
                 )
+            if self.softcap is not None:
+                raise InvalidInput(f"layer {layer} is {mixer} and softcap {self.softcap}; must be None: it has no scores to cap")
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

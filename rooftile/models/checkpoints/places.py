@@ -15,6 +15,7 @@ from rooftile.models.delta.delta_layer import DeltaLayer
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.feed_forward import DenseFeedForward
 from rooftile.models.layers import Layer
+from rooftile.models.linear.performer_layer import PerformerLayer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
 from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
@@ -92,6 +93,8 @@ def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iter
     if layer.gates is not None and layer.compression is not None:
         yield from _split(layer.gates, {f"{folder}.g_proj": BRANCHES * config.heads})
         yield from ((f"{folder}.compression.{name}", place) for name, place in layer.compression.tensors())
+    if isinstance(layer, PerformerLayer):
+        yield f"{folder}.projection", layer.projection
     yield from _norm(f"{folder}.q_norm", layer.q_norm)
     yield from _norm(f"{folder}.k_norm", layer.k_norm)
 
