@@ -181,7 +181,8 @@ PAGES = (
                 "Methods",
                 "rooftile.approximate",
                 (
-                    "linear", "linear_with_state", "linear_step", "performer", "performer_with_state", "Features",
+                    "linear", "linear_with_state", "linear_step", "performer", "performer_with_state",
+                    "performer_step", "Features",
                     "linformer", "sparse_transformer", "reformer", "lsh", "routing", "update_centroids", "commitment_loss",
                     "Loki", "LokiLayers", "native_sparse", "compress",
                     "choose_blocks", "choose_blocks_with_scores", "selected_attention",
@@ -222,8 +223,8 @@ PAGES = (
                 "A decoder to serve",
                 "rooftile.models",
                 (
-                    "Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "LatentSizes", "Mamba2Sizes", "MambaSizes",
-                    "NativeSparseSizes",
+                    "Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "LatentSizes", "LinearSizes", "Mamba2Sizes", "MambaSizes",
+                    "NativeSparseSizes", "PerformerSizes",
                 ),
             ),
         ),

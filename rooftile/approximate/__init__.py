@@ -12,7 +12,7 @@ from rooftile.approximate.methods import METHODS, Method
 from rooftile.approximate.native_sparse.attention import native_sparse
 from rooftile.approximate.native_sparse.compression import compress
 from rooftile.approximate.native_sparse.selection import choose_blocks, choose_blocks_with_scores, selected_attention
-from rooftile.approximate.performer.attention import performer, performer_with_state
+from rooftile.approximate.performer.attention import performer, performer_step, performer_with_state
 from rooftile.approximate.performer.features import Features
 from rooftile.approximate.reformer.angles import lsh
 from rooftile.approximate.reformer.attention import reformer
@@ -38,6 +38,7 @@ __all__ = [
     "lsh",
     "native_sparse",
     "performer",
+    "performer_step",
     "performer_with_state",
     "reformer",
     "routing",

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import validate as checks
 from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.exact.validate import DENSE, PACKED
 from rooftile.runtime.arguments import check_number, shown
+from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.tensors import autocast, check_offsets
 
 
@@ -66,3 +67,20 @@ def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -
         if x.device != like.device:
             raise InvalidInput(f"{name} of state is on {x.device}; q is on {like.device}, and all inputs must be on one device")
     return tuple(state)
+
+
+def check_one_token(q: Tensor, k: Tensor, method: str) -> None:
+    """Raises InvalidInput unless a step of decoding with a method came with one token of each sequence."""
+    if q.shape[1] != 1 or k.shape[1] != 1:
+        raise InvalidInput(
+            f"q has length {q.shape[1]} and k has {k.shape[1]}; a step takes one token: write {method}(..., state=)"
+        )
+
+
+def check_no_gradient(method: str, *inputs: Tensor) -> None:
+    """Raises Unsupported if an input of a step of decoding with a method requires a gradient."""
+    if wants_grad(*inputs):
+        raise Unsupported(
+            f"{method}_step has no gradient, and an input requires one: call it under torch.no_grad(), or write "
+            f"{method}(..., state=)"
+        )

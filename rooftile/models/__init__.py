@@ -11,9 +11,11 @@ latent          layers with multi-head latent attention
 layers          a layer, `Attend`: what the caller brings to mix tokens
 projection      projections and norms
 feed_forward    what follows: dense, or in `experts`
-layer_kinds     the class of each kind of layer: `attention_layer`, and in `mamba`, `delta` and `latent`
+layer_kinds     the class of each kind of layer: `attention_layer`, and in `linear`, `mamba`, `delta` and `latent`
 mixers          how a layer mixes its tokens: attention, Native Sparse Attention, a recurrence
 mamba           layers of Mamba-1 and Mamba-2
+linear          layers of linear attention and Performer
+hybrid          config.json of our own family, with any mixer in any layer
 positions       windows and positions by layer; `rotary` has the wavelengths
 checkpoints     from and to files
 trainable       `TrainableDecoder`; `mixing_modules` has its mixers
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
     from rooftile.models.experts.sizes import ExpertSizes
     from rooftile.models.latent.sizes import LatentSizes
     from rooftile.models.layers import Attend
+    from rooftile.models.linear.sizes import LinearSizes, PerformerSizes
     from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
     from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
 __all__ = [
-    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "LatentSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig",
-    "NativeSparseSizes", "TrainableDecoder",
+    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "LatentSizes", "LinearSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig",
+    "NativeSparseSizes", "PerformerSizes", "TrainableDecoder",
 ]  # fmt: skip
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
@@ -44,8 +47,8 @@ __getattr__ = late_names(
     "rooftile.models",
     {
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
-        "DeltaSizes": "rooftile.models.delta.sizes",
-        "LatentSizes": "rooftile.models.latent.sizes",
+        "DeltaSizes": "rooftile.models.delta.sizes", "LinearSizes": "rooftile.models.linear.sizes",
+        "LatentSizes": "rooftile.models.latent.sizes", "PerformerSizes": "rooftile.models.linear.sizes",
         "ExpertSizes": "rooftile.models.experts.sizes", "Mamba2Sizes": "rooftile.models.mamba.sizes",
         "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
         "TrainableDecoder": "rooftile.models.trainable",

@@ -14,6 +14,7 @@ from rooftile.models.delta.sizes import DeltaSizes
 from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
 from rooftile.models.latent.sizes import LatentSizes
+from rooftile.models.linear.sizes import LinearSizes, PerformerSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixer_checks import MOST_NUMBERS, check_mixers
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
@@ -42,10 +43,12 @@ class ModelConfig:
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "mamba",
-            "mamba2", "delta" (gated delta net) or "latent" (multi-head latent attention); empty for attention in all layers.
+        mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "linear"
+            (linear attention), "performer", "mamba", "mamba2", "delta" (gated delta net) or "latent" (multi-head latent
+            attention); empty for attention in all layers.
         feed_forwards: for each layer what follows: "dense", "experts", or None for nothing; empty for "dense" in all layers.
         native_sparse: the sizes of Native Sparse Attention, where a layer has it.
+        linear, performer: the sizes of linear attention and of Performer, where a layer has it.
         mamba, mamba2, delta: the sizes of Mamba-1, Mamba-2 and the gated delta net, where a layer has it.
         latent: the sizes of multi-head latent attention, where a layer has it.
         experts: the sizes of feed-forwards with experts, where a layer has one.
@@ -97,6 +100,8 @@ class ModelConfig:
     mixers: tuple[str, ...] = ()
     feed_forwards: tuple[str | None, ...] = ()
     native_sparse: NativeSparseSizes | None = None
+    linear: LinearSizes | None = None
+    performer: PerformerSizes | None = None
     mamba: MambaSizes | None = None
     mamba2: Mamba2Sizes | None = None
     delta: DeltaSizes | None = None

@@ -11,6 +11,7 @@ from typing import Any
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
+from rooftile.models.hybrid import hybrid
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
@@ -31,26 +32,13 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     """
     settings = Settings(values, folder)
     check_format(settings)
-    _check_mixers(settings)
     family = _family(settings)
     # its experts in MXFP4 are read as plain tensors
     check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
+    if family == "rooftile":
+        return fields
     return fields | mixers_of(settings, fields["layers"])
-
-
-def _check_mixers(settings: Settings) -> None:
-    """Refuses a decoder that was trained with mixers that are not served: see `rooftile.models.TrainableDecoder`."""
-    mixers = settings.values.get("mixers")
-    names = [str(one.get("name")) if isinstance(one, dict) else str(one) for one in mixers] if isinstance(mixers, list) else []
-    # layers with Native Sparse Attention of several kinds are in no `layer_mixers`
-    served = {"attention"} | ({"native_sparse"} if "layer_mixers" in settings.values else set())
-    other = sorted(set(names) - served)
-    if other:
-        raise settings.refused(
-            f"has layers that mix tokens by {', '.join(other)[:80]}; supported are attention and native_sparse, alike in all "
-            "layers: rooftile.models.TrainableDecoder.load reads the others"
-        )
 
 
 def _family(settings: Settings) -> str:
@@ -240,6 +228,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "bamba": bamba,
     "jamba": jamba,
     "granitemoehybrid": granite_hybrid,
+    "rooftile": hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
@@ -273,6 +262,7 @@ ARCHITECTURES = {
     "BambaForCausalLM": "bamba",
     "JambaForCausalLM": "jamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "RooftileForCausalLM": "rooftile",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",

@@ -7,16 +7,18 @@ from rooftile.models.config import ModelConfig
 from rooftile.models.delta.delta_layer import DeltaLayer
 from rooftile.models.latent.latent_layer import LatentLayer
 from rooftile.models.layers import Layer
+from rooftile.models.linear.performer_layer import PerformerLayer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
 from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.placement import Placement
 
-# kinds without keys and values for each head, by the names that `rooftile.models.mixers.MIXERS` has for them
-_OTHERS: dict[str, type[Layer]] = {
-    "mamba": MambaLayer, "mamba2": Mamba2Layer, "delta": DeltaLayer, "latent": LatentLayer,
+# kinds that have more than heads of attention, or none, by the names that `rooftile.models.mixers.MIXERS` has for them
+_KINDS: dict[str, type[Layer]] = {
+    "performer": PerformerLayer, "mamba": MambaLayer, "mamba2": Mamba2Layer, "delta": DeltaLayer,
+    "latent": LatentLayer,
 }  # fmt: skip
 
 
 def layer_of(config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> Layer:
     """Returns layer n of a model, with uninitialised weights."""
-    return _OTHERS.get(config.mixers[n], AttentionLayer)(config, n, placement, waits=waits)
+    return _KINDS.get(config.mixers[n], AttentionLayer)(config, n, placement, waits=waits)

@@ -23,6 +23,7 @@ class Attend(Protocol):
     A layer gives what its kind gives (`ModelConfig.mixers`), and takes one row of `Layer.o.inputs` numbers a token, in any shape:
 
         "attention"      q (total, H, D), k and v (total, Hk, D), rotation
+        "linear", "performer"  the same
         "native_sparse"  the same, and gates (total, H, 3)
         "mamba"          x, before the convolution (total, W)
         "mamba2"         x, B and C side by side, before the convolution (total, W + 2 G N), and time steps (total, H)
@@ -40,8 +41,8 @@ class Attend(Protocol):
 
     A layer with "native_sparse" has three times as many heads of keys and values: the heads of the compressed, the selected and
     the near branch, one branch after the other. `AttentionLayer.compression` maps blocks of the first. What a recurrence is made
-    of, such as the weights of its convolution, is in `MambaLayer`,
-    `Mamba2Layer` and `DeltaLayer`; the maps of a latent to keys and values are in `LatentLayer`.
+    of, such as the weights of its convolution, is in `MambaLayer`, `Mamba2Layer` and `DeltaLayer`; `PerformerLayer` has the
+    features, and `LatentLayer` the maps of a latent to keys and values.
     """
 
     def __call__(self, layer: int, /, *given: Any, **named: Any) -> Tensor:

@@ -27,8 +27,6 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    if config.softcap is not None and not config.attends:
-        raise InvalidInput(f"softcap is {config.softcap} and no layer has scores of attention to cap; must be None")
     for layer, (mixer, window) in enumerate(zip(config.mixers, config.windows, strict=True)):
         if mixer in _WITHOUT_SIZES:
             continue
@@ -38,15 +36,18 @@ def _check_sizes(config: ModelConfig) -> None:
             raise InvalidInput(
                 f"layer {layer} is {mixer} and its window {window}; must be None: such a layer sees all tokens before"
             )
+        if config.softcap is not None:
+            raise InvalidInput(
+                f"layer {layer} is {mixer} and softcap {config.softcap}; must be None: no kernel of it caps scores"
+            )
 
 
 def _check_latent(config: ModelConfig) -> None:
     if "latent" not in config.mixers or config.latent is None:
         return
     layer, sizes = config.mixers.index("latent"), config.latent
-    for what, there in (("a softcap", config.softcap is not None), ("growing queries", config.query_growth is not None)):
-        if there:
-            raise InvalidInput(f"layer {layer} is latent and the model has {what}; must have none")
+    if config.query_growth is not None:
+        raise InvalidInput(f"layer {layer} is latent and the model has growing queries; must have none")
     if config.head_dim != sizes.head_dim:
         raise InvalidInput(
             f"head_dim is {config.head_dim} and the latent sizes have {sizes.head_dim} numbers a head; must be alike"

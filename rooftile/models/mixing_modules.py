@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 import rooftile.nn
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL
-from rooftile.exact.projections import Projections
 from rooftile.models.config import ModelConfig
 
 # a name, or a name with the options of its module
 Mixer = str | Mapping[str, Any]
 
-# the class in `rooftile.nn`, and whether it takes a mask
-MIXERS: dict[str, tuple[str, bool]] = {
-    "attention": ("Attention", True),
-    "linear": ("LinearAttention", True),
-    "performer": ("Performer", True),
-    "linformer": ("Linformer", False),
-    "sparse_transformer": ("SparseTransformer", False),
-    "reformer": ("Reformer", True),
-    "routing": ("Routing", True),
-    "native_sparse": ("NativeSparse", False),
+
+@dataclass(frozen=True, slots=True)
+class MixingModule:
+    """A module that mixes tokens.
+
+    Args:
+        name: its class in `rooftile.nn`.
+        takes_mask: whether it takes a mask.
+        attends: whether it has queries, keys and values by heads, which rotary positions rotate.
+        takes_eps: whether it has a norm.
+    """
+
+    name: str
+    takes_mask: bool = False
+    attends: bool = True
+    takes_eps: bool = False
+
+    @property
+    def decided(self) -> tuple[str, ...]:
+        """The options that the decoder decides."""
+        if self.attends:
+            return "bias", "context_dim", "device", "dtype", "head_dim", "kv_heads", "mask"
+        return "bias", "device", "dim", "dtype", "eps"
+
+
+MIXERS: dict[str, MixingModule] = {
+    "attention": MixingModule("Attention", takes_mask=True),
+    "linear": MixingModule("LinearAttention", takes_mask=True),
+    "performer": MixingModule("Performer", takes_mask=True),
+    "linformer": MixingModule("Linformer"),
+    "sparse_transformer": MixingModule("SparseTransformer"),
+    "reformer": MixingModule("Reformer", takes_mask=True),
+    "routing": MixingModule("Routing", takes_mask=True),
+    "native_sparse": MixingModule("NativeSparse"),
+    "mamba": MixingModule("Mamba", attends=False),
+    "mamba2": MixingModule("Mamba2", attends=False, takes_eps=True),
+    "delta": MixingModule("GatedDeltaNet", attends=False, takes_eps=True),
 }
-# the decoder decides these; the values are plain, which config.json can hold
-_DECIDED = ("bias", "context_dim", "device", "dtype", "head_dim", "kv_heads", "mask")
+# values that config.json can hold
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -49,41 +77,37 @@ def _checked(mixer: Mixer) -> dict[str, Any]:
     name = found.get("name")
     if name not in MIXERS:
         raise InvalidInput(f"a mixer is {mixer!r}; must be a name, or a dictionary with a name, of {', '.join(MIXERS)}")
-    for option, value in found.items():
-        if option in _DECIDED:
-            raise InvalidInput(f"the mixer {name} has the option {option}, which the decoder decides; leave it out")
-        if not isinstance(value, _PLAIN):
-            raise InvalidInput(f"the mixer {name} has {option}={value!r}; must be a number, a string, a bool or None")
+    check_options(f"the mixer {name}", found, MIXERS[name].decided)
     return found
 
 
-def made(mixer: Mapping[str, Any], config: ModelConfig) -> Projections:
+def check_options(what: str, options: Mapping[str, Any], decided: Sequence[str]) -> None:
+    """Checks the options of a module.
+
+    Raises:
+        InvalidInput: the decoder decides one of them, or config.json cannot hold it.
+    """
+    for option, value in options.items():
+        if option in decided:
+            raise InvalidInput(f"{what} has the option {option}, which the decoder decides; leave it out")
+        if not isinstance(value, _PLAIN):
+            raise InvalidInput(f"{what} has {option}={value!r}; must be a number, a string, a bool or None")
+
+
+def made(mixer: Mapping[str, Any], config: ModelConfig) -> nn.Module:
     """The module of one layer, without biases in its projections, causal if its method has a causal form."""
-    name, takes_mask = MIXERS[mixer["name"]]
+    kind = MIXERS[mixer["name"]]
     options: dict[str, Any] = {option: value for option, value in mixer.items() if option != "name"}
-    if takes_mask:
+    if kind.takes_mask:
         options["mask"] = CAUSAL
-    module: Projections = getattr(rooftile.nn, name)(
-        config.hidden, config.heads, bias=False, head_dim=config.head_dim, kv_heads=config.kv_heads, **options
-    )
-    return module
+    if kind.takes_eps:
+        options["eps"] = config.norm_eps
+    module: type[nn.Module] = getattr(rooftile.nn, kind.name)
+    if not kind.attends:
+        return module(config.hidden, bias=False, **options) if kind.name != "GatedDeltaNet" else module(config.hidden, **options)
+    return module(config.hidden, config.heads, bias=False, head_dim=config.head_dim, kv_heads=config.kv_heads, **options)
 
 
-def is_served(mixers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the inference decoder computes all layers: as causal softmax attention, or Native Sparse Attention of one kind."""
-    sparse = [_options(mixer) for mixer in mixers if mixer["name"] == "native_sparse"]
-    rest = [mixer for mixer in mixers if mixer["name"] != "native_sparse"]
-    return all(mixer["name"] == "attention" and not _options(mixer) for mixer in rest) and all(o == sparse[0] for o in sparse)
-
-
-def served_mixers(mixers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The words of config.json for mixers that the inference decoder computes; none if all are exact attention."""
-    sparse = [_options(mixer) for mixer in mixers if mixer["name"] == "native_sparse"]
-    if not sparse:
-        return {}
-    return {"layer_mixers": [mixer["name"] for mixer in mixers], "native_sparse": sparse[0]}
-
-
-def _options(mixer: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(mixer: Mapping[str, Any]) -> dict[str, Any]:
     """A mixer's options, less the one that changes no result."""
     return {option: value for option, value in mixer.items() if option not in ("name", "backend")}

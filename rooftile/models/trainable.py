@@ -1,34 +1,39 @@
 """A small decoder to train, whose layers mix their tokens by any of the modules of `rooftile.nn`.
 
 It is Llama's: RMS norms, rotary positions, gated feed-forward. So what it saves is a checkpoint of Llama where all its layers are
-exact attention, and `rooftile.LLM` serves it. It lives among the models because they read what it writes.
+exact attention, and of our own family (`hybrid`) where they have other mixers, experts or no feed-forward: `rooftile.LLM` serves
+both. It lives among the models because they read what it writes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from rooftile.approximate.native_sparse.module import NativeSparse
+from rooftile import moe
 from rooftile.errors import InvalidInput
-from rooftile.exact.projections import Projections
 from rooftile.exact.rotary_positions import RotaryPositions
 from rooftile.models.checkpoints import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.mixing_modules import Mixer, check_mixers, is_served, made, served_mixers
+from rooftile.models.expert_modules import Follower, changed, check_followers, section_of, sizes_of
+from rooftile.models.hybrid import SECTIONS
+from rooftile.models.mixing_modules import Mixer, check_mixers
 from rooftile.models.rotary import Rotary
+from rooftile.models.trainable_layer import TrainableLayer, trained
+from rooftile.models.trained_sizes import kinds_of
+from rooftile.moe.routing import Routing
 from rooftile.runtime.words import answers_foreign_words
 from rooftile.weights.files.folder import files_of
 from rooftile.weights.files.settings import Settings, read_json
 
-# the names of projections in a checkpoint of Llama; other tensors of a mixer keep theirs
-_NAMES = {"q.": "q_proj.", "k.": "k_proj.", "v.": "v_proj.", "out.": "o_proj.", "gates.": "g_proj."}
+# mixers that a checkpoint of Llama may have
+_OF_LLAMA = {"attention", "native_sparse"}
 
 
 class TrainableDecoder(nn.Module):
@@ -38,7 +43,9 @@ class TrainableDecoder(nn.Module):
         vocab_size: number of token ids.
         mixers: what mixes the tokens: a name of `rooftile.models.mixing_modules.MIXERS`, a dictionary of a name and the module's
             options, or one of these for each layer. All but "linformer", which has no causal form, are causal.
-        ffn: width of the gated feed-forward; 8/3 hidden if None.
+        feed_forwards: what follows: "dense", None for nothing, {"name": "experts", ...} with the options of
+            `rooftile.nn.DeepSeekMoE` and `rooftile.moe.Router`, or one of these for each layer. Experts are alike in all layers.
+        ffn: width of the dense feed-forward, which has a gate; 8/3 hidden if None.
         heads, kv_heads: query heads, and key and value heads, a divisor of them; kv_heads is heads if None.
         hidden: width of the residual stream.
         layers: number of layers.
@@ -59,6 +66,7 @@ class TrainableDecoder(nn.Module):
         self,
         vocab_size: int,
         *,
+        feed_forwards: Follower | Sequence[Follower] = "dense",
         ffn: int | None = None,
         heads: int = 4,
         hidden: int = 128,
@@ -72,21 +80,34 @@ class TrainableDecoder(nn.Module):
         if heads < 1 or hidden % heads or hidden // heads % 2:
             raise InvalidInput(f"hidden is {hidden} and heads is {heads}; a head must have an even number, hidden / heads")
         dim = hidden // heads
-        self.config = ModelConfig(
-            family="llama", vocab_size=vocab_size, layers=layers, hidden=hidden, heads=heads,
+        config = ModelConfig(
+            family="rooftile", vocab_size=vocab_size, layers=layers, hidden=hidden, heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads, head_dim=dim, ffn=hidden * 8 // 3 if ffn is None else ffn,
             max_len=max_len, scale=dim**-0.5, windows=(None,) * layers, rotary=Rotary(dim=dim, theta=theta),
         )  # fmt: skip
         self.theta = theta
-        self.mixers = check_mixers(mixers, layers)
+        self.mixers, self.feed_forwards = check_mixers(mixers, layers), check_followers(feed_forwards, layers)
         self.embedding = nn.Embedding(vocab_size, hidden)
         nn.init.normal_(self.embedding.weight, std=hidden**-0.5)
         positions = RotaryPositions(Rotary(dim=dim, theta=theta).table(max_len, dtype=torch.float32))
         # a ModuleList is a sequence of its modules, but torch's types do not say so
-        made_layers = nn.ModuleList(TrainableLayer(self.config, made(mixer, self.config), positions) for mixer in self.mixers)
-        self.layers = cast("Sequence[TrainableLayer]", made_layers)
-        self.norm = nn.RMSNorm(hidden, eps=self.config.norm_eps)
+        made = nn.ModuleList(
+            TrainableLayer(config, mixer, follower, positions)
+            for mixer, follower in zip(self.mixers, self.feed_forwards, strict=True)
+        )
+        self.layers = cast("Sequence[TrainableLayer]", made)
+        self.config, self.is_served = self._described(config)
+        self.norm = nn.RMSNorm(hidden, eps=config.norm_eps)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
+
+    def _described(self, config: ModelConfig) -> tuple[ModelConfig, bool]:
+        """The configuration with the kinds and sizes of all parts, and whether the inference decoder computes them all."""
+        kinds, served = kinds_of(self.mixers, [layer.mixer for layer in self.layers])
+        follows = tuple(layer.follows for layer in self.layers)
+        experts = next((sizes_of(layer.experts) for layer in self.layers if layer.follows == "experts"), None)
+        plain = served and _OF_LLAMA.issuperset(kinds["mixers"]) and set(follows) == {"dense"}
+        family = "llama" if plain else config.family
+        return replace(config, family=family, feed_forwards=follows, experts=experts, **kinds), served
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the token after each; of the token itself where the mixers are not causal."""
@@ -101,17 +122,27 @@ class TrainableDecoder(nn.Module):
         return torch.stack(found).sum() if found else None
 
     @property
+    def routings(self) -> list[Routing]:
+        """The choices of the last forward in each layer with experts, (B, T, active), with the graph of the scores."""
+        return [layer.routing for layer in self.layers if layer.routing is not None]
+
+    def balance_loss(self, alpha: float = 0.001) -> Tensor | None:
+        """The sum of `rooftile.moe.balance_loss` over layers after a forward, to add to the loss; None without experts."""
+        found = [moe.balance_loss(routing, alpha=alpha) for routing in self.routings]
+        return torch.stack(found).sum() if found else None
+
+    @property
     def parameter_count(self) -> int:
         """The number of trained numbers."""
         return sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor that is saved, by its name in the checkpoint, without prefix."""
-        yield "embed_tokens.weight", _trained(self.embedding)
+        yield "embed_tokens.weight", trained(self.embedding)
         for n, layer in enumerate(self.layers):
             yield from ((f"layers.{n}.{name}", tensor) for name, tensor in layer.tensors())
         yield "norm.weight", self.norm.weight
-        yield "lm_head.weight", _trained(self.head)
+        yield "lm_head.weight", trained(self.head)
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor that is saved, by its name in the checkpoint."""
@@ -120,23 +151,37 @@ class TrainableDecoder(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The contents of config.json."""
-        one, served = self.config, is_served(self.mixers)
-        return {
+        one = self.config
+        found = {
             # another name keeps programs that know nothing of mixers from reading it as a Llama
-            "architectures": ["LlamaForCausalLM" if served else "RooftileForCausalLM"],
-            "model_type": "llama" if served else "rooftile",
+            "architectures": ["LlamaForCausalLM" if one.family == "llama" else "RooftileForCausalLM"],
+            "model_type": one.family,
             "vocab_size": one.vocab_size, "hidden_size": one.hidden, "intermediate_size": one.ffn,
             "num_hidden_layers": one.layers, "num_attention_heads": one.heads, "num_key_value_heads": one.kv_heads,
             "head_dim": one.head_dim, "max_position_embeddings": one.max_len, "rms_norm_eps": one.norm_eps,
             "rope_theta": self.theta, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32",
-            "bos_token_id": None, "eos_token_id": None, "mixers": list(self.mixers),
-        } | (served_mixers(self.mixers) if served else {})  # fmt: skip
+            "bos_token_id": None, "eos_token_id": None, "mixers": list(self.mixers), "feed_forwards": list(self.feed_forwards),
+        }  # fmt: skip
+        return found | self._served_parts() if self.is_served else found
+
+    def _served_parts(self) -> dict[str, Any]:
+        """The words of config.json for what is not Llama's, as `rooftile.models.hybrid` reads them."""
+        one, found = self.config, dict[str, Any]()
+        if set(one.mixers) != {"attention"} or one.family != "llama":
+            found["layer_mixers"] = list(one.mixers)
+        for name, kind in SECTIONS.items():
+            if (sizes := getattr(one, name)) is not None:
+                found[name] = changed(asdict(sizes), kind)
+        if one.family != "llama":
+            found["layer_feed_forwards"] = list(one.feed_forwards)
+        return found if one.experts is None else found | {"experts": section_of(one.experts)}
 
     @answers_foreign_words
     def save(self, folder: str | Path) -> None:
         """Writes config.json and model.safetensors, in fp32.
 
-        `rooftile.LLM` reads them where all mixers are exact attention, or Native Sparse Attention with the same options.
+        `rooftile.LLM` reads them unless a mixer is one of an approximate method without a cache ("reformer" and the like), or has
+        other options in one layer than in another.
         """
         from safetensors.torch import save_file
 
@@ -166,65 +211,9 @@ class TrainableDecoder(nn.Module):
             "kv_heads": "num_key_value_heads", "max_len": "max_position_embeddings",
         }  # fmt: skip
         found = {name: said.size(setting) for name, setting in sizes.items()}
-        model = cls(said.size("vocab_size"), mixers=mixers, theta=said.positive("rope_theta", 10_000.0), **found)
+        followers = said.values.get("feed_forwards", "dense")
+        theta = said.positive("rope_theta", 10_000.0)
+        model = cls(said.size("vocab_size"), mixers=mixers, feed_forwards=followers, theta=theta, **found)
         with torch.no_grad():
             weights.load(model.config, model.tensors(), files_of(folder))
         return model
-
-
-class TrainableLayer(nn.Module):
-    """A layer of Llama with any mixer: each part reads the normalised stream and adds to it."""
-
-    def __init__(self, config: ModelConfig, mixer: Projections, positions: RotaryPositions) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mixer = mixer
-        self.mixer.positions = positions
-        self.ffn_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.gate = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.up = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        """Adds attention and feed-forward to the residual stream (B, T, hidden)."""
-        return self.feed_forward(stream + self.mixer(self.attention_norm(stream)))
-
-    def feed_forward(self, stream: Tensor) -> Tensor:
-        """Adds the feed-forward to the residual stream."""
-        x = self.ffn_norm(stream)
-        return stream + self.down(silu(self.gate(x)) * self.up(x))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each tensor by its name in the layer of a checkpoint."""
-        for name, tensor in self.mixer.state_dict(keep_vars=True).items():
-            if name.endswith(".codes"):
-                _trained(self.mixer.get_submodule(name.removesuffix(".codes")))
-            yield f"self_attn.{_stored_name(name, self.mixer)}", tensor
-        yield from ((f"mlp.{name}_proj.weight", _trained(getattr(self, name))) for name in ("gate", "up", "down"))
-        yield "input_layernorm.weight", self.attention_norm.weight
-        yield "post_attention_layernorm.weight", self.ffn_norm.weight
-
-
-def _trained(layer: nn.Module) -> Tensor:
-    """The weight of a layer as it is trained: one that is prepared for a format shows its rounded weight.
-
-    Raises:
-        InvalidInput: the layer is converted, so there is no such weight.
-    """
-    found = layer._parameters.get("weight")
-    if found is None:
-        raise InvalidInput(f"the model has a {type(layer).__name__}; call rooftile.qat.save(model, folder) before you convert it")
-    return found
-
-
-def _stored_name(name: str, mixer: Projections) -> str:
-    """The name that a mixer's tensor has in a checkpoint."""
-    if isinstance(mixer, NativeSparse) and name == "places":
-        return "compression.places"
-    if isinstance(mixer, NativeSparse) and name.startswith("phi."):
-        _, which, number, rest = name.split(".")
-        # the last of a map's modules leads to the head dim
-        part = "down" if int(number) == len(cast("nn.Sequential", mixer.phi[which])) - 1 else "up"
-        return f"compression.{which}_{part}.{rest}"
-    start = name[: name.index(".") + 1] if "." in name else ""
-    return f"{_NAMES.get(start, start)}{name[len(start) :]}"

@@ -200,6 +200,37 @@ def test_token_by_token_gives_the_rows_of_the_whole() -> None:
     torch.testing.assert_close(torch.cat(rows, 1), ap.performer(q, k, v, rt.CAUSAL, features=features), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_change_the_state_in_place_and_give_the_rows_of_the_whole(kind: str, dtype: torch.dtype) -> None:
+    q, k, v = inputs(40, 4, 2, 8, 6, dtype)
+    # the largest exponent rises and falls along the text
+    k = k * (1 + torch.arange(40)[:, None, None] % 7).to(dtype)
+    features = ap.Features.draw(8, 16, kind=kind, seed=1)
+    whole, last = ap.performer_with_state(q, k, v, rt.CAUSAL, features=features, scale=0.3)
+    _, state = ap.performer_with_state(q[:, :0], k[:, :0], v[:, :0], rt.CAUSAL, features=features)
+    addresses = [x.data_ptr() for x in state]
+    steps = [ap.performer_step(*(x[:, t : t + 1] for x in (q, k, v)), state, features=features, scale=0.3) for t in range(40)]
+    assert [x.data_ptr() for x in state] == addresses
+    # in bf16 a sum of weights near 0 makes much of a rounding
+    bound = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=bound, atol=bound)
+    torch.testing.assert_close(state, last, rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_refuses_several_tokens_and_gradients() -> None:
+    q, k, v = inputs(2, 2, 2, 8, 6)
+    features = ap.Features.draw(8, 16)
+    _, state = ap.performer_with_state(q, k, v, rt.CAUSAL, features=features)
+    with pytest.raises(rt.InvalidInput, match="q has length 2 and k has 2; a step takes one token: write performer"):
+        ap.performer_step(q, k, v, state, features=features)
+    q, k, v = (x[:, :1] for x in (q, k, v))
+    with pytest.raises(rt.InvalidInput, match="state is a tuple of 2; must be the tensors"):
+        ap.performer_step(q, k, v, state[:2], features=features)
+    with pytest.raises(rt.Unsupported, match="performer_step has no gradient, and an input requires one"):
+        ap.performer_step(q.clone().requires_grad_(), k, v, state, features=features)
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("path", ["tiled", "eager"])
 def test_packed_sequences_are_computed_each_by_itself(path: str, mask: rt.Mask) -> None:

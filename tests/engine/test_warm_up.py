@@ -8,15 +8,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rooftile.engine import llm
 from rooftile.engine.mixers import trial
 from rooftile.engine.mixers.exact import trials as exact_trials
 from rooftile.engine.mixers.native_sparse.step import SparseStep
 from rooftile.engine.mixers.native_sparse.trials import SparseLayer
+from rooftile.engine.mixers.recurrent.linear import LinearStep
 from rooftile.engine.mixers.recurrent.step import RecurrentStep
 from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.start import build, warm_up
@@ -24,7 +27,7 @@ from rooftile.engine.start import compilation as compilation_module
 from rooftile.engine.start.compilation import Compilation
 from rooftile.errors import InvalidInput
 from rooftile.exact import paged_route as route
-from rooftile.models import Decoder, ExpertSizes, ModelConfig
+from rooftile.models import Decoder, ExpertSizes, ModelConfig, TrainableDecoder
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.config import config_of
 from rooftile.models.layers import Layer
@@ -126,6 +129,26 @@ def test_layers_with_a_recurrence_are_run(name: str, monkeypatch: pytest.MonkeyP
         for job in found:
             job()
     assert sorted(read) == sorted([100, trial.USUAL, trial.SHORT, trial.ROWS])
+
+
+def test_layers_with_sums_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear attention and Performer beside exact attention: queries and keys are rotated, as in an engine's steps."""
+    config = TrainableDecoder(97, hidden=32, layers=3, mixers=["linear", "attention", {"name": "performer", "m": 16}]).config
+    read: list[int] = []
+    run = LinearStep.__call__
+
+    def counted(self: LinearStep, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Any) -> Tensor:
+        assert rotation is not None
+        read.append(len(q))
+        return run(self, layer, q, k, v, rotation)
+
+    monkeypatch.setattr(LinearStep, "__call__", counted)
+    found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
+    assert len(found) == 4 + 4 + 8
+    with torch.inference_mode():
+        for job in found:
+            job()
+    assert sorted(read) == sorted([100, trial.USUAL, trial.SHORT, trial.ROWS] * 2)
 
 
 def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def test_a_checkpoint_of_other_sizes_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings(length=4)))
     with pytest.raises(InvalidInput, match=r"compression\.places \(2, 8, 8\), due \(2, 4, 8\)"):
         Decoder.from_folder(folder)
-    (folder / "config.json").write_text(json.dumps(settings(mixers=["attention"] * 3)))
+    exact = {name: value for name, value in settings().items() if name not in ("layer_mixers", "native_sparse")}
+    (folder / "config.json").write_text(json.dumps(exact))
     with pytest.raises(InvalidInput, match=r"which its config\.json has no place for"):
         Decoder.from_folder(folder)
     stored = load_file(folder / "model.safetensors")
@@ -90,6 +91,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(tmp_path: Path) -> None:
     ("changed", "due"),
     [
         ({"layer_mixers": None}, "has native_sparse and no layer_mixers, which must name the mixer of each layer"),
+        ({"layer_mixers": ["attention"] * 3}, "has native_sparse and no layer with it in layer_mixers; name its layers there"),
         ({"layer_mixers": MIXERS[:2]}, "must be 'attention' or 'native_sparse' for each of 3 layers"),
         ({"layer_mixers": ["mamba"] * 3}, r"has layer_mixers \['mamba', 'mamba', 'mamba'\]; must be"),
         ({"layer_mixers": [[], {}, 1]}, "has layer_mixers"),

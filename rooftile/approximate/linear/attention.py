@@ -10,16 +10,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_causal_lengths, check_qkv, check_states, is_causal
+from rooftile.approximate.arguments import (
+    check_causal_lengths,
+    check_no_gradient,
+    check_one_token,
+    check_qkv,
+    check_states,
+    is_causal,
+)
 from rooftile.approximate.linear import definition
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
-from rooftile.recurrent.linear.by_chunks import EMPTY, RunningSums
+from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
-from rooftile.recurrent.linear.features import PLAIN, features
+from rooftile.recurrent.linear.features import PLAIN
 from rooftile.recurrent.linear.problem import Recurrence
+from rooftile.recurrent.linear.step import read_token
 from rooftile.runtime.arguments import check_backend, check_deterministic, check_flag
-from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
 BACKENDS = ("triton", "tiled", "eager")
@@ -206,24 +213,13 @@ def linear_step(
         torch.Size([1, 1, 8, 64])
     """
     q, k, v, _ = check_qkv(q, k, v)
-    if q.shape[1] != 1 or k.shape[1] != 1:
-        raise InvalidInput(f"q has length {q.shape[1]} and k has {k.shape[1]}; a step takes one token: write linear(..., state=)")
+    check_one_token(q, k, "linear")
     normalise = check_flag("normalise", normalise)
     q, k, kind = _mapped(q, k, feature)
     (B, _, Hk, F), Dv = k.shape, v.shape[-1]
     S, z = check_states(state, {"S": (B, Hk, F, Dv), "z": (B, Hk, F)}, q)
-    if wants_grad(q, k, v, S, z):
-        raise Unsupported(
-            "linear_step has no gradient, and an input requires one: call it under torch.no_grad(), or write linear(..., state=)"
-        )
+    check_no_gradient("linear", q, k, v, S, z)
     with torch.autocast(q.device.type, enabled=False):
-        f_q, f_k = (features(x[:, 0].to(S.dtype), kind, None, 1.0)[0] for x in (q, k))
-        S += f_k[..., None] * v[:, 0, :, None].to(S.dtype)
-        z += f_k
-        f_q = f_q.unflatten(1, (Hk, -1))  # (B, Hk, G, F)
-        o = f_q @ S  # (B, Hk, G, Dv)
-        if normalise:
-            den = f_q @ z[..., None]
-            empty = den.abs() < EMPTY
-            o = (o / den.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
-    return o.flatten(1, 2)[:, None].to(q.dtype)
+        problem = Recurrence(kind, normalise=normalise)
+        o = read_token(q[:, 0], k[:, 0], v[:, 0], RunningSums(S, z, z.new_zeros(z.shape[:2])), None, problem)
+    return o[:, None]

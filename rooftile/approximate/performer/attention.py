@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.approximate.arguments import check_causal_lengths, check_qkv, check_states, is_causal
+from rooftile.approximate.arguments import (
+    check_causal_lengths,
+    check_no_gradient,
+    check_one_token,
+    check_qkv,
+    check_states,
+    is_causal,
+)
 from rooftile.approximate.linear.attention import BACKENDS
 from rooftile.approximate.performer import definition
 from rooftile.approximate.performer.features import Features, check_positive_scale
@@ -19,8 +26,9 @@ from rooftile.exact.masks import FULL, Mask
 from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.problem import Recurrence
+from rooftile.recurrent.linear.step import read_token
 from rooftile.runtime.arguments import check_backend, check_deterministic, shown
-from rooftile.runtime.words import answers_with
+from rooftile.runtime.words import answers_foreign_words, answers_with
 
 # the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W
 _MAPS = {"positive": "exp", "hyperbolic": "exp", "trigonometric": "wave", "relu": "random relu"}
@@ -75,7 +83,7 @@ def performer(
         >>> performer(q, k, v, CAUSAL, features=Features.draw(64, 256, seed=0)).shape
         torch.Size([1, 128, 8, 64])
 
-    The class is strict and decodable: a step is a call with one token and `state`. Choromanski et al., arXiv:2009.14794.
+    The class is strict and decodable, and `performer_step` gives the same rows one by one. Choromanski et al., arXiv:2009.14794.
     """
     return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)[0]
 
@@ -113,6 +121,46 @@ def performer_with_state(
     return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)
 
 
+@answers_foreign_words
+def performer_step(
+    q: Tensor,  # (B, 1, H, D)
+    k: Tensor,  # (B, 1, Hk, D)
+    v: Tensor,  # (B, 1, Hk, Dv)
+    state: Sums,
+    *,
+    features: Features,
+    scale: float | None = None,
+) -> Tensor:
+    """One step of decoding with Performer's attention: adds the key and value to the state in place, and returns o (B, 1, H, Dv).
+
+    It never waits for the device, so a CUDA graph can hold it.
+
+    Args:
+        q, k, v: one token of each sequence.
+        state: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk) in float32 (float64 for float64 inputs), as
+            `performer_with_state` returns them. Updated in place.
+        features, scale: as in `performer`.
+
+    Raises:
+        InvalidInput: an argument is wrong; says what came and what is due.
+        Unsupported: an input requires a gradient.
+
+    Example:
+        >>> features = Features.draw(64, 256, seed=0)
+        >>> o, state = performer_with_state(q[:, :-1], k[:, :-1], v[:, :-1], CAUSAL, features=features)
+        >>> performer_step(q[:, -1:], k[:, -1:], v[:, -1:], state, features=features).shape
+        torch.Size([1, 1, 8, 64])
+    """
+    q, k, v, _ = check_qkv(q, k, v)
+    check_one_token(q, k, "performer")
+    W, number = _projection_for(features, q), check_positive_scale(scale, q.shape[-1])
+    sums = RunningSums(*check_states(state, _shapes(q.shape[0], k, v, features), q))
+    check_no_gradient("performer", q, k, v, sums.s, sums.z)
+    with torch.autocast(q.device.type, enabled=False):
+        W, problem = _problem(features.kind, W.to(sums.s.dtype), True, number, "auto")
+        return read_token(q[:, 0], k[:, 0], v[:, 0], sums, W, problem)[:, None]
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, features: Features, backend: str | None, cu: Tensor | None,
     deterministic: bool | None, scale: float | None, state: Sums | None,
@@ -126,20 +174,30 @@ def _attended(
     check_deterministic(deterministic)
     projection = _projection_for(features, q)
     number = check_positive_scale(scale, q.shape[-1])
-    B, Hk = q.shape[0] if cu is None else cu.shape[0] - 1, k.shape[-2]
+    B = q.shape[0] if cu is None else cu.shape[0] - 1
     given = None
     if state is not None:
-        shapes = {"S": (B, Hk, features.m, v.shape[-1]), "z": (B, Hk, features.m), "largest": (B, Hk)}
-        given = RunningSums(*check_states(state, shapes, q))
+        given = RunningSums(*check_states(state, _shapes(B, k, v, features), q))
     if chosen == "eager":
         o, last = _as_defined(q, k, v, causal, features.kind, projection, number, given, cu)
     else:
-        if features.kind == "hyperbolic":
-            projection = torch.cat((projection, -projection))
-        problem = Recurrence(_MAPS[features.kind], causal, True, number, chosen)
+        projection, problem = _problem(features.kind, projection, causal, number, chosen)
         o, last = recur(q, k, v, given, problem, cu=cu, projection=projection)
     S, z, largest = last
     return o, (S, z, largest)
+
+
+def _shapes(B: int, k: Tensor, v: Tensor, features: Features) -> dict[str, tuple[int, ...]]:
+    """The shapes of a state's tensors."""
+    Hk, m = k.shape[-2], features.m
+    return {"S": (B, Hk, m, v.shape[-1]), "z": (B, Hk, m), "largest": (B, Hk)}
+
+
+def _problem(kind: str, projection: Tensor, causal: bool, scale: float, backend: str) -> tuple[Tensor, Recurrence]:
+    """The projection and the options of the recurrence of a kind of features."""
+    if kind == "hyperbolic":
+        projection = torch.cat((projection, -projection))
+    return projection, Recurrence(_MAPS[kind], causal, True, scale, backend)
 
 
 def _projection_for(features: Any, q: Tensor) -> Tensor:

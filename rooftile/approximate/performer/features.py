@@ -18,7 +18,7 @@ from rooftile.runtime.words import answers_words
 
 LENGTHS = ("gaussian", "sqrt")
 # kinds that make two features of each row of the projection
-_IN_PAIRS = ("hyperbolic", "trigonometric")
+IN_PAIRS = ("hyperbolic", "trigonometric")
 
 
 @answers_words
@@ -77,9 +77,9 @@ class Features:
         """
         dim, m = check_count("dim", dim), check_count("m", m)
         check_choice("kind", kind, KINDS)
-        if kind in _IN_PAIRS and m % 2:
+        if kind in IN_PAIRS and m % 2:
             raise InvalidInput(f"m is {m}; must be even: {kind} makes two features of each row of its projection")
-        rows = m // 2 if kind in _IN_PAIRS else m
+        rows = m // 2 if kind in IN_PAIRS else m
         made = cls(torch.empty(rows, dim, device=device), kind, orthogonal=orthogonal, lengths=lengths)
         return made.redraw(seed)
 
@@ -91,7 +91,7 @@ class Features:
     @property
     def m(self) -> int:
         """The number of features."""
-        return self.projection.shape[0] * (2 if self.kind in _IN_PAIRS else 1)
+        return self.projection.shape[0] * (2 if self.kind in IN_PAIRS else 1)
 
     def redraw(self, seed: int) -> Features:
         """Draws the projection anew, in place, and returns these features."""

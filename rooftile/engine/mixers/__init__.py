@@ -8,7 +8,7 @@ exact/          exact attention
 loki/           Loki in the steps that decode; calibration fits it to a model's keys
 native_sparse/  Native Sparse Attention
 latent/         multi-head latent attention
-recurrent/      Mamba-1, Mamba-2 and gated delta nets
+recurrent/      Mamba-1, Mamba-2, gated delta nets, linear attention and Performer
 approximation   what `LLM(approximate=)` takes
 trial           runs of kernels that are compiled before the first request
 """

@@ -8,6 +8,7 @@ from rooftile.engine.mixers.loki.mixer import LokiMixer
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.native_sparse.mixer import NativeSparseMixer
 from rooftile.engine.mixers.recurrent.delta import DeltaMixer
+from rooftile.engine.mixers.recurrent.linear import LinearMixer, PerformerMixer
 from rooftile.engine.mixers.recurrent.mamba import MambaMixer
 from rooftile.engine.mixers.recurrent.mamba2 import Mamba2Mixer
 from rooftile.engine.settings.config import EngineConfig
@@ -18,7 +19,7 @@ from rooftile.models import ModelConfig
 # the mixer of each kind of layer, by the name that the model has for it (`rooftile.models.mixers.MIXERS`)
 MIXERS: dict[str, type[Mixer]] = {
     "attention": ExactMixer, "native_sparse": NativeSparseMixer, "mamba": MambaMixer, "mamba2": Mamba2Mixer,
-    "delta": DeltaMixer, "latent": LatentMixer,
+    "delta": DeltaMixer, "latent": LatentMixer, "linear": LinearMixer, "performer": PerformerMixer,
 }  # fmt: skip
 # the mixers that `approximate=` puts in the place of others
 APPROXIMATE: dict[str, type[Mixer]] = {"attention": LokiMixer}

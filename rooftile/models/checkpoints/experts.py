@@ -11,6 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.moe.module import DeepSeekMoE
 from rooftile.weights.files.plan import Quantiser, Reader
 
 
@@ -61,8 +62,8 @@ def expert_names_of(config: ModelConfig) -> ExpertNames:
     return _FAMILIES.get(config.family, ExpertNames())
 
 
-def expert_tensors_of(layer: ExpertFeedForward, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names of a layer's experts, and the views of parameters that tensors fill."""
+def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names of a layer's experts, served or trained, and the views of parameters that tensors fill."""
     names = expert_names_of(config)
     yield f"{names.router}.weight", layer.centroids
     if layer.router_bias is not None:
@@ -78,7 +79,7 @@ def expert_tensors_of(layer: ExpertFeedForward, config: ModelConfig) -> Iterator
         yield from _biases(layer.up_bias, layer.down_bias, names)
     if layer.shared_up is not None and layer.shared_down is not None:
         yield from _network(names.shared, names, ".weight", layer.shared_up, layer.shared_down)
-    if layer.shared_gate is not None:
+    if isinstance(layer, ExpertFeedForward) and layer.shared_gate is not None:
         yield f"{names.shared_gate}.weight", layer.shared_gate[None]
 
 

@@ -17,6 +17,7 @@ from rooftile.models.feed_forward import DenseFeedForward
 from rooftile.models.latent import files as latent
 from rooftile.models.latent.latent_layer import LatentLayer
 from rooftile.models.layers import Layer
+from rooftile.models.linear.performer_layer import PerformerLayer
 from rooftile.models.mamba.mamba2_layer import Mamba2Layer
 from rooftile.models.mamba.mamba_layer import MambaLayer
 from rooftile.models.mixers import BRANCHES
@@ -101,6 +102,8 @@ def _attention(layer: AttentionLayer, names: Names, config: ModelConfig) -> Iter
         yield from ((f"{folder}.compression.{name}", place) for name, place in layer.compression.tensors())
     if layer.sinks is not None:
         yield f"{folder}.sinks", layer.sinks
+    if isinstance(layer, PerformerLayer):
+        yield f"{folder}.projection", layer.projection
     yield from _norm(f"{folder}.q_norm", layer.q_norm)
     yield from _norm(f"{folder}.k_norm", layer.k_norm)
 

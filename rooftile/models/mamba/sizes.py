@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rooftile.errors import InvalidInput
-from rooftile.runtime.arguments import check_choice, check_count
+from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown
 from rooftile.runtime.words import answers_words
 
 
@@ -45,8 +45,7 @@ class MambaSizes:
             check_choice("selection_norms", self.selection_norms, ("plain", "weighted"))
         if not self.selection_eps >= 0:
             raise InvalidInput(f"selection_eps is {self.selection_eps}; must be at least 0")
-        if self.kernel < 2:
-            raise InvalidInput(f"kernel is {self.kernel}; must be at least 2")
+        _check_parts(self)
 
     @property
     def convolved(self) -> int:
@@ -98,10 +97,12 @@ class Mamba2Sizes:
             raise InvalidInput(f"heads is {self.heads} and groups {self.groups}; the second must divide the first")
         if self.width % self.norms:
             raise InvalidInput(f"norm_groups is {self.norms}; must divide heads times head_dim, {self.width}")
-        if self.kernel < 2:
-            raise InvalidInput(f"kernel is {self.kernel}; must be at least 2")
-        least, largest = self.step_limit
-        if not 0 <= least < largest:
+        _check_parts(self)
+        limit = self.step_limit
+        if not isinstance(limit, tuple | list) or len(limit) != 2 or not all(_is_number(bound) for bound in limit):
+            raise InvalidInput(f"step_limit is {shown(limit)}; must be two numbers, the least and the largest step")
+        object.__setattr__(self, "step_limit", tuple(limit))
+        if not 0 <= limit[0] < limit[1]:
             raise InvalidInput(f"step_limit is {self.step_limit}; must be two numbers, of which the first is at least 0 and less")
 
     @property
@@ -124,3 +125,15 @@ class Mamba2Sizes:
     def projected(self) -> int:
         """The numbers of a token that the first projection gives: z, x, B, C and the time steps."""
         return self.width + self.convolved + self.heads
+
+
+def _check_parts(sizes: MambaSizes | Mamba2Sizes) -> None:
+    """Checks what Mamba-1 and Mamba-2 have in common."""
+    if sizes.kernel < 2:
+        raise InvalidInput(f"kernel is {sizes.kernel}; must be at least 2")
+    for name in ("bias", "conv_bias"):
+        check_flag(name, getattr(sizes, name))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

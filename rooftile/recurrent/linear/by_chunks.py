@@ -137,12 +137,12 @@ def _backward_full(
         dz = dz + torch.einsum("bthgf,bthg->bhf", f_q, d_den_c)
     for keys, values in zip(k.split(CHUNK, 1), v.split(CHUNK, 1), strict=True):
         f, m = features(keys, kind, projection, scale)
-        weight = None if m is None else _exp_of_difference(m, state.largest[:, None])
+        weight = None if m is None else exp_of_difference(m, state.largest[:, None])
         df = torch.einsum("bshd,bhfd->bshf", values, ds) + dz[:, None]
         dv.append(torch.einsum("bshf,bhfd->bshd", _weighted(f, weight), ds))
         dk.append(gradient(keys, f, _weighted(df, weight), kind, projection, scale))
     if problem.scaled:
-        keep = _exp_of_difference(first, state.largest)
+        keep = exp_of_difference(first, state.largest)
         ds, dz = keep[..., None, None] * ds, keep[..., None] * dz
     return torch.cat(dq, 1), torch.cat(dk, 1), torch.cat(dv, 1), ds, dz
 
@@ -161,8 +161,8 @@ def _chunk(q: Tensor, k: Tensor, largest: Tensor, projection: Tensor | None, pro
     apart = m.transpose(1, 2)[:, :, None] - running.transpose(1, 2)[..., None]
     pairs = apart.masked_fill(later, -math.inf).exp()
     return _Chunk(
-        f_q, f_k, pairs, _exp_of_difference(largest[:, None], running), (m - last[:, None]).exp(),
-        _exp_of_difference(largest, last), last,
+        f_q, f_k, pairs, exp_of_difference(largest[:, None], running), (m - last[:, None]).exp(),
+        exp_of_difference(largest, last), last,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def _whole_state(k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | 
     if problem.scaled and k.shape[1]:
         m = torch.cat([part for _, part in parts if part is not None], 1)
         largest = torch.maximum(m.detach().amax(1), state.largest)
-        keep = _exp_of_difference(state.largest, largest)
+        keep = exp_of_difference(state.largest, largest)
         weight, s, z = (m - largest[:, None]).exp(), keep[..., None, None] * s, keep[..., None] * z
     f = _weighted(f, weight)
     return RunningSums(s + torch.einsum("bshf,bshd->bhfd", f, v), z + f.sum(1), largest)
@@ -236,6 +236,6 @@ def _weighted(f: Tensor, weight: Tensor | None) -> Tensor:
     return f * weight.reshape(*weight.shape, *(1,) * (f.ndim - weight.ndim))
 
 
-def _exp_of_difference(x: Tensor, y: Tensor) -> Tensor:
+def exp_of_difference(x: Tensor, y: Tensor) -> Tensor:
     """exp(x - y), which is 0 for x = -inf, also where y is -inf too."""
     return torch.where(x == -math.inf, 0.0, (x - torch.where(x == -math.inf, 0.0, y)).exp())

@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from rooftile.engine.mixers.mixer import Largest, Mixer
+from rooftile.engine.mixers.mixer import Largest
+from rooftile.engine.mixers.recurrent.state_mixer import StateMixer
 from rooftile.engine.mixers.recurrent.step import Recurrence, RecurrentStep
-from rooftile.engine.mixers.recurrent.trials import RecurrentLayer
 from rooftile.engine.mixers.step import StepTokens
-from rooftile.engine.mixers.trial import TrialSetup
-from rooftile.engine.settings.config import EngineConfig
-from rooftile.errors import Unsupported
 from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
-from rooftile.models import Attend, Decoder, DeltaSizes, Mamba2Sizes, MambaSizes, ModelConfig
+from rooftile.models import Attend, Decoder, DeltaSizes, Mamba2Sizes, MambaSizes
 from rooftile.models.layers import Layer
 from rooftile.runtime.dtypes import torch_dtype
 
 
-class RecurrentMixer(Mixer):
+class RecurrentMixer(StateMixer):
     """Layers with a convolution and a recurrence of one kind."""
-
-    name: ClassVar[str]
-    """The name of the kind in `ModelConfig.mixers`."""
-
-    def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
-        super().__init__(shape, layers, config)
-        if config.deterministic:
-            raise Unsupported(
-                f"deterministic is True and the model has {self.name} layers; the last bits of their states depend on where "
-                "steps cut a prompt: leave deterministic out"
-            )
-        if config.approximate is not None:
-            raise Unsupported(f"approximate is given and the model has {self.name} layers; Loki has attention in all layers")
 
     @property
     @abstractmethod
@@ -84,9 +65,3 @@ class RecurrentMixer(Mixer):
 
     def on(self, step: StepTokens) -> Attend:
         return RecurrentStep(self.recurrences, step)
-
-    @classmethod
-    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
-        shape = replace(trial.small(cls.name), dtype=trial.dtype)
-        decoder = Decoder(shape, dtype=trial.dtype, device=trial.device)
-        return RecurrentLayer(trial, cls(shape, (0,), EngineConfig(block_size=trial.size)), decoder).jobs(trial.longest)

@@ -50,4 +50,5 @@ class RecurrentLayer:
         table = torch.zeros(ROWS, 1, dtype=torch.int32, device=slots.device)
         step = StepTokens(self.size, slots, slots, slots, table, chunks, None, None)
         x = torch.zeros(len(slots), self.decoder.config.hidden, dtype=self.decoder.embedding.dtype, device=slots.device)
-        self.decoder.layers[0].mix(0, x, None, self.mixer.on(step))
+        rotation = self.decoder.rotation(torch.zeros_like(slots))
+        self.decoder.layers[0].mix(0, x, rotation, self.mixer.on(step))
