@@ -223,8 +223,8 @@ PAGES = (
                 "A decoder to serve",
                 "rooftile.models",
                 (
-                    "Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "LatentSizes", "LinearSizes", "Mamba2Sizes", "MambaSizes",
-                    "NativeSparseSizes", "PerformerSizes",
+                    "Decoder", "ModelConfig", "DeltaSizes", "ExpertSizes", "LatentSizes", "LinearSizes", "Mamba2Sizes",
+                    "MambaSizes", "NativeSparseSizes", "PerformerSizes",
                 ),
             ),
         ),

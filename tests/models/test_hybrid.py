@@ -110,7 +110,7 @@ def test_sizes_and_windows_that_layers_have_not_are_sentences() -> None:
     given = {"mixers": ("performer",), "performer": PerformerSizes()}
     with pytest.raises(InvalidInput, match="layer 0 is performer and its window 4; must be None"):
         ModelConfig(**common | given | {"windows": (4,)})
-    with pytest.raises(InvalidInput, match=r"layer 0 is performer and softcap 3\.0; must be None: it has no scores to cap"):
+    with pytest.raises(InvalidInput, match=r"layer 0 is performer and softcap 3\.0; must be None: no kernel of it caps scores"):
         ModelConfig(**common | given | {"softcap": 3.0})
     with pytest.raises(InvalidInput, match="conv_bias is 2"):
         MambaSizes(width=4, rank=1, conv_bias=2)

@@ -184,7 +184,7 @@ def test_a_configuration_made_by_hand_is_checked_too() -> None:
     for more, due in (
         ({}, r"layer 0 is latent, and its sizes are None; must be LatentSizes\(\)"),
         ({"latent": sizes, "windows": (4,)}, "layer 0 is latent and its window 4; must be None"),
-        ({"latent": sizes, "softcap": 3.0}, "layer 0 is latent and the model has a softcap; must have none"),
+        ({"latent": sizes, "softcap": 3.0}, "layer 0 is latent and softcap 3.0; must be None"),
         ({"latent": sizes, "head_dim": 10}, "head_dim is 10 and the latent sizes have 8 numbers a head; must be alike"),
     ):
         with pytest.raises(InvalidInput, match=due):

@@ -66,8 +66,10 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
     """Yields the names of a layer's experts, served or trained, and the views of parameters that tensors fill."""
     names = expert_names_of(config)
     yield f"{names.router}.weight", layer.centroids
-    if layer.router_bias is not None:
-        yield f"{names.router}.bias", layer.router_bias
+    # a trained layer has no biases beside the choice's, and no gate of what is shared
+    served = layer if isinstance(layer, ExpertFeedForward) else None
+    if served is not None and served.router_bias is not None:
+        yield f"{names.router}.bias", served.router_bias
     if layer.selection_bias is not None:
         yield names.selection_bias, layer.selection_bias
     if names.stacked:
@@ -75,12 +77,12 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
     else:
         for e, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
             yield from _network(f"{names.experts}.{e}", names, names.weight, up, down)
-    if layer.up_bias is not None and layer.down_bias is not None:
-        yield from _biases(layer.up_bias, layer.down_bias, names)
+    if served is not None and served.up_bias is not None and served.down_bias is not None:
+        yield from _biases(served.up_bias, served.down_bias, names)
     if layer.shared_up is not None and layer.shared_down is not None:
         yield from _network(names.shared, names, ".weight", layer.shared_up, layer.shared_down)
-    if isinstance(layer, ExpertFeedForward) and layer.shared_gate is not None:
-        yield f"{names.shared_gate}.weight", layer.shared_gate[None]
+    if served is not None and served.shared_gate is not None:
+        yield f"{names.shared_gate}.weight", served.shared_gate[None]
 
 
 def _network(module: str, names: ExpertNames, end: str, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
