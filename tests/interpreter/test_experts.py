@@ -97,3 +97,19 @@ def test_a_choice_that_is_no_expert_gives_nan_in_its_token_alone() -> None:
     wrong[[3, 20]] = True
     assert y[wrong].isnan().all()
     torch.testing.assert_close(y[~wrong], due[~wrong], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
+def test_one_token_which_is_not_sorted_equals_its_row_of_many(activation: str) -> None:
+    u, routing, given = tensors("odd", activation, torch.float32, True, False)
+    # an expert may be chosen twice
+    chosen = routing.experts.clone()
+    chosen[0, 1] = chosen[0, 0]
+    due = moe.experts(u, moe.Routing(chosen, routing.gates), activation=activation, backend="triton", deterministic=True, **given)
+    for row in (0, 5):
+        part = moe.Routing(chosen[row : row + 1], routing.gates[row : row + 1])
+        words = {"activation": activation, "backend": "triton", "deterministic": True, **given}
+        assert torch.equal(moe.experts(u[row : row + 1], part, **words), due[row : row + 1])
+    options = Options(activation, False, "triton")
+    chosen[0, 2] = 7
+    assert kernels.forward(u[:1], chosen[:1], routing.gates[:1], Weights(*given.values()), options, False)[0].isnan().all()

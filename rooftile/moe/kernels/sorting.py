@@ -28,9 +28,9 @@ _BLOCKS, _EXPERTS = 128, 16
 
 @triton.jit
 def _here(chosen_ptr, i, stop, e):
-    """A row of ones and zeros for each of the rows i, by expert."""
+    """The choices of rows i, and a row of ones and zeros by expert for each of them."""
     chosen = tl.load(chosen_ptr + i, mask=i < stop, other=-1)
-    return (chosen[:, None] == e[None, :]).to(tl.int32)
+    return chosen, (chosen[:, None] == e[None, :]).to(tl.int32)
 
 
 # fmt: off
@@ -43,7 +43,8 @@ def _count_rows(
     e = tl.arange(0, BLOCK_E)
     count = tl.zeros((BLOCK_E,), tl.int32)
     for c in range(0, BLOCK, CHUNK):
-        count += tl.sum(_here(chosen_ptr, tl.program_id(0) * BLOCK + c + tl.arange(0, CHUNK), ROWS, e), 0)
+        _, here = _here(chosen_ptr, tl.program_id(0) * BLOCK + c + tl.arange(0, CHUNK), ROWS, e)
+        count += tl.sum(here, 0)
     tl.store(counts_ptr + tl.program_id(0) * E + e, count, mask=e < E)
 
 
@@ -79,7 +80,8 @@ def _place_rows(
         place = tl.zeros((BLOCK_E,), tl.int32)
         total = tl.zeros((BLOCK_E,), tl.int32)
         for c in range(0, stop, CHUNK):
-            total += tl.sum(_here(chosen_ptr, c + tl.arange(0, CHUNK), stop, e), 0)
+            _, here = _here(chosen_ptr, c + tl.arange(0, CHUNK), stop, e)
+            total += tl.sum(here, 0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(bounds_ptr + e, ends - total, mask=e < E)
@@ -87,12 +89,12 @@ def _place_rows(
     place += ends - total
     for c in range(block * BLOCK, stop, CHUNK):
         i = c + tl.arange(0, CHUNK)
-        here = _here(chosen_ptr, i, stop, e)
+        chosen, here = _here(chosen_ptr, i, stop, e)
         row = tl.sum(here * (place[None, :] + tl.cumsum(here, 0) - 1), 1)
-        is_expert = tl.sum(here, 1) > 0
+        is_expert = (chosen >= 0) & (chosen < E)
         tl.store(order_ptr + row, i.to(tl.int64), mask=is_expert)
         tl.store(tokens_ptr + row, (i // K).to(tl.int64), mask=is_expert)
-        tl.store(experts_ptr + row, tl.sum(here * e[None, :], 1), mask=is_expert)
+        tl.store(experts_ptr + row, chosen, mask=is_expert)
         place += tl.sum(here, 0)
 
 
