@@ -28,7 +28,8 @@ def check_mixers(config: ModelConfig) -> None:
 
 def _check_sizes(config: ModelConfig) -> None:
     for layer, (mixer, window) in enumerate(zip(config.mixers, config.windows, strict=True)):
-        if mixer in _WITHOUT_SIZES:
+        # a kind that was entered from outside has no field here
+        if mixer in _WITHOUT_SIZES or not hasattr(config, mixer):
             continue
         if getattr(config, mixer) is None:
             raise InvalidInput(f"layer {layer} is {mixer}, and its sizes are None; must be {mixer.capitalize()}Sizes()")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,11 +76,15 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.MIXERS, "decaying_sum", DecayingSum)
 
 
+def config_with(pattern: tuple[str, ...]) -> ModelConfig:
+    """A Llama with other mixers, which no config.json can name."""
+    return replace(config_of(SMALL | {"model_type": "llama", "head_dim": 8}, "here"), mixers=pattern)
+
+
 @pytest.fixture(params=PATTERNS)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     """A model with random weights, large enough that the tokens of a text differ."""
-    said = SMALL | {"model_type": "llama", "head_dim": 8, "layer_mixers": list(PATTERNS[request.param])}
-    made = Decoder(config_of(said, "here"), dtype=torch.float32, device="cpu")
+    made = Decoder(config_with(PATTERNS[request.param]), dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(3)
     for name, place in made.tensors():
         place.copy_(0.3 * torch.randn(place.shape, generator=generator) + name.endswith("norm.weight"))
@@ -349,8 +354,7 @@ def test_prompts_that_are_alike_and_come_together(decoder: Decoder) -> None:
 
 
 def test_states_have_their_share_of_memory() -> None:
-    said = SMALL | {"model_type": "llama", "head_dim": 8, "layer_mixers": list(PATTERNS["some"])}
-    config: ModelConfig = config_of(said, "here")
+    config = config_with(PATTERNS["some"])
     found = registry.mixers_of(config, EngineConfig(block_size=SIZE))
     layout = CacheLayout(SIZE, tuple(spec for mixer in found for spec in mixer.specs()))
     load = PeakLoad(answers=8, tokens=24, kept=2)
