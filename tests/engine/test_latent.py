@@ -138,4 +138,4 @@ def test_steps_are_run_before_the_first_request(monkeypatch: pytest.MonkeyPatch)
     with torch.inference_mode():
         for job in found:
             job()
-    assert sorted(read) == sorted([100, trial.USUAL, trial.SHORT, trial.ROWS])
+    assert sorted(read) == sorted([100, trial.USUAL, trial.SHORT, trial.ROWS, trial.ROWS])
