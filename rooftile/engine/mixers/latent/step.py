@@ -25,7 +25,7 @@ from rooftile.kvcache.operators import gather, write
 from rooftile.models.latent.latent_layer import LatentLayer
 from rooftile.runtime.devices import runs_kernels
 
-# of what kernels take
+# kernels take these
 LARGEST_RANK = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # the most bytes of gathered latents, and of keys and values that are made of them, at a time
