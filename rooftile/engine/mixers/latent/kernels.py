@@ -13,13 +13,14 @@ DeepSeek-V2, arXiv:2405.04434; Dao et al., Flash-Decoding, 2023.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.runtime.devices import arch
 from rooftile.runtime.launch import Kernel
 
 LOG2E = 1.4426950408889634
@@ -117,8 +118,9 @@ def attend(q: Tensor, turning: Tensor, latents: Tensor, table: Tensor, lengths: 
         return o
     q, turning = (x if x.stride(2) == 1 else x.contiguous() for x in (q, turning))
     table = table if table.stride(1) == 1 else table.contiguous()
-    heads = rows(H, q.dtype)
-    parts = parts_of(B * triton.cdiv(H, heads), table.shape[1] * size, _programs(q.device))
+    tile = tile_of(H, q.dtype, arch(q.device))
+    tiles = triton.cdiv(H, tile.BLOCK_H)
+    parts = parts_of(B * tiles, table.shape[1] * size, _programs(q.device))
     partial, lse = o, o
     if parts > 1:
         partial = torch.empty(B, H, parts, R, dtype=torch.float32, device=q.device)
@@ -127,15 +129,30 @@ def attend(q: Tensor, turning: Tensor, latents: Tensor, table: Tensor, lengths: 
         q, turning, latents, partial, lse, table, lengths, scale * LOG2E, q.stride()[:2], turning.stride()[:2],
         latents.stride()[:2], table.stride(0), parts,
     )  # fmt: skip
-    _start_decode((B, triton.cdiv(H, heads), parts), arguments, constants_of(H, R, rotated, size, q.dtype, parts == 1))
+    _start_decode((B, tiles, parts), arguments, constants_of(H, R, rotated, size, tile, parts == 1))
     if parts > 1:
         _start_merge((B * H, 1, 1), (partial, lse, o, parts), merge_constants(R))
     return o
 
 
-def rows(heads: int, dtype: torch.dtype) -> int:
-    """Returns how many heads a program has: in fp32 more do not fit into the shared memory of every chip."""
-    return 16 if heads <= 16 or dtype == torch.float32 else 32
+class Tile(NamedTuple):
+    """What a program computes at a time, and by how many warps."""
+
+    BLOCK_H: int
+    BLOCK_S: int
+    num_warps: int
+    num_stages: int = 2
+
+
+# the wide one takes 221 kB of shared memory, which Hopper has; the others, of 57 and 75 kB, fit everywhere
+WIDE, NARROW, PRECISE = Tile(64, 64, 8), Tile(16, 32, 4), Tile(16, 16, 4)
+
+
+def tile_of(heads: int, dtype: torch.dtype, device: str) -> Tile:
+    """Returns the tile; on an H200 with 128 heads and 64 x 4,096 keys the wide one took 0.39 ms, the narrow one 0.71."""
+    if dtype == torch.float32:
+        return PRECISE
+    return WIDE if heads > 32 and device == "sm90" else NARROW
 
 
 def parts_of(programs: int, keys: int, wanted: int) -> int:
@@ -152,14 +169,10 @@ def _programs(device: torch.device) -> int:
 
 
 @cache
-def constants_of(H: int, R: int, rotated: int, size: int, dtype: torch.dtype, whole: bool) -> dict[str, Any]:
+def constants_of(H: int, R: int, rotated: int, size: int, tile: Tile, whole: bool) -> dict[str, Any]:
     """One dictionary for the same arguments."""
-    heads = rows(H, dtype)
-    return {
-        "H": H, "R": R, "ROTATED": rotated, "SIZE": size, "WHOLE": whole, "BLOCK_H": heads,
-        "BLOCK_R": max(16, triton.next_power_of_2(R)), "BLOCK_T": max(16, triton.next_power_of_2(rotated)),
-        "BLOCK_S": 32 if dtype.itemsize == 2 else 16, "num_warps": heads // 4, "num_stages": 2,
-    }  # fmt: skip
+    blocks = {"BLOCK_R": max(16, triton.next_power_of_2(R)), "BLOCK_T": max(16, triton.next_power_of_2(rotated))}
+    return {"H": H, "R": R, "ROTATED": rotated, "SIZE": size, "WHOLE": whole, **blocks, **tile._asdict()}
 
 
 @cache
