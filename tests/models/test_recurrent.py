@@ -231,7 +231,7 @@ def test_a_configuration_made_by_hand_is_checked_too() -> None:
             {"feed_forwards": (None, None), "mamba2": sizes, "windows": (4, None)},
             "layer 0 is mamba2 and its window 4; must be None",
         ),
-        ({"feed_forwards": (None, None), "mamba2": sizes, "softcap": 30.0}, r"softcap is 30\.0 and no layer has scores of att"),
+        ({"feed_forwards": (None, None), "mamba2": sizes, "softcap": 30.0}, r"layer 0 is mamba2 and softcap 30\.0; must be None"),
     ):
         with pytest.raises(InvalidInput, match=due):
             ModelConfig(**given | more)
