@@ -136,7 +136,7 @@ def attend(q: Tensor, turning: Tensor, latents: Tensor, table: Tensor, lengths: 
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time, and by how many warps."""
+    """The heads and keys that a program takes at a time, its warps and its stages."""
 
     BLOCK_H: int
     BLOCK_S: int
