@@ -70,3 +70,13 @@ def logits_of_ours(decoder: Decoder, sequences: Sequence[Tensor]) -> Tensor:
     with torch.inference_mode():
         hidden = decoder(torch.cat(list(sequences)), positions, mixed(decoder, [len(x) for x in sequences]))
         return decoder.logits(hidden).float()
+
+
+def sums_of_latents(q: Tensor, turning: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Sums of latents (B, H, rank), sequence by sequence, in fp64; zeros for a sequence without a token."""
+    found = []
+    for one, r, blocks, length in zip(q.double(), turning.double(), table.long(), lengths.tolist(), strict=True):
+        rows = latents[blocks].flatten(0, 2)[:length].double()
+        scores = torch.cat((one, r), -1) @ rows.T * scale
+        found.append(scores.softmax(-1) @ rows[:, : q.shape[-1]])
+    return torch.stack(found)

@@ -28,9 +28,9 @@ LATENTS = "latents"
 class LatentMixer(Mixer):
     """Layers with multi-head latent attention."""
 
-    kernels: ClassVar[tuple[str, ...]] = ("exact.backends.triton.flash_fwd", "kvcache.page_kernels")
-    # a step gathers as many latents as its longest sequence has
-    captures: ClassVar[bool] = False
+    kernels: ClassVar[tuple[str, ...]] = (
+        "engine.mixers.latent.kernels", "exact.backends.triton.flash_fwd", "kvcache.page_kernels",
+    )  # fmt: skip
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
         super().__init__(shape, layers, config)
@@ -64,7 +64,7 @@ class LatentMixer(Mixer):
     def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:
         plane = caches.pages.planes[LATENTS]
         self.attention = {
-            layer: LatentAttention(cast(LatentLayer, decoder.layers[layer]), plane[:, place, :, None], settings.scale)
+            layer: LatentAttention(cast(LatentLayer, decoder.layers[layer]), plane[:, place, :, None], decoder.config.scale)
             for place, layer in enumerate(self.layers)
         }
 

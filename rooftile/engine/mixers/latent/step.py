@@ -6,7 +6,7 @@ With K and V the maps of a latent c to a head's key and value, and r the key tha
     single tokens  queries K^T q: scores <K^T q, c> + <q_r, r>, outputs V (sum of p c); nothing is made of a latent
 
 Both give the same numbers but for rounding. Heads and sequences are taken in parts, so that what is made of latents stays
-bounded. Single tokens are computed in plain operations, in fp32: there is no kernel for keys of 576 numbers yet.
+bounded. On a GPU kernels read single tokens' latents where they are; elsewhere they are gathered, and all is in fp32.
 
 DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -23,7 +23,11 @@ from rooftile.exact.api import attention_packed
 from rooftile.exact.masks import CAUSAL
 from rooftile.kvcache.operators import gather, write
 from rooftile.models.latent.latent_layer import LatentLayer
+from rooftile.runtime.devices import runs_kernels
 
+# kernels take these
+LARGEST_RANK = 512
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # the most bytes of gathered latents, and of keys and values that are made of them, at a time
 MOST_BYTES = 1 << 28
 
@@ -34,11 +38,12 @@ class LatentAttention:
     Args:
         layer: the layer.
         cache: (blocks, size, 1, kept): latents, and behind each the key that rotates.
-        scale: of the scores; None for the root of a head's numbers.
+        scale: of the scores.
     """
 
-    def __init__(self, layer: LatentLayer, cache: Tensor, scale: float | None) -> None:
+    def __init__(self, layer: LatentLayer, cache: Tensor, scale: float) -> None:
         self.cache, self.scale, self.sizes = cache, scale, layer.sizes
+        self.has_kernels = runs_kernels(cache) and layer.sizes.rank <= LARGEST_RANK and cache.dtype in DTYPES
         self.keys, self.values = layer.by_head()  # (H, unrotated, rank), (H, value_dim, rank)
 
     def write(self, latent: Tensor, r: Tensor, cells: Tensor) -> None:
@@ -68,18 +73,28 @@ class LatentAttention:
 
     def absorbed(self, q: Tensor, turning: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
         """Returns the outputs (B, H, value_dim) of single tokens' queries, (B, H, unrotated) and (B, H, rotated)."""
+        q = torch.einsum("bhn,hnr->bhr", q, self.keys)
+        if self.has_kernels:
+            from rooftile.engine.mixers.latent import kernels
+
+            sums = kernels.attend(q, turning, self.cache, table, lengths, self.sizes.rotated, self.scale)
+        else:
+            sums = self._sums(torch.cat((q, turning), dim=-1), table, lengths)
+        return torch.einsum("bhr,hvr->bhv", sums.to(self.values.dtype), self.values)
+
+    def _sums(self, q: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        """Returns sums of latents (B, H, rank) for absorbed queries (B, H, kept), in plain operations."""
         sizes, wide = self.sizes, torch.promote_types(q.dtype, torch.float32)
-        q = torch.cat((torch.einsum("bhn,hnr->bhr", q, self.keys), turning), dim=-1).to(wide)
-        scale = sizes.head_dim**-0.5 if self.scale is None else self.scale
+        q = q.to(wide)
         S, found = table.shape[1] * self.cache.shape[1], []
         each = S * (2 * sizes.kept + 3 * q.shape[1]) * wide.itemsize
         for rows in _parts(len(q), each):
             there = torch.arange(S, device=q.device) < lengths[rows, None]  # (b, S)
             # a NaN of another sequence stays there: it would pass a weight of zero
             latents = self.cache[table[rows].long()].flatten(1, 3).to(wide).masked_fill_(~there[..., None], 0.0)  # (b, S, kept)
-            scores = (q[rows] @ latents.mT).mul_(scale).masked_fill_(~there[:, None], -torch.inf)  # (b, H, S)
+            scores = (q[rows] @ latents.mT).mul_(self.scale).masked_fill_(~there[:, None], -torch.inf)  # (b, H, S)
             found.append(scores.softmax(-1) @ latents[..., : sizes.rank])
-        return torch.einsum("bhr,hvr->bhv", torch.cat(found).to(self.values.dtype), self.values)
+        return torch.cat(found)
 
 
 def _parts(count: int, each: int) -> Iterator[slice]:

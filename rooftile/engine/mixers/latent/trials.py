@@ -16,6 +16,9 @@ from rooftile.exact.spec import CallSettings
 from rooftile.kvcache import Copy
 from rooftile.models import Decoder
 
+# tokens of a sequence that is read in parts
+LONG = 4096
+
 
 class LatentTrial:
     """A layer and its cache. It runs an engine's steps, whose tokens lie in the first block.
@@ -35,7 +38,8 @@ class LatentTrial:
 
     def jobs(self, lengths: Iterable[int]) -> list[Callable[[], None]]:
         """Returns runs of a prompt of each length, and of single tokens."""
-        return [*(partial(self.read_prompt, tokens) for tokens in lengths), self.decode]
+        # a short sequence is read whole, and a long one in parts
+        return [*(partial(self.read_prompt, tokens) for tokens in lengths), self.decode, partial(self.decode, LONG)]
 
     def read_prompt(self, tokens: int) -> None:
         """Runs a prompt."""
@@ -46,11 +50,11 @@ class LatentTrial:
         cells, cu_q = (x.to(self.device) for x in (zeros, ends.int()))
         self._run(StepTokens(self.size, cells, cells, cells, table, Chunks(tokens, table, cu_q[1:], cu_q), None, on_host))
 
-    def decode(self) -> None:
-        """Runs a step of single tokens, and copies of blocks."""
+    def decode(self, room: int = 1) -> None:
+        """Runs a step of single tokens, whose tables have columns for `room` tokens, and copies of blocks."""
         self.caches.prepare([Copy(0, 1)], {}, [], {})
         cells = torch.zeros(ROWS, dtype=torch.int64, device=self.device)
-        table = torch.zeros(ROWS, 1, dtype=torch.int32, device=self.device)
+        table = torch.zeros(ROWS, -(-room // self.size), dtype=torch.int32, device=self.device)
         self._run(StepTokens(self.size, cells, cells, cells, table, None, (table, cells.int() + 1), None))
 
     def _run(self, step: StepTokens) -> None:
