@@ -68,7 +68,7 @@ def test_the_layer_of_deepseek_is_that_of_its_second_version(tmp_path: Path) -> 
         torch.testing.assert_close(layer(x[0]), theirs_(x)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoehybrid", "jamba"])
 def test_shards_and_bfloat16(name: str, tmp_path: Path) -> None:
     """The logits are as close to exact as those of Transformers; an expert near another one in score may be exchanged."""
     saved(theirs(name).to(torch.bfloat16), tmp_path, max_shard_size="20KB")
