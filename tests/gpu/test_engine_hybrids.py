@@ -30,10 +30,13 @@ CONFIGS = {
     "deepseek": lambda: experts.DEEPSEEK,
     "gpt-oss": experts.CONFIGS["gpt_oss"],
     "granite": experts.CONFIGS["granitemoehybrid"],
+    "falcon mamba": recurrent.CONFIGS["falcon_mamba"],
+    "jamba": experts.CONFIGS["jamba"],
 }
 HOW = [{}, {"max_model_len": 96, "num_blocks": 40}, {"enforce_eager": True}, {"max_batched_tokens": 13}]
-STEPS = dict.fromkeys(("mixtral", "qwen3-moe", "olmoe", "deepseek", "gpt-oss", "granite"), "_sum_choices") | {
+STEPS = dict.fromkeys(("mixtral", "qwen3-moe", "olmoe", "deepseek", "gpt-oss", "granite", "jamba"), "_sum_choices") | {
     "mamba": "_scan_step",
+    "falcon mamba": "_scan_step",
     "mamba2": "_ssd_step",
     "bamba": "_ssd_step",
     "olmo hybrid": "_step",

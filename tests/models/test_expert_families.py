@@ -68,7 +68,7 @@ def test_the_layer_of_deepseek_is_that_of_its_second_version(tmp_path: Path) -> 
         torch.testing.assert_close(layer(x[0]), theirs_(x)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoehybrid", "jamba"])
 def test_shards_and_bfloat16(name: str, tmp_path: Path) -> None:
     """The logits are as close to exact as those of Transformers; an expert near another one in score may be exchanged."""
     saved(theirs(name).to(torch.bfloat16), tmp_path, max_shard_size="20KB")
@@ -265,6 +265,29 @@ def test_experts_that_contradict_their_weights(changed: dict[str, Any], due: str
     saved(theirs("mixtral"), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | changed))
+    with pytest.raises(InvalidInput, match=due) as refused:
+        Decoder.from_folder(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+        },
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    ],
+    ids=lambda section: section["quant_method"],
+)  # fmt: skip
+def test_quantised_experts_are_refused(section: dict[str, Any], tmp_path: Path) -> None:
+    saved(theirs("mixtral"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": section}))
+    due = r"the checkpoint has layers\.0\.block_sparse_moe\.experts\.0\.w1 quantised, and experts are read in 16 bits; give the"
     with pytest.raises(InvalidInput, match=due) as refused:
         Decoder.from_folder(tmp_path)
     assert "\n" not in str(refused.value)
