@@ -41,6 +41,8 @@ def _check_sizes(config: ModelConfig) -> None:
             raise InvalidInput(
                 f"layer {layer} is {mixer} and softcap {config.softcap}; must be None: no kernel of it caps scores"
             )
+        if config.sinks and mixer in ("linear", "performer"):
+            raise InvalidInput(f"layer {layer} is {mixer} and the model has sinks; must have none: it has no softmax")
 
 
 def _check_latent(config: ModelConfig) -> None:

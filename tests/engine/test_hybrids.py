@@ -10,7 +10,9 @@ import torch
 from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.errors import Unsupported
-from rooftile.models import Decoder, ModelConfig, TrainableDecoder
+from rooftile.models import Decoder, ExpertSizes, LinearSizes, Mamba2Sizes, ModelConfig, PerformerSizes, TrainableDecoder
+from rooftile.models.rotary import Rotary
+from rooftile.moe import Router
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.models.checkpoints import VOCABULARY
 from tests.models.test_trainable import SMALL
@@ -190,3 +192,22 @@ def test_weights_in_few_bits(trained) -> None:
     """The projections of every mixer are quantised while they are read; features, decays and experts are not."""
     llm = LLM(trained("linear").folder, weights="int8", **ROOM)
     assert len(tokens_of(llm, prompts(3), GREEDY)[0][0]) == TOKENS
+
+
+def test_a_hybrid_by_its_configuration_alone() -> None:
+    """Random weights, of which Performer's projection has the lengths of its rows, and the decays those of a training."""
+    sizes = {"vocab_size": VOCABULARY, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "max_len": 128}
+    config = ModelConfig(
+        family="rooftile", layers=4, windows=(None,) * 4, rotary=Rotary(dim=8, theta=10_000.0), scale=8**-0.5, **sizes,
+        mixers=("performer", "mamba2", "attention", "linear"), feed_forwards=("experts", None, "dense", "dense"),
+        performer=PerformerSizes(m=24), linear=LinearSizes(), mamba2=Mamba2Sizes(heads=4, head_dim=8, state=6),
+        experts=ExpertSizes(experts=4, hidden=16, router=Router(active=2)),
+    )  # fmt: skip
+    decoder = Decoder.random(config, "fp32", "cpu")
+    rows = decoder.layers[0].projection
+    assert rows.dtype == torch.float32
+    assert 0.5 * 8**0.5 < float(rows.norm(dim=1).mean()) < 1.5 * 8**0.5
+    asked = prompts(3)
+    together = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), asked, GREEDY)
+    alone = LLM(decoder, block_size=SIZE, **ROOM | {"max_batched_tokens": 7})
+    assert together == [tokens_of(alone, [prompt], GREEDY)[0] for prompt in asked]

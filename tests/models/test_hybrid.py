@@ -112,6 +112,8 @@ def test_sizes_and_windows_that_layers_have_not_are_sentences() -> None:
         ModelConfig(**common | given | {"windows": (4,)})
     with pytest.raises(InvalidInput, match=r"layer 0 is performer and softcap 3\.0; must be None: no kernel of it caps scores"):
         ModelConfig(**common | given | {"softcap": 3.0})
+    with pytest.raises(InvalidInput, match="layer 0 is performer and the model has sinks; must have none"):
+        ModelConfig(**common | given | {"sinks": True})
     with pytest.raises(InvalidInput, match="conv_bias is 2"):
         MambaSizes(width=4, rank=1, conv_bias=2)
 
