@@ -23,14 +23,18 @@ _SEGMENT, _SCANNED = 2048, 1024
 
 
 class Tile(NamedTuple):
-    """Tokens and columns of a tile; warps and stages of the kernels that walk, and of those that sum over heads."""
+    """Tokens and columns of a tile, warps and stages of the kernels that walk; in the backward also those of its other kernels."""
 
     block: int
     columns: int
     warps: int
     stages: int
-    sum_warps: int = 8
-    sum_stages: int = 1
+    pair_warps: int = 8
+    pair_stages: int = 1
+    # numbers of a state in a tile
+    of_state: int = 64
+    map_warps: int = 8
+    map_stages: int = 1
 
 
 # the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80; the second of a pair is for more than 128 numbers of
@@ -108,6 +112,7 @@ class Call:
         self.cu = x if cu is None else cu
         self.key = self.P, self.N, x.dtype, is_hopper(x.device), self.H, self.G, self.packed, back
         constants = constants_of(*self.key)
+        self.tile = tile_of(self.N, x.dtype, self.key[3], back)
         self.block: int = constants["BLOCK"]
         self.parts: int = triton.cdiv(self.P, constants["BLOCK_P"])
         self.size = self._segment()
