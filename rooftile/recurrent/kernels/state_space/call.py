@@ -48,7 +48,7 @@ _FORWARD = {
     (torch.float32, False): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _BACKWARD = {
-    (torch.bfloat16, True): (Tile(64, 64, 4, 2), Tile(32, 32, 8, 2)),
+    (torch.bfloat16, True): (Tile(64, 64, 4, 2, 8, 2, 64, 8, 2), Tile(32, 32, 8, 2)),
     (torch.bfloat16, False): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     (torch.float16, True): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
     (torch.float16, False): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),

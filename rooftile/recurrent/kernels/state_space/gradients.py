@@ -81,14 +81,13 @@ def _input_gradients(
         to = row[:, None] * (HEADS * P) + h * P + p[None, :]
         decay = tl.exp2(tl.where(n[:, None] <= n[None, :], total[None, :] - total[:, None], float("-inf")))
         weights = cb.to(tl.float32) * decay
-        if SKIP:
-            skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
         if GATED:
             z = tile(z_ptr, z_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(tl.float32)
             state = tl.load(state_ptr + of_state, mask=square, other=0.0).to(DOT)
             y = tl.dot(c, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
             y = tl.dot(tl.trans((weights * step[:, None]).to(DOT)), x.to(DOT), y, input_precision=PRECISION)
             if SKIP:
+                skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
                 y += skip[None, :] * x.to(tl.float32)
             sigmoid = 1 / (1 + tl.exp(-z))
             dz = dy.to(tl.float32) * y * sigmoid * (1 + z * (1 - sigmoid))
@@ -105,6 +104,10 @@ def _input_gradients(
         dx = tl.dot(b, tl.trans(back), input_precision=PRECISION) * tl.exp2(end - total)[:, None]
         dx = tl.dot(weights.to(DOT), dy.to(DOT), dx, input_precision=PRECISION) * step[:, None]
         if SKIP:
+            # loaded again, from a cache: held until here they would spill
+            x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
+            dy = gated_tile(dy_ptr, z_ptr, dy_strides, z_strides, sequence, h, first, t, p, here, P, BLOCK_P, GATED)
+            skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
             dx += skip[None, :] * dy.to(tl.float32)
             of_d = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)
             tl.store(dd_ptr + (cell * HEADS + h) * P + p, of_d, mask=p < P)

@@ -31,7 +31,7 @@ def gated_tile(
     found = tile(ptr, strides, b, h, first, t, column, here, WIDTH, BLOCK)
     if GATED:
         z = tile(z_ptr, z_strides, b, h, first, t, column, here, WIDTH, BLOCK).to(tl.float32)
-        return found.to(tl.float32) * silu(z)
+        found = found.to(tl.float32) * silu(z)
     return found
 
 
