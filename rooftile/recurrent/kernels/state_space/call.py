@@ -160,11 +160,10 @@ class Call:
         )  # fmt: skip
         _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
 
-    def walked(self, v: Tensor, back: bool) -> tuple[Any, ...]:
-        """What a walk over states reads: the tensors and their strides."""
-        z, rows = (self.z, self.C) if back else (None, self.B)
-        tensors = v, v if z is None else z, rows, self.steps[0], self.steps[1]
-        return *tensors, (self.strides(v), self.strides(z), self.strides(rows))
+    def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
+        """What a walk over states reads, and its strides."""
+        rows = self.C if back else self.B
+        return (v, rows, self.steps[0], self.steps[1]), (self.strides(v), self.strides(rows))
 
     def starts(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
         """Returns the state, or its gradient, with which the walk over each segment begins; `first` is that of each sequence."""
@@ -172,14 +171,11 @@ class Call:
             return first
         part = torch.empty((self.slots, self.H, self.P, self.N), dtype=torch.float32, device=self.x.device)
         decay = torch.empty((self.slots, self.H), dtype=torch.float32, device=self.x.device)
-        *tensors, strides = self.walked(v, back)
-        given: tuple[Any, ...] = (
-            *tensors, part, decay, self.cu, *strides, self.T, self.count, self.size, self.slots,
-        )  # fmt: skip
-        own = {"GATED": back and self.z is not None, "BACK": back}
-        _start_sums((self.slots, self.H, self.parts), given, some(_start_sums, self.key, **own))
+        tensors, strides = self.walked(v, back)
+        sizes = self.T, self.count, self.size
+        given: tuple[Any, ...] = (*tensors, part, decay, self.cu, *strides, *sizes, self.slots)
+        _start_sums((self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back))
         size = self.P * self.N
-        given = (part, first, decay, self.cu, self.T, self.count, self.size)
         own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, BACK=back)
-        _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), given, own)
+        _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
         return part

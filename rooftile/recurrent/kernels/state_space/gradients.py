@@ -28,23 +28,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.parts import silu
-from rooftile.recurrent.kernels.state_space.tiles import gated_tile, tile
+from rooftile.recurrent.kernels.state_space.tiles import tile
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _input_gradients(
-    x_ptr, b_ptr, c_ptr, z_ptr, dy_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, state_ptr, back_ptr,
-    dx_ptr, dz_ptr, dd_ptr, d_cb_ptr, pairs_ptr, to_step_ptr, cu_ptr,
-    x_strides, b_strides, c_strides, z_strides, dy_strides, d_strides, T, B, size, slots,
+    x_ptr, b_ptr, g_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, back_ptr, dx_ptr, dd_ptr, d_cb_ptr,
+    pairs_ptr, to_step_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Writes dx and dz of SPAN heads of a group in a chunk, what they add to d(C B^T) and dD, and what pairs give their steps.
+    """Writes dx of SPAN heads of a group in a chunk, what they add to d(C B^T) and dD, and what pairs give their steps.
 
     What has one number for each token is written for each head and part of P. Pairs are (s, t): so they are what dX multiplies.
     """
@@ -62,8 +60,6 @@ def _input_gradients(
     cell = slot.to(tl.int64) * chunks + chunk
     own = (cell * groups + g) * BLOCK * BLOCK + n[:, None] + n[None, :] * BLOCK
     cb = tl.load(cb_ptr + own)
-    if GATED:
-        c = tile(c_ptr, c_strides, sequence, g, first, t, s, here, N, BLOCK_N).to(DOT)
     row = (sequence.to(tl.int64) * T if not PACKED else 0) + first + t
     d_cb = tl.zeros((BLOCK, BLOCK), tl.float32)
     for i in tl.range(0, tl.minimum(SPAN, SHARE - span * SPAN) * PARTS, num_stages=STAGES):
@@ -73,7 +69,7 @@ def _input_gradients(
         step, total = tl.load(step_ptr + place + n), tl.load(total_ptr + place + n)
         end = tl.load(total_ptr + place + BLOCK - 1)
         x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        dy = tile(dy_ptr, dy_strides, sequence, h, first, t, p, here, P, BLOCK_P)
+        grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
         of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
         square = (p < P)[:, None] & (s < N)[None, :]
         back = tl.load(back_ptr + of_state, mask=square, other=0.0).to(DOT)
@@ -81,19 +77,7 @@ def _input_gradients(
         to = row[:, None] * (HEADS * P) + h * P + p[None, :]
         decay = tl.exp2(tl.where(n[:, None] <= n[None, :], total[None, :] - total[:, None], float("-inf")))
         weights = cb.to(tl.float32) * decay
-        if GATED:
-            z = tile(z_ptr, z_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(tl.float32)
-            state = tl.load(state_ptr + of_state, mask=square, other=0.0).to(DOT)
-            y = tl.dot(c, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
-            y = tl.dot(tl.trans((weights * step[:, None]).to(DOT)), x.to(DOT), y, input_precision=PRECISION)
-            if SKIP:
-                skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
-                y += skip[None, :] * x.to(tl.float32)
-            sigmoid = 1 / (1 + tl.exp(-z))
-            dz = dy.to(tl.float32) * y * sigmoid * (1 + z * (1 - sigmoid))
-            tl.store(dz_ptr + to, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-            dy = dy.to(tl.float32) * silu(z)
-        m = tl.dot(x.to(DOT), tl.trans(dy.to(DOT)), input_precision=PRECISION) * decay
+        m = tl.dot(x.to(DOT), tl.trans(grad.to(DOT)), input_precision=PRECISION) * decay
         d_cb += m * step[:, None]
         m *= cb.to(tl.float32)
         to_step = tl.sum(m, 1)
@@ -102,14 +86,14 @@ def _input_gradients(
         tl.store(to_step_ptr + place, to_step)
         tl.store(pairs_ptr + place, tl.sum(m, 0) - tl.sum(m, 1))
         dx = tl.dot(b, tl.trans(back), input_precision=PRECISION) * tl.exp2(end - total)[:, None]
-        dx = tl.dot(weights.to(DOT), dy.to(DOT), dx, input_precision=PRECISION) * step[:, None]
+        dx = tl.dot(weights.to(DOT), grad.to(DOT), dx, input_precision=PRECISION) * step[:, None]
         if SKIP:
             # loaded again, from a cache: held until here they would spill
             x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-            dy = gated_tile(dy_ptr, z_ptr, dy_strides, z_strides, sequence, h, first, t, p, here, P, BLOCK_P, GATED)
+            grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
             skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
-            dx += skip[None, :] * dy.to(tl.float32)
-            of_d = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)
+            dx += skip[None, :] * grad.to(tl.float32)
+            of_d = tl.sum(grad.to(tl.float32) * x.to(tl.float32), 0)
             tl.store(dd_ptr + (cell * HEADS + h) * P + p, of_d, mask=p < P)
         tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(d_cb_ptr + span.to(tl.int64) * (slots * chunks) * groups * BLOCK * BLOCK + own, d_cb)
@@ -118,11 +102,11 @@ def _input_gradients(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _map_gradients(
-    x_ptr, b_ptr, c_ptr, z_ptr, dy_ptr, step_ptr, total_ptr, state_ptr, back_ptr,
+    x_ptr, b_ptr, c_ptr, g_ptr, step_ptr, total_ptr, state_ptr, back_ptr,
     db_ptr, dc_ptr, read_ptr, moved_ptr, through_ptr, cu_ptr,
-    x_strides, b_strides, c_strides, z_strides, dy_strides, T, B, size, slots,
+    x_strides, b_strides, c_strides, g_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -134,7 +118,7 @@ def _map_gradients(
     PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     PARTS_N: tl.constexpr = (N + BLOCK_S - 1) // BLOCK_S
     chunks = size // BLOCK
-    # the parts of N read the same x and dy
+    # the parts of N read the same x and G
     column, of_chunk = tl.program_id(0) % PARTS_N, tl.program_id(0) // PARTS_N
     slot, chunk, g, span = of_chunk // chunks, of_chunk % chunks, tl.program_id(1), tl.program_id(2)
     sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
@@ -157,9 +141,9 @@ def _map_gradients(
         of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
         state, back = tl.load(state_ptr + of_state, mask=square, other=0.0), tl.load(back_ptr + of_state, mask=square, other=0.0)
         x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(DOT)
-        dy = gated_tile(dy_ptr, z_ptr, dy_strides, z_strides, sequence, h, first, t, p, here, P, BLOCK_P, GATED).to(DOT)
+        grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(DOT)
         through = tl.sum(tl.sum(state.to(tl.float32) * back.to(tl.float32), 1), 0) * tl.exp2(end)
-        read = tl.dot(dy, state.to(DOT), input_precision=PRECISION) * tl.exp2(total)[:, None]
+        read = tl.dot(grad, state.to(DOT), input_precision=PRECISION) * tl.exp2(total)[:, None]
         dc += read
         read = tl.sum(read * c.to(tl.float32), 1)
         moved = tl.dot(x, back.to(DOT), input_precision=PRECISION) * tl.exp2(end - total)[:, None]

@@ -1,7 +1,7 @@
 """States between chunks and segments, and their gradients: one recurrence, walked forward or back.
 
     S <- exp(e_last) S + (d_s exp(e_last - e_s) X)^T B      forward: V = X, rows are those of B
-    Q <- exp(e_last) Q + (exp(e_t) G)^T C                   back: V = G, the gradient of y, rows are those of C
+    Q <- exp(e_last) Q + (exp(e_t) G)^T C                   back: V = G, the gradient of y before the gate, rows are those of C
 
 A segment's sum is what it adds to a state of zeros. `_scan` makes the state at each segment's beginning of them (or its end, on
 the way back), from which `_chunk_states` walks the segment again and keeps what it has at every chunk.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.state_space.tiles import gated_tile, tile
+from rooftile.recurrent.kernels.state_space.tiles import tile
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
@@ -27,10 +27,10 @@ def _after(state, v, rows, step, total, end, BACK: tl.constexpr, DOT: tl.constex
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _segment_sums(
-    v_ptr, z_ptr, rows_ptr, step_ptr, total_ptr, part_ptr, decay_ptr, cu_ptr,
-    v_strides, z_strides, rows_strides, T, B, size, slots,
+    v_ptr, rows_ptr, step_ptr, total_ptr, part_ptr, decay_ptr, cu_ptr,
+    v_strides, rows_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, GATED: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -56,7 +56,7 @@ def _segment_sums(
         here = t < length
         step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
         end = tl.load(total_ptr + place + c + BLOCK - 1)
-        v = gated_tile(v_ptr, z_ptr, v_strides, z_strides, sequence, h, first, t, p, here, P, BLOCK_P, GATED)
+        v = tile(v_ptr, v_strides, sequence, h, first, t, p, here, P, BLOCK_P)
         rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
         state = _after(state, v, rows, step, total, end, BACK, DOT, PRECISION)
         sum_of_ends += end
@@ -97,10 +97,10 @@ def _scan(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _chunk_states(
-    v_ptr, z_ptr, rows_ptr, step_ptr, total_ptr, start_ptr, kept_ptr, last_ptr, cu_ptr,
-    v_strides, z_strides, rows_strides, T, B, size, slots,
+    v_ptr, rows_ptr, step_ptr, total_ptr, start_ptr, kept_ptr, last_ptr, cu_ptr,
+    v_strides, rows_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, GATED: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -124,7 +124,7 @@ def _chunk_states(
         here = t < length
         step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
         end = tl.load(total_ptr + place + c + BLOCK - 1)
-        v = gated_tile(v_ptr, z_ptr, v_strides, z_strides, sequence, h, first, t, p, here, P, BLOCK_P, GATED)
+        v = tile(v_ptr, v_strides, sequence, h, first, t, p, here, P, BLOCK_P)
         rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
         target = kept_ptr + ((kept + chunk) * HEADS + h) * P * N + of_state
         tl.store(target, state.to(kept_ptr.dtype.element_ty), mask=square)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.parts import silu, softplus
+from rooftile.recurrent.kernels.parts import softplus
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
@@ -21,18 +21,6 @@ def tile(ptr, strides, b, h, first, t, column, here, WIDTH: tl.constexpr, BLOCK:
     if WIDTH % BLOCK == 0:
         return tl.load(base + place, mask=here[:, None], other=0.0)
     return tl.load(base + place, mask=here[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def gated_tile(
-    ptr, z_ptr, strides, z_strides, b, h, first, t, column, here, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr
-):
-    """Loads as `tile` does; with GATED multiplied by silu(z), in fp32."""
-    found = tile(ptr, strides, b, h, first, t, column, here, WIDTH, BLOCK)
-    if GATED:
-        z = tile(z_ptr, z_strides, b, h, first, t, column, here, WIDTH, BLOCK).to(tl.float32)
-        found = found.to(tl.float32) * silu(z)
-    return found
 
 
 # fmt: off
