@@ -36,66 +36,67 @@ from rooftile.recurrent.linear.kernels.tiles import part_of
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _input_gradients(
     x_ptr, b_ptr, g_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, back_ptr, dx_ptr, dd_ptr, d_cb_ptr,
-    pairs_ptr, to_step_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
+    to_step_ptr, first_ptr, second_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Writes dx of SPAN heads of a group in a chunk, what they add to d(C B^T) and dD, and what pairs give their steps.
+    """Writes dx of SPAN heads of a group for BLOCK_R tokens s of a chunk, and what their pairs (s, t) give.
 
-    What has one number for each token is written for each head and part of P. Pairs are (s, t): so they are what dX multiplies.
+    These are d(C B^T), dD, and the sums of M over t, and without the diagonal over t (`first`) and over these s (`second`). What
+    has one number for each token is written for each head and part of P.
     """
     groups: tl.constexpr = HEADS // SHARE
     PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    STRIPES: tl.constexpr = BLOCK // BLOCK_R
     chunks = size // BLOCK
-    slot, chunk, g, span = tl.program_id(0) // chunks, tl.program_id(0) % chunks, tl.program_id(1), tl.program_id(2)
+    # the stripes of a chunk read the same G and Q
+    stripe, of_chunk = tl.program_id(0) % STRIPES, tl.program_id(0) // STRIPES
+    slot, chunk, g, span = of_chunk // chunks, of_chunk % chunks, tl.program_id(1), tl.program_id(2)
     sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start + chunk * BLOCK >= length:
         return
-    n, s = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    t = start + chunk * BLOCK + n
-    here = t < length
-    b = tile(b_ptr, b_strides, sequence, g, first, t, s, here, N, BLOCK_N).to(DOT)
+    n, r, s = tl.arange(0, BLOCK), stripe * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    t, own_t = start + chunk * BLOCK + n, start + chunk * BLOCK + r
+    here, own_here = t < length, own_t < length
+    b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, BLOCK_N).to(DOT)
     cell = slot.to(tl.int64) * chunks + chunk
-    own = (cell * groups + g) * BLOCK * BLOCK + n[:, None] + n[None, :] * BLOCK
+    own = (cell * groups + g) * BLOCK * BLOCK + r[:, None] + n[None, :] * BLOCK
     cb = tl.load(cb_ptr + own)
-    row = (sequence.to(tl.int64) * T if not PACKED else 0) + first + t
-    d_cb = tl.zeros((BLOCK, BLOCK), tl.float32)
+    row = (sequence.to(tl.int64) * T if not PACKED else 0) + first + own_t
+    d_cb = tl.zeros((BLOCK_R, BLOCK), tl.float32)
     for i in tl.range(0, tl.minimum(SPAN, SHARE - span * SPAN) * PARTS, num_stages=STAGES):
         h, part = g * SHARE + span * SPAN + i // PARTS, i % PARTS
         p = part * BLOCK_P + tl.arange(0, BLOCK_P)
         place = (h.to(tl.int64) * slots + slot) * size + chunk * BLOCK
-        step, total = tl.load(step_ptr + place + n), tl.load(total_ptr + place + n)
+        step, total, later = tl.load(step_ptr + place + r), tl.load(total_ptr + place + r), tl.load(total_ptr + place + n)
         end = tl.load(total_ptr + place + BLOCK - 1)
-        x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
+        x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P)
         grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
         of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
-        square = (p < P)[:, None] & (s < N)[None, :]
-        back = tl.load(back_ptr + of_state, mask=square, other=0.0).to(DOT)
-        inside = here[:, None] & (p < P)[None, :]
-        to = row[:, None] * (HEADS * P) + h * P + p[None, :]
-        decay = tl.exp2(tl.where(n[:, None] <= n[None, :], total[None, :] - total[:, None], float("-inf")))
-        weights = cb.to(tl.float32) * decay
+        back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
+        decay = tl.exp2(tl.where(r[:, None] <= n[None, :], later[None, :] - total[:, None], float("-inf")))
+        weights = (cb.to(tl.float32) * decay).to(DOT)
         m = tl.dot(x.to(DOT), tl.trans(grad.to(DOT)), input_precision=PRECISION) * decay
         d_cb += m * step[:, None]
         m *= cb.to(tl.float32)
-        to_step = tl.sum(m, 1)
-        m = tl.where(n[:, None] == n[None, :], 0.0, m * step[:, None])
-        place = ((h * PARTS + part).to(tl.int64) * slots + slot) * size + chunk * BLOCK + n
-        tl.store(to_step_ptr + place, to_step)
-        tl.store(pairs_ptr + place, tl.sum(m, 0) - tl.sum(m, 1))
+        head = (h * PARTS + part).to(tl.int64) * slots + slot
+        tl.store(to_step_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
+        m = tl.where(r[:, None] == n[None, :], 0.0, m * step[:, None])
+        tl.store(first_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
+        head += stripe * (HEADS * PARTS) * slots
+        tl.store(second_ptr + head * size + chunk * BLOCK + n, tl.sum(m, 0))
         dx = tl.dot(b, tl.trans(back), input_precision=PRECISION) * tl.exp2(end - total)[:, None]
-        dx = tl.dot(weights.to(DOT), grad.to(DOT), dx, input_precision=PRECISION) * step[:, None]
+        dx = tl.dot(weights, grad.to(DOT), dx, input_precision=PRECISION) * step[:, None]
         if SKIP:
             # loaded again, from a cache: held until here they would spill
-            x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-            grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-            skip = tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)
-            dx += skip[None, :] * grad.to(tl.float32)
-            of_d = tl.sum(grad.to(tl.float32) * x.to(tl.float32), 0)
-            tl.store(dd_ptr + (cell * HEADS + h) * P + p, of_d, mask=p < P)
-        tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P).to(tl.float32)
+            same = tile(g_ptr, g_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P).to(tl.float32)
+            dx += tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)[None, :] * same
+            tl.store(dd_ptr + ((cell * STRIPES + stripe) * HEADS + h) * P + p, tl.sum(same * x, 0), mask=p < P)
+        to = row[:, None] * (HEADS * P) + h * P + p[None, :]
+        tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=own_here[:, None] & (p < P)[None, :])
     tl.store(d_cb_ptr + span.to(tl.int64) * (slots * chunks) * groups * BLOCK * BLOCK + own, d_cb)
 
 

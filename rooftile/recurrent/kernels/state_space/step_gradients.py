@@ -12,10 +12,10 @@ from rooftile.recurrent.linear.kernels.tiles import part_of
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size", "low", "high"])
 def _step_gradients(
-    dt_ptr, bias_ptr, a_ptr, step_ptr, pairs_ptr, to_step_ptr, read_ptr, moved_ptr, through_ptr,
+    dt_ptr, bias_ptr, a_ptr, step_ptr, to_step_ptr, first_ptr, second_ptr, read_ptr, moved_ptr, through_ptr,
     d_dt_ptr, d_a_ptr, d_bias_ptr, cu_ptr,
     dt_strides, T, B, size, slots, low, high,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PARTS_N: tl.constexpr, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, STRIPES: tl.constexpr, PARTS_N: tl.constexpr, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -34,8 +34,11 @@ def _step_gradients(
         through = 0.0
         for part in tl.static_range(PARTS):
             place = ((h * PARTS + part).to(tl.int64) * slots + slot) * size + c
-            pairs += tl.load(pairs_ptr + place + n)
             to_step += tl.load(to_step_ptr + place + n)
+            pairs -= tl.load(first_ptr + place + n)
+            for stripe in tl.static_range(STRIPES):
+                other = stripe * (HEADS * PARTS) * size * (slot * 0 + slots).to(tl.int64)
+                pairs += tl.load(second_ptr + place + other + n)
         for part in tl.static_range(PARTS * PARTS_N):
             place = ((h * PARTS * PARTS_N + part).to(tl.int64) * slots + slot) * size + c
             pairs += tl.load(read_ptr + place + n)
