@@ -3,8 +3,8 @@
     call                 the sizes and tiles of a call, and what forward and backward compute first
     tiles                a program's segment, steps and sums of exponents, C B^T of each group
     states               states of segments and chunks, and their gradients
-    forward, outputs     each segment walked with its state on the chip
-    backward             chunk states forward, their gradients back, then every chunk by itself
+    forward_pass, outputs    each segment walked with its state on the chip
+    backward_pass        chunk states forward, their gradients back, then every chunk by itself
     gradients            a chunk's gradients, the heads of a group one after another
     step_gradients       what is summed for the steps and rates of decay
     gate                 the gradient of the gate
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import unknown_dtype
-from rooftile.recurrent.kernels.state_space.backward import backward
-from rooftile.recurrent.kernels.state_space.forward import forward
+from rooftile.recurrent.kernels.state_space.backward_pass import backward
+from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space_step import step, step_refusal
 from rooftile.recurrent.rule import Given, Tensors
 

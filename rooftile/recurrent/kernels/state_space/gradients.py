@@ -10,9 +10,9 @@ L_ts = exp(e_t - e_s) for s <= t, and M_ts = (G X^T)_ts (C B^T)_ts L_ts:
     dd_s     = sum_t M_ts + exp(e_last - e_s) <X_s Q, B_s>
 
 The gradient of the exponent of token r, log a_r, sums what passes over it: pairs s < r <= t of the chunk, rows t >= r that read S,
-tokens s < r that reach Q, and what goes through, exp(e_last) <S, Q>. Only the pairs are a difference of two sums, of rows and of
-columns of one and the same M without its diagonal, in fp32: a difference of sums of rounded products would lose the gradient of A
-where decays are strong.
+tokens s < r that reach Q, and what goes through, exp(e_last) <S, Q>. None of it is a difference of sums over rows and columns of
+M, which is the shorter way and loses the gradient of A where decays are strong: the pairs that pass over r are a product with a
+triangle of ones.
 
 Why it is cut so: for a head's chunk of c tokens, S and Q take as many bytes as x has for 128 tokens, and x, G, dX as many as c, so
 the chunk is long. A program goes through a share of a group's heads, so that dC, dB and d(C B^T) are sums on the chip; a program
@@ -36,7 +36,7 @@ from rooftile.recurrent.linear.kernels.tiles import part_of
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _input_gradients(
     x_ptr, b_ptr, g_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, back_ptr, dx_ptr, dd_ptr, d_cb_ptr,
-    to_step_ptr, first_ptr, second_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
+    to_step_ptr, own_ptr, later_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -44,8 +44,8 @@ def _input_gradients(
     # fmt: on
     """Writes dx of SPAN heads of a group for BLOCK_R tokens s of a chunk, and what their pairs (s, t) give.
 
-    These are d(C B^T), dD, and the sums of M over t, and without the diagonal over t (`first`) and over these s (`second`). What
-    has one number for each token is written for each head and part of P.
+    These are d(C B^T), dD, and for each head and part of P: the sums of M over t; what passes over these tokens, from pairs
+    whose s is among them (`own`); and for a token t the sum of M over these s, which passes over later stripes (`later`).
     """
     groups: tl.constexpr = HEADS // SHARE
     PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -78,15 +78,6 @@ def _input_gradients(
         back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
         decay = tl.exp2(tl.where(r[:, None] <= n[None, :], later[None, :] - total[:, None], float("-inf")))
         weights = (cb.to(tl.float32) * decay).to(DOT)
-        m = tl.dot(x.to(DOT), tl.trans(grad.to(DOT)), input_precision=PRECISION) * decay
-        d_cb += m * step[:, None]
-        m *= cb.to(tl.float32)
-        head = (h * PARTS + part).to(tl.int64) * slots + slot
-        tl.store(to_step_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
-        m = tl.where(r[:, None] == n[None, :], 0.0, m * step[:, None])
-        tl.store(first_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
-        head += stripe * (HEADS * PARTS) * slots
-        tl.store(second_ptr + head * size + chunk * BLOCK + n, tl.sum(m, 0))
         dx = tl.dot(b, tl.trans(back), input_precision=PRECISION) * tl.exp2(end - total)[:, None]
         dx = tl.dot(weights, grad.to(DOT), dx, input_precision=PRECISION) * step[:, None]
         if SKIP:
@@ -97,6 +88,19 @@ def _input_gradients(
             tl.store(dd_ptr + ((cell * STRIPES + stripe) * HEADS + h) * P + p, tl.sum(same * x, 0), mask=p < P)
         to = row[:, None] * (HEADS * P) + h * P + p[None, :]
         tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=own_here[:, None] & (p < P)[None, :])
+        m = tl.dot(x.to(DOT), tl.trans(grad.to(DOT)), input_precision=PRECISION) * decay
+        d_cb += m * step[:, None]
+        m *= cb.to(tl.float32)
+        head = (h * PARTS + part).to(tl.int64) * slots + slot
+        tl.store(to_step_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
+        m = tl.where(r[:, None] == n[None, :], 0.0, m * step[:, None])
+        # (r, t): the pairs of t with tokens before r
+        passed = tl.dot((r[:, None] > r[None, :]).to(DOT), m.to(DOT), input_precision=PRECISION)
+        passed = tl.sum(tl.where(r[:, None] <= n[None, :], passed, 0.0), 1)
+        tl.store(own_ptr + head * size + chunk * BLOCK + r, passed)
+        if STRIPES > 1:
+            head += stripe * (HEADS * PARTS) * slots
+            tl.store(later_ptr + head * size + chunk * BLOCK + n, tl.sum(m, 0))
     tl.store(d_cb_ptr + span.to(tl.int64) * (slots * chunks) * groups * BLOCK * BLOCK + own, d_cb)
 
 

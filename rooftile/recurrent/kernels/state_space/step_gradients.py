@@ -12,7 +12,7 @@ from rooftile.recurrent.linear.kernels.tiles import part_of
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size", "low", "high"])
 def _step_gradients(
-    dt_ptr, bias_ptr, a_ptr, step_ptr, to_step_ptr, first_ptr, second_ptr, read_ptr, moved_ptr, through_ptr,
+    dt_ptr, bias_ptr, a_ptr, step_ptr, to_step_ptr, own_ptr, later_ptr, read_ptr, moved_ptr, through_ptr,
     d_dt_ptr, d_a_ptr, d_bias_ptr, cu_ptr,
     dt_strides, T, B, size, slots, low, high,
     HEADS: tl.constexpr, PARTS: tl.constexpr, STRIPES: tl.constexpr, PARTS_N: tl.constexpr, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr,
@@ -30,18 +30,21 @@ def _step_gradients(
     for c in range(0, tl.minimum(size, length - start), BLOCK):
         t = start + c + n
         here = t < length
-        pairs, to_step, before = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        d_log, to_step = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        rows, before = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         through = 0.0
         for part in tl.static_range(PARTS):
             place = ((h * PARTS + part).to(tl.int64) * slots + slot) * size + c
             to_step += tl.load(to_step_ptr + place + n)
-            pairs -= tl.load(first_ptr + place + n)
-            for stripe in tl.static_range(STRIPES):
-                other = stripe * (HEADS * PARTS) * size * (slot * 0 + slots).to(tl.int64)
-                pairs += tl.load(second_ptr + place + other + n)
+            d_log += tl.load(own_ptr + place + n)
+            for stripe in tl.static_range(STRIPES - 1):
+                after = n >= (stripe + 1) * (BLOCK // STRIPES)
+                other = place + stripe * (HEADS * PARTS) * (size * (slot * 0 + slots).to(tl.int64))
+                later = tl.cumsum(tl.load(later_ptr + other + n, mask=after, other=0.0), 0, reverse=True)
+                d_log += tl.where(after, later, 0.0)
         for part in tl.static_range(PARTS * PARTS_N):
             place = ((h * PARTS * PARTS_N + part).to(tl.int64) * slots + slot) * size + c
-            pairs += tl.load(read_ptr + place + n)
+            rows += tl.load(read_ptr + place + n)
             to_step += tl.load(moved_ptr + place + n)
             # of the token before
             before += tl.load(moved_ptr + place + n - 1, mask=n > 0, other=0.0)
@@ -50,7 +53,7 @@ def _step_gradients(
         step = tl.load(step_ptr + place)
         before *= tl.load(step_ptr + place - 1, mask=n > 0, other=0.0)
         # rows from a token on, and tokens before it, pass over its exponent
-        d_log = tl.cumsum(pairs, 0, reverse=True) + tl.cumsum(before, 0) + through
+        d_log += tl.cumsum(rows, 0, reverse=True) + tl.cumsum(before, 0) + through
         d_log = tl.where(here, d_log, 0.0)
         d_step = to_step + d_log * rate
         d_rate += tl.sum(d_log * step, 0)

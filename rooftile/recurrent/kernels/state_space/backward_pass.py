@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import readable
 from rooftile.recurrent.kernels.state_space.call import Call, some
-from rooftile.recurrent.kernels.state_space.forward import forward
+from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
 from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums
 from rooftile.recurrent.kernels.state_space.states import _chunk_states
