@@ -95,7 +95,7 @@ def _input_gradients(
         tl.store(to_step_ptr + head * size + chunk * BLOCK + r, tl.sum(m, 1))
         m = tl.where(r[:, None] == n[None, :], 0.0, m * step[:, None])
         # (r, t): the pairs of t with tokens before r
-        passed = tl.dot((r[:, None] > r[None, :]).to(DOT), m.to(DOT), input_precision=PRECISION)
+        passed = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0).to(DOT), m.to(DOT), input_precision=PRECISION)
         passed = tl.sum(tl.where(r[:, None] <= n[None, :], passed, 0.0), 1)
         tl.store(own_ptr + head * size + chunk * BLOCK + r, passed)
         if STRIPES > 1:
