@@ -68,7 +68,8 @@ def without(case: cases.Case, *names: str, **tensors: Tensor) -> cases.Case:
 
 @pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
 @pytest.mark.parametrize(
-    ("T", "P", "N", "G"), [(1, 5, 6, 2), (2, 24, 40, 1), (3, 8, 16, 4), (63, 70, 16, 4), (64, 64, 8, 1), (65, 17, 70, 1), (150, 9, 20, 2)]
+    ("T", "P", "N", "G"),
+    [(1, 5, 6, 2), (2, 24, 40, 1), (3, 8, 16, 4), (63, 70, 16, 4), (64, 64, 8, 1), (65, 17, 70, 1), (150, 9, 20, 2)],
 )
 def test_gradients_are_the_definitions(T: int, P: int, N: int, G: int, dtype: torch.dtype) -> None:
     assert_gradients(cases.ssd(T, P=P, N=N, G=G, batch=1), dtype)
@@ -149,6 +150,8 @@ def test_gradients_of_the_outputs_alone_and_of_the_last_state_alone() -> None:
         found, due = [], []
         for out, way in ((found, "triton"), (due, "tiled")):
             leaves = [case.tensors[name].float().requires_grad_() for name in case.tensors]
-            out += torch.autograd.grad(case.run(*leaves, backend=way)[n].square().sum(), leaves, materialize_grads=True, allow_unused=True)
+            out += torch.autograd.grad(
+                case.run(*leaves, backend=way)[n].square().sum(), leaves, materialize_grads=True, allow_unused=True
+            )
         for mine, right in zip(found, due, strict=True):
             assert (mine - right).norm() <= 1e-5 * right.norm()

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import readable
-from rooftile.recurrent.kernels.state_space.call import Call, some
+from rooftile.recurrent.kernels.state_space.call import Call, Tile, some
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
 from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums
@@ -74,8 +74,8 @@ def _summed(
     x, H, device = call.x, call.H, call.x.device
     share, tile = H // call.G, call.tile
     spans = triton.cdiv(share, SPAN)
-    columns = min(tile.of_state, max(triton.next_power_of_2(call.N), 16))
-    parts_n = triton.cdiv(call.N, columns)
+    pairs, maps, sums = (constants_of_sums(tile, call.N, name) for name in ("_input_gradients", "_map_gradients", "_map_sums"))
+    parts_n = triton.cdiv(call.N, maps["BLOCK_S"])
     stripes = call.block // tile.rows
     cells, heads = call.slots * call.chunks, H * call.parts
     sizes = call.T, call.count, call.size, call.slots
@@ -89,29 +89,37 @@ def _summed(
     of_skip = x if call.D is None else torch.zeros((cells * stripes, H, call.P), dtype=torch.float32, device=device)
     d_cb, of_pairs = floats(spans, cells, call.G, call.block, call.block), floats(2 + stripes, heads, call.slots, call.size)
     skip, d_strides = call.skip
-    own: dict[str, Any] = {"SPAN": -(-share // spans), "SKIP": call.D is not None, "STAGES": tile.pair_stages, "BLOCK_R": tile.rows}
-    own |= {"num_warps": tile.pair_warps, "num_stages": tile.pair_stages}
+    span = -(-share // spans)
+    own = some(_start_inputs, call.key, SPAN=span, SKIP=call.D is not None, **pairs)
     given: tuple[Any, ...] = (
         x, call.B, g, skip, call.cb, *call.steps, d_states, dx, of_skip, d_cb, *of_pairs[:3], call.cu, of_x, of_b, of_g, d_strides,
         *sizes,
     )  # fmt: skip
-    _start_inputs((cells * stripes, call.G, spans), given, some(_start_inputs, call.key, **own))
+    _start_inputs((cells * stripes, call.G, spans), given, own)
     parts = floats(2, spans, cells, call.G, call.block, call.N)
     of_states, through = floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks)
-    own |= {"BLOCK_S": columns, "STAGES": tile.map_stages, "num_warps": tile.map_warps, "num_stages": tile.map_stages}
     given = (
         x, call.B, call.C, g, *call.steps, states, d_states, *parts, *of_states, through, call.cu, of_x, of_b, of_c, of_g, *sizes,
     )  # fmt: skip
-    _start_maps((cells * parts_n, call.G, spans), given, some(_start_maps, call.key, **own))
+    _start_maps((cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps))
     dB, dC = torch.empty((2, *call.B.shape), dtype=x.dtype, device=device)
-    own = {"BLOCK_S": columns, "GROUPS": call.G, "SPANS": spans, "num_warps": 8}
     given = (call.B, call.C, d_cb, *parts, dB, dC, call.cu, of_b, of_c, *sizes)
-    _start_map_sums((cells, call.G, parts_n), given, some(_start_map_sums, call.key, **own))
+    _start_map_sums((cells, call.G, parts_n), given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=spans, **sums))
     D = []
     if call.D is not None:
         summed = of_skip.sum(0)
         D = [(summed if call.D.ndim == 2 else summed.sum(1)).to(call.D.dtype)]
     return dx, dB, dC, D, (*of_pairs[:3], *of_states, through)
+
+
+def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:
+    """What the tile says of a kernel that sums over heads, or over their shares."""
+    if name == "_input_gradients":
+        return {"BLOCK_R": tile.rows, "STAGES": tile.pair_stages, "num_warps": tile.pair_warps, "num_stages": tile.pair_stages}
+    columns = {"BLOCK_S": min(tile.of_state, max(triton.next_power_of_2(N), 16))}
+    if name == "_map_sums":
+        return columns | {"num_warps": 8}
+    return columns | {"STAGES": tile.map_stages, "num_warps": tile.map_warps, "num_stages": tile.map_stages}
 
 
 def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +132,13 @@ def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         call.dt, bias, call.A, call.steps[0], *given, d_dt, sums[0], sums[1], call.cu, call.strides(call.dt), call.T,
         call.count, call.size, call.slots, float(low), float(high),
     )  # fmt: skip
-    own = {"PARTS": call.parts, "STRIPES": call.block // call.tile.rows, "PARTS_N": given[-1].shape[0] // (call.H * call.parts), "SOFTPLUS": bool(softplus), "BIAS": call.bias is not None}
+    own = {
+        "PARTS": call.parts,
+        "STRIPES": call.block // call.tile.rows,
+        "PARTS_N": given[-1].shape[0] // (call.H * call.parts),
+        "SOFTPLUS": bool(softplus),
+        "BIAS": call.bias is not None,
+    }
     _start_step_gradients((call.slots, call.H, 1), arguments, some(_start_step_gradients, call.key, **own))
     d_rate, d_bias = sums.sum(1)
     return d_dt, d_rate.to(call.A.dtype), d_bias.to(bias.dtype)

@@ -50,8 +50,8 @@ _FORWARD = {
     (torch.float32, False): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _BACKWARD = {
-    (torch.bfloat16, True): (Tile(128, 64, 8, 2, 32), Tile(32, 64, 8, 2, 32)),
-    (torch.bfloat16, False): (Tile(32, 32, 8, 2, 32), Tile(32, 64, 8, 2, 32)),
+    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 32, 4, 1, 64, 4, 2), Tile(32, 64, 8, 2, 32)),
+    (torch.bfloat16, False): (Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 2, 32)),
     (torch.float16, True): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
     (torch.float16, False): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
     (torch.float32, True): (Tile(16, 16, 8, 2, 16), Tile(16, 16, 8, 2, 16)),

@@ -50,6 +50,7 @@ def _input_gradients(
     groups: tl.constexpr = HEADS // SHARE
     PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     STRIPES: tl.constexpr = BLOCK // BLOCK_R
+    SLICE: tl.constexpr = min(BLOCK_N, BLOCK_R)
     chunks = size // BLOCK
     # the stripes of a chunk read the same G and Q
     stripe, of_chunk = tl.program_id(0) % STRIPES, tl.program_id(0) // STRIPES
@@ -57,10 +58,12 @@ def _input_gradients(
     sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start + chunk * BLOCK >= length:
         return
-    n, r, s = tl.arange(0, BLOCK), stripe * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    n, r = tl.arange(0, BLOCK), stripe * BLOCK_R + tl.arange(0, BLOCK_R)
     t, own_t = start + chunk * BLOCK + n, start + chunk * BLOCK + r
     here, own_here = t < length, own_t < length
-    b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, BLOCK_N).to(DOT)
+    if BLOCK_R >= 64:
+        s = tl.arange(0, BLOCK_N)
+        b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, BLOCK_N).to(DOT)
     cell = slot.to(tl.int64) * chunks + chunk
     own = (cell * groups + g) * BLOCK * BLOCK + r[:, None] + n[None, :] * BLOCK
     cb = tl.load(cb_ptr + own)
@@ -74,12 +77,24 @@ def _input_gradients(
         end = tl.load(total_ptr + place + BLOCK - 1)
         x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P)
         grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
-        back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
         decay = tl.exp2(tl.where(r[:, None] <= n[None, :], later[None, :] - total[:, None], float("-inf")))
         weights = (cb.to(tl.float32) * decay).to(DOT)
-        dx = tl.dot(b, tl.trans(back), input_precision=PRECISION) * tl.exp2(end - total)[:, None]
-        dx = tl.dot(weights, grad.to(DOT), dx, input_precision=PRECISION) * step[:, None]
+        dx = tl.dot(weights, grad.to(DOT), input_precision=PRECISION)
+        if BLOCK_R < 64:
+            # products of few rows take both factors from registers, which are few: some numbers of the state at a time
+            from_state = tl.zeros((BLOCK_R, BLOCK_P), tl.float32)
+            for i_s in tl.static_range(0, BLOCK_N, SLICE):
+                s = i_s + tl.arange(0, SLICE)
+                b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, SLICE).to(DOT)
+                of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
+                back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
+                from_state = tl.dot(b, tl.trans(back), from_state, input_precision=PRECISION)
+        else:
+            of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
+            back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
+            from_state = tl.dot(b, tl.trans(back), input_precision=PRECISION)
+        dx += from_state * tl.exp2(end - total)[:, None]
+        dx *= step[:, None]
         if SKIP:
             # loaded again, from a cache: held until here they would spill
             x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P).to(tl.float32)
