@@ -41,8 +41,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool
     constants: dict[str, Any] = call.constants_of(P, N, dtype, sm >= 90, 8, 2, False, back, GATED=gated and not back)
     tile = call.tile_of(N, dtype, sm >= 90, back)
     constants = constants | {
-        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back, "SPAN": 4, "SPANS": 2,
-        "PARTS": 1, "PARTS_N": 1, "STRIPES": tile.block // tile.rows if back else 1,
+        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back,
+        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "STRIPES": tile.block // tile.rows if back else 1,
     }  # fmt: skip
     if name in ("_input_gradients", "_map_gradients", "_map_sums"):
         constants |= backward_pass.constants_of_sums(tile, N, name)
