@@ -75,7 +75,7 @@ def ssd(
         state: the state before the first token (B, H, P, N), float32 (float64 for float64); None for zeros. Gradients flow to it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
-        backend: "triton" (kernels; gradients as "tiled" has them), "tiled" (pieces, in plain operations) or "eager" (token by
+        backend: "triton" (kernels, gradients too), "tiled" (pieces, in plain operations) or "eager" (token by
             token, with gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN reaches the up to
             63 tokens before its own, too.
 

@@ -136,6 +136,30 @@ def test_gradients_run_through_kernels_and_plain_operations_alike() -> None:
             assert (x - right).norm() <= 1e-3 * right.norm()
 
 
+@pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
+@pytest.mark.parametrize("layout", LENGTHS)
+@pytest.mark.parametrize(("kind", "P", "N"), [case for case in SIZES if case[0] in ("ssd", "gated")])
+def test_gradients_of_ssd_equal_those_of_plain_operations(kind: str, P: int, N: int, layout: str, dtype: torch.dtype) -> None:
+    ends = LENGTHS[layout]
+    cu = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
+    front, count = ((3, 700), 3) if ends is None else ((ends[-1],), len(ends) - 1)
+    run, given = KINDS[kind](front, count, P, min(N, 128) if dtype == torch.float32 else N)
+    given = narrowed(given, dtype)
+    dy, d_last = rand(*given["x"].shape), rand(*given["state"].shape)
+
+    def gradients(given: dict[str, Tensor], backend: str) -> tuple[Tensor, ...]:
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+        y, last = run(**leaves, cu=cu, backend=backend)
+        return torch.autograd.grad((y, last), list(leaves.values()), (dy.to(y.dtype), d_last.to(last.dtype)))
+
+    found = [gradients(given, "triton") for _ in range(4)]
+    due = gradients({name: x.double() for name, x in given.items()}, "tiled")
+    for n, right in enumerate(due):
+        error = (found[0][n].double() - right).norm() / right.norm()
+        assert error <= 2 * ERRORS[dtype], float(error)
+        assert all(torch.equal(found[0][n], again[n]) for again in found[1:])
+
+
 def test_compiled_and_autocast_calls_give_the_same() -> None:
     run, given = ssd((2, 300), 2, 64, 128)
     given = {name: x.float() for name, x in given.items()}

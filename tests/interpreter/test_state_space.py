@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rooftile.recurrent.kernels import state_space as kernels
+from rooftile.recurrent.kernels.state_space import call as calls
 from tests.recurrent import cases
 
 # numpy warns of what a GPU does in silence
@@ -32,7 +33,7 @@ def assert_defined(case: cases.Case, dtype: torch.dtype = torch.float32, times: 
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_SEGMENT", 64)
+    monkeypatch.setattr(calls, "_SEGMENT", 64)
 
 
 @pytest.mark.parametrize("dtype", list(ERRORS), ids=str)

@@ -18,24 +18,38 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-IN_DTYPE = {"x_ptr", "b_ptr", "c_ptr", "z_ptr", "y_ptr", "dt_ptr", "dy_ptr", "dx_ptr", "dz_ptr"}
+IN_DTYPE = {
+    *("x_ptr", "b_ptr", "c_ptr", "z_ptr", "y_ptr", "dt_ptr", "dy_ptr", "dx_ptr", "dz_ptr", "g_ptr", "v_ptr", "rows_ptr"),
+    *("db_ptr", "dc_ptr", "d_dt_ptr"),
+}
+# what is kept between kernels: in bf16 for bf16
+KEPT = {"cb_ptr", "kept_ptr", "state_ptr", "back_ptr"}
+STRIDED = {f"{name}_strides" for name in ("x", "b", "c", "z", "g", "v", "rows")}
 NAMES = ("_steps", "_products", "_segment_sums", "_scan", "_outputs")
+BACKWARD = ("_segment_sums", "_chunk_states", "_input_gradients", "_map_gradients", "_map_sums", "_step_gradients")
 
 
-def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True) -> Any:
+def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False) -> Any:
     """A kernel as it is launched for tensors that are aligned to 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.recurrent.kernels import state_space as own
+    from rooftile.recurrent.kernels.state_space import backward_pass, call, forward_pass, gate
 
-    kernel = next(x.fn for x in vars(own).values() if isinstance(x, own.Kernel) and x.name == name)
-    constants: dict[str, Any] = own._constants(P, N, dtype, sm >= 90, 8, 2, False, GATED=gated)
+    places = [*vars(call).values(), *vars(forward_pass).values(), *vars(backward_pass).values(), *vars(gate).values()]
+    kernel = next(x.fn for x in places if isinstance(x, call.Kernel) and x.name == name)
+    constants: dict[str, Any] = call.constants_of(P, N, dtype, sm >= 90, 8, 2, False, back, GATED=gated and not back)
+    tile = call.tile_of(N, dtype, sm >= 90, back)
     constants = constants | {
-        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False,
+        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back,
+        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "STRIPES": tile.block // tile.rows if back else 1,
     }  # fmt: skip
+    if name in ("_input_gradients", "_map_gradients", "_map_sums"):
+        constants |= backward_pass.constants_of_sums(tile, N, name)
     if name == "_scan":
-        constants = constants | {"BLOCK": own._SCANNED}
+        constants = constants | {"BLOCK": call._SCANNED}
+    if name == "_gate_gradients":
+        constants = constants | gate._CONSTANTS
     options = {word: constants[word] for word in ("num_warps", "num_stages")}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     signature: dict[str, Any] = {}
@@ -50,20 +64,15 @@ def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool
             signature[argument] = "i32"
         elif argument == "cu_ptr":
             signature[argument] = "*i32"
-        elif argument == "cb_ptr":
+        elif argument in KEPT:
             signature[argument] = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         else:
             signature[argument] = WORDS[dtype] if argument in IN_DTYPE else "*fp32"
     names = list(enumerate(kernel.arg_names))
     even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
-    even += [
-        (n, axis)
-        for n, argument in names
-        if argument in ("x_strides", "b_strides", "c_strides", "z_strides")
-        for axis in range(3)
-    ]
-    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in even})
+    even += [(n, axis) for n, argument in names if argument in STRIDED for axis in range(3)]
+    at = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    source = ASTSource(kernel, signature, at, {place: [["tt.divisibility", 16]] for place in even})
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
@@ -89,3 +98,26 @@ def test_compiles_without_spills(name: str, sm: int, dtype: torch.dtype, size: t
 
 def test_the_outputs_of_mamba2_without_a_gate_spill_nothing() -> None:
     assert stack(compiled("_outputs", 90, torch.bfloat16, 64, 128, gated=False)) <= ROOM
+
+
+BACKWARD_GRID = [
+    (name, sm, dtype, size) for name in BACKWARD for sm in (80, 90) for dtype in WORDS for size in SIZES
+    if size[1] <= 128 or dtype != torch.float32
+]  # fmt: skip
+
+
+def _backward_traits(case: tuple) -> tuple:
+    name, sm, dtype, size = case
+    return (sm == 90 and dtype == torch.bfloat16 and size == SIZES[0] and name), (name == "_input_gradients" and sm, dtype), size
+
+
+@pytest.mark.parametrize(("name", "sm", "dtype", "size"), swept(BACKWARD_GRID, _backward_traits), ids=str)
+def test_the_backward_compiles_without_spills(name: str, sm: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    kernel = compiled(name, sm, dtype, *size, back=True)
+    # two numbers of a thread: what spills nothing is slower
+    assert stack(kernel) <= max(ROOM, 8)
+    assert kernel.metadata.shared <= (99 if sm == 80 else 227) * 1024
+
+
+def test_the_gates_gradient_compiles() -> None:
+    assert stack(compiled("_gate_gradients", 80, torch.bfloat16, 64, 128)) == 0

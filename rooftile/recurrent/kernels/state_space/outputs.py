@@ -7,7 +7,7 @@ With the steps d, and e_t the sum of exponents from the chunk's beginning to tok
     S   <- exp(e_last) S + (d_s exp(e_last - e_s) X)^T B
 
 The exponents are masked before the exponential. Where one segment is a whole sequence, nothing runs but this kernel; else
-`_segment_sums` gives what each segment adds, and `_scan` the states between.
+`states.py` has the states that segments start with.
 
 Dao and Gu, arXiv:2405.21060.
 """
@@ -27,67 +27,6 @@ def carried(state, x, b, step, total, end, DOT: tl.constexpr, PRECISION: tl.cons
     """Returns the state (N, P) after a chunk."""
     weighted = (x.to(tl.float32) * (step * tl.exp2(end - total))[:, None]).to(DOT)
     return tl.dot(tl.trans(b.to(DOT)), weighted, state * tl.exp2(end), input_precision=PRECISION)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "B", "size"])
-def _segment_sums(
-    x_ptr, b_ptr, step_ptr, total_ptr, part_ptr, decay_ptr, cu_ptr,
-    x_strides, b_strides, T, B, size, slots,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):
-    # fmt: on
-    """Writes what a segment adds to the state, and the sum of its exponents; nothing for the last segment of a sequence."""
-    slot, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
-    if start + size >= length:
-        return
-    n, s, p = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N), part * BLOCK_P + tl.arange(0, BLOCK_P)
-    state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    place = (h.to(tl.int64) * slots + slot) * size
-    sum_of_ends = 0.0
-    for c in range(0, size, BLOCK):
-        t = start + c + n
-        here = t < length
-        step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
-        end = tl.load(total_ptr + place + c + BLOCK - 1)
-        x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        b = tile(b_ptr, b_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
-        state = carried(state, x, b, step, total, end, DOT, PRECISION)
-        sum_of_ends += end
-    own = (slot.to(tl.int64) * HEADS + h) * P * N
-    tl.store(part_ptr + own + p[:, None] * N + s[None, :], tl.trans(state), mask=(p < P)[:, None] & (s < N)[None, :])
-    if part == 0:
-        tl.store(decay_ptr + slot * HEADS + h, sum_of_ends)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "B", "size"])
-def _scan(
-    part_ptr, first_ptr, decay_ptr, cu_ptr, T, B, size,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-):
-    # fmt: on
-    """Replaces what each segment adds by the state before it."""
-    block, b, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = block * BLOCK + tl.arange(0, BLOCK)
-    if PACKED:
-        begin = tl.load(cu_ptr + b).to(tl.int32)
-        slot = begin // size + b
-        segments = tl.cdiv(tl.load(cu_ptr + b + 1).to(tl.int32) - begin, size)
-    else:
-        segments = tl.cdiv(T, size)
-        slot = b * segments
-    state = tl.load(first_ptr + (b.to(tl.int64) * HEADS + h) * SIZE + n, mask=n < SIZE, other=0.0)
-    for i in range(0, segments):
-        head = (slot + i).to(tl.int64) * HEADS + h
-        # the last segment's sum was not written
-        inner = i + 1 < segments
-        added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
-        decay = tl.load(decay_ptr + head, mask=inner, other=0.0)
-        tl.store(part_ptr + head * SIZE + n, state, mask=n < SIZE)
-        state = state * tl.exp2(decay) + added
 
 
 # fmt: off

@@ -1,0 +1,144 @@
+"""The backward: nothing of the forward is kept but its inputs.
+
+States before chunks are computed again, and their gradients on a walk back; both are kept in memory, in bf16 for bf16, and then
+every chunk is computed by itself (`gradients.py`). What is summed over chunks or shares of heads is added in one fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rooftile.recurrent.kernels.parts import readable
+from rooftile.recurrent.kernels.state_space.call import Call, Tile, some
+from rooftile.recurrent.kernels.state_space.forward_pass import forward
+from rooftile.recurrent.kernels.state_space.gate import through_gate
+from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums
+from rooftile.recurrent.kernels.state_space.states import _chunk_states
+from rooftile.recurrent.kernels.state_space.step_gradients import _step_gradients
+from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.launch import Kernel
+
+_start_chunk_states, _start_inputs, _start_maps, _start_map_sums, _start_step_gradients = map(
+    Kernel, (_chunk_states, _input_gradients, _map_gradients, _map_sums, _step_gradients)
+)
+# heads that a program goes through at most: whatever the batch, so that no sequence depends on another
+SPAN = 20
+
+
+def backward(
+    dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
+) -> list[Tensor]:
+    """Returns the gradients of the tensors that are there, in order, and of the first state."""
+    call = Call(tokens, constants, state, cu, options, back=True)
+    d_last = torch.zeros_like(state) if d_last is None else d_last
+    # a sequence without tokens hands its gradient on
+    d_state = d_last.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
+    if not call.x.numel() or not state.numel():
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (*tokens, *constants) if x is not None] + [
+            d_state
+        ]
+    call.prepare()
+    g, gates = readable(dy), []
+    if call.z is not None:
+        # in fp32: what a small gate brings into the range of fp16 may be outside of it
+        y, _ = forward((*tokens[:-1], None), constants, state, cu, options, torch.float32)
+        g, dz = through_gate(dy, y, call.z)
+        gates = [dz]
+    states = _walk(call, call.x, state.contiguous(), d_state, back=False)
+    d_states = _walk(call, g, d_last.contiguous(), d_state, back=True)
+    dx, dB, dC, D, of_steps = _summed(call, g, states, d_states)
+    dt, A, bias = _of_steps(call, *of_steps)
+    return [dx, dt, dB, dC, *gates, A, *D, *([] if call.bias is None else [bias]), d_state]
+
+
+def _walk(call: Call, v: Tensor, first: Tensor, d_state: Tensor, back: bool) -> Tensor:
+    """Returns the state with which a walk enters each chunk, (slots, chunks, H, P, N); `d_state` is written on the way back."""
+    start = call.starts(first, v, back)
+    dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    kept = torch.empty((call.slots, call.chunks, call.H, call.P, call.N), dtype=dtype, device=v.device)
+    tensors, strides = call.walked(v, back)
+    arguments = (*tensors, start, kept, d_state, call.cu, *strides, call.T, call.count, call.size, call.slots)
+    own = some(_start_chunk_states, call.key, BACK=back, WHOLE=call.whole)
+    _start_chunk_states((call.slots, call.H, call.parts), arguments, own)
+    return kept
+
+
+def _summed(
+    call: Call, g: Tensor, states: Tensor, d_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
+    """Returns the gradients of x, B, C and D (none, where there is no D), and what is to be summed for steps."""
+    x, H, device = call.x, call.H, call.x.device
+    share, tile = H // call.G, call.tile
+    spans = triton.cdiv(share, SPAN)
+    pairs, maps, sums = (constants_of_sums(tile, call.N, name) for name in ("_input_gradients", "_map_gradients", "_map_sums"))
+    parts_n = triton.cdiv(call.N, maps["BLOCK_S"])
+    stripes = call.block // tile.rows
+    cells, heads = call.slots * call.chunks, H * call.parts
+    sizes = call.T, call.count, call.size, call.slots
+    of_x, of_b, of_c, of_g = map(call.strides, (x, call.B, call.C, g))
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    # chunks that no sequence has add nothing
+    of_skip = x if call.D is None else torch.zeros((cells * stripes, H, call.P), dtype=torch.float32, device=device)
+    d_cb, of_pairs = floats(spans, cells, call.G, call.block, call.block), floats(2 + stripes, heads, call.slots, call.size)
+    skip, d_strides = call.skip
+    span = -(-share // spans)
+    own = some(_start_inputs, call.key, SPAN=span, SKIP=call.D is not None, **pairs)
+    given: tuple[Any, ...] = (
+        x, call.B, g, skip, call.cb, *call.steps, d_states, dx, of_skip, d_cb, *of_pairs[:3], call.cu, of_x, of_b, of_g, d_strides,
+        *sizes,
+    )  # fmt: skip
+    _start_inputs((cells * stripes, call.G, spans), given, own)
+    parts = floats(2, spans, cells, call.G, call.block, call.N)
+    of_states, through = floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks)
+    given = (
+        x, call.B, call.C, g, *call.steps, states, d_states, *parts, *of_states, through, call.cu, of_x, of_b, of_c, of_g, *sizes,
+    )  # fmt: skip
+    _start_maps((cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps))
+    dB, dC = torch.empty((2, *call.B.shape), dtype=x.dtype, device=device)
+    given = (call.B, call.C, d_cb, *parts, dB, dC, call.cu, of_b, of_c, *sizes)
+    _start_map_sums((cells, call.G, parts_n), given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=spans, **sums))
+    D = []
+    if call.D is not None:
+        summed = of_skip.sum(0)
+        D = [(summed if call.D.ndim == 2 else summed.sum(1)).to(call.D.dtype)]
+    return dx, dB, dC, D, (*of_pairs[:3], *of_states, through)
+
+
+def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:
+    """What the tile says of a kernel that sums over heads, or over their shares."""
+    if name == "_input_gradients":
+        return {"BLOCK_R": tile.rows, "STAGES": tile.pair_stages, "num_warps": tile.pair_warps, "num_stages": tile.pair_stages}
+    columns = {"BLOCK_S": min(tile.of_state, max(triton.next_power_of_2(N), 16))}
+    if name == "_map_sums":
+        return columns | {"num_warps": 8}
+    return columns | {"STAGES": tile.map_stages, "num_warps": tile.map_warps, "num_stages": tile.map_stages}
+
+
+def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of dt, A and the bias from what pairs and states gave."""
+    softplus, low, high = call.options
+    d_dt = torch.empty(call.dt.shape, dtype=call.dt.dtype, device=call.dt.device)
+    sums = torch.zeros((2, call.slots, call.H), dtype=torch.float32, device=call.dt.device)
+    bias = call.A if call.bias is None else call.bias
+    arguments = (
+        call.dt, bias, call.A, call.steps[0], *given, d_dt, sums[0], sums[1], call.cu, call.strides(call.dt), call.T,
+        call.count, call.size, call.slots, float(low), float(high),
+    )  # fmt: skip
+    own = {
+        "PARTS": call.parts,
+        "STRIPES": call.block // call.tile.rows,
+        "PARTS_N": given[-1].shape[0] // (call.H * call.parts),
+        "SOFTPLUS": bool(softplus),
+        "BIAS": call.bias is not None,
+    }
+    _start_step_gradients((call.slots, call.H, 1), arguments, some(_start_step_gradients, call.key, **own))
+    d_rate, d_bias = sums.sum(1)
+    return d_dt, d_rate.to(call.A.dtype), d_bias.to(bias.dtype)

@@ -1,0 +1,183 @@
+"""The sizes of a call, its tiles, and what forward and backward both compute first: steps, C B^T, states of segments."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.recurrent.kernels.parts import readable
+from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
+from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
+from rooftile.recurrent.linear.kernels.tiles import is_hopper
+from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.launch import Kernel
+
+_start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
+# tokens of a segment where a sequence is cut, and numbers of a state that a program of the scan carries
+_SEGMENT, _SCANNED = 2048, 1024
+
+
+class Tile(NamedTuple):
+    """Tokens and columns of a tile, warps and stages of the kernels that walk; in the backward also those of its other kernels."""
+
+    block: int
+    columns: int
+    warps: int
+    stages: int
+    # tokens whose pairs are summed at once
+    rows: int = 64
+    pair_warps: int = 8
+    pair_stages: int = 1
+    # numbers of a state in a tile
+    of_state: int = 64
+    map_warps: int = 8
+    map_stages: int = 1
+
+
+# the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80; the second of a pair is for more than 128 numbers of
+# state. fp16 has not the range of sums over a long text, so its products are of tf32, as exact as fp16; bf16 has it
+_FORWARD = {
+    (torch.bfloat16, True): (Tile(64, 64, 4, 1), Tile(64, 32, 8, 2)),
+    (torch.bfloat16, False): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    (torch.float16, True): (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+    (torch.float16, False): (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2)),
+    (torch.float32, True): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    (torch.float32, False): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+}
+_BACKWARD = {
+    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 32, 4, 1, 64, 4, 2), Tile(32, 64, 8, 2, 32)),
+    (torch.bfloat16, False): (Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 2, 32)),
+    (torch.float16, True): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
+    (torch.float16, False): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
+    (torch.float32, True): (Tile(16, 16, 8, 2, 16), Tile(16, 16, 8, 2, 16)),
+    (torch.float32, False): (Tile(16, 16, 8, 2, 16), Tile(16, 16, 8, 2, 16)),
+}
+
+
+def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False) -> Tile:
+    """Returns the tile of a call with N numbers of state."""
+    return (_BACKWARD if back else _FORWARD)[dtype, hopper][N > 128]
+
+
+@cache
+def constants_of(
+    P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False, **own: Any
+) -> dict[str, Any]:
+    """What every kernel may take; one dictionary for the same arguments: a launch is recognised by it."""
+    tile = tile_of(N, dtype, hopper, back)
+    # a tile of z beside the others spills in four warps
+    warps = 8 if own.get("GATED") else tile.warps
+    return {
+        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed,
+        "BLOCK": tile.block, "BLOCK_P": min(max(triton.next_power_of_2(P), 16), tile.columns),
+        "BLOCK_N": max(triton.next_power_of_2(N), 16), "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "num_warps": warps, "num_stages": tile.stages,
+    } | own  # fmt: skip
+
+
+@cache
+def some(kernel: Kernel, key: tuple[Any, ...], **own: Any) -> dict[str, Any]:
+    """The constants that a kernel takes."""
+    names = {*kernel.fn.arg_names, "num_warps", "num_stages"}
+    return {name: value for name, value in constants_of(*key, **own).items() if name in names}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class Call:
+    """The sizes of a call, and its steps, sums and products of B and C."""
+
+    def __init__(
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, back: bool = False
+    ) -> None:
+        x, dt, B, C, z = tokens
+        assert x is not None
+        assert dt is not None
+        assert B is not None
+        assert C is not None
+        self.x, self.B, self.C = (readable(given) for given in (x, B, C))
+        self.z = None if z is None else readable(z)
+        self.dt, (A, self.D, self.bias), self.options = dt, constants, options
+        assert A is not None
+        self.A = A
+        self.packed, self.T, (self.H, self.P) = cu is not None, x.shape[-3], x.shape[-2:]
+        self.G, self.N = B.shape[-2:]
+        self.count = state.shape[0]
+        self.cu = x if cu is None else cu
+        self.key = self.P, self.N, x.dtype, is_hopper(x.device), self.H, self.G, self.packed, back
+        constants = constants_of(*self.key)
+        self.tile = tile_of(self.N, x.dtype, self.key[3], back)
+        self.block: int = constants["BLOCK"]
+        self.parts: int = triton.cdiv(self.P, constants["BLOCK_P"])
+        self.size = self._segment()
+        self.slots = self.T // self.size + self.count if self.packed else -(-self.T // self.size) * self.count
+        self.chunks = self.size // self.block
+        # whether each segment is a whole sequence
+        self.whole = not self.packed and self.size >= self.T
+
+    def _segment(self) -> int:
+        # a sequence is not cut if batch and heads alone give each processor two programs
+        if not self.packed and (self.count * self.H >= 2 * _processors(self.x.device) or self.T <= _SEGMENT // 4):
+            return max(-(-self.T // self.block), 1) * self.block
+        size = _SEGMENT
+        while size > 4 * self.block and self.T // size * self.H < 4 * _processors(self.x.device):
+            size //= 2
+        return size
+
+    def strides(self, x: Tensor | None) -> tuple[int, int, int]:
+        if x is None:
+            return (0, 0, 0)
+        return (0, x.stride(0), x.stride(1)) if self.packed else (x.stride(0), x.stride(1), x.stride(2))
+
+    @property
+    def skip(self) -> tuple[Tensor, tuple[int, int]]:
+        """D, or a tensor in its place, and its strides."""
+        skip = self.A if self.D is None else self.D
+        return skip, (skip.stride(0), skip.stride(1) if skip.ndim == 2 else 0)
+
+    def prepare(self) -> None:
+        """Writes steps, sums of exponents, and C B^T."""
+        x = self.x
+        self.steps = torch.empty((2, self.H, self.slots, self.size), dtype=torch.float32, device=x.device)
+        softplus, low, high = self.options
+        own = {"SOFTPLUS": bool(softplus), "BIAS": self.bias is not None}
+        bias = self.A if self.bias is None else self.bias
+        given: tuple[Any, ...] = (
+            self.dt, bias, self.A, self.steps[0], self.steps[1], self.cu, self.strides(self.dt), self.T, self.count, self.size,
+            self.slots, float(low), float(high),
+        )  # fmt: skip
+        _start_steps((self.slots, self.H, 1), given, some(_start_steps, self.key, **own))
+        kept = x.dtype if x.dtype == torch.bfloat16 else torch.float32
+        self.cb = torch.empty((self.slots, self.chunks, self.G, self.block, self.block), dtype=kept, device=x.device)
+        given = (
+            self.B, self.C, self.cb, self.cu, self.strides(self.B), self.strides(self.C), self.T, self.count, self.size,
+        )  # fmt: skip
+        _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
+
+    def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
+        """What a walk over states reads, and its strides."""
+        rows = self.C if back else self.B
+        return (v, rows, self.steps[0], self.steps[1]), (self.strides(v), self.strides(rows))
+
+    def starts(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
+        """Returns the state, or its gradient, with which the walk over each segment begins; `first` is that of each sequence."""
+        if self.whole:
+            return first
+        part = torch.empty((self.slots, self.H, self.P, self.N), dtype=torch.float32, device=self.x.device)
+        decay = torch.empty((self.slots, self.H), dtype=torch.float32, device=self.x.device)
+        tensors, strides = self.walked(v, back)
+        sizes = self.T, self.count, self.size
+        given: tuple[Any, ...] = (*tensors, part, decay, self.cu, *strides, *sizes, self.slots)
+        _start_sums((self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back))
+        size = self.P * self.N
+        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, BACK=back)
+        _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
+        return part

@@ -1,0 +1,76 @@
+"""The gradients of steps, of A and of the bias, from what `gradients.py` found for each token of a head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftile.recurrent.kernels.parts import softplus
+from rooftile.recurrent.linear.kernels.tiles import part_of
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B", "size", "low", "high"])
+def _step_gradients(
+    dt_ptr, bias_ptr, a_ptr, step_ptr, to_step_ptr, own_ptr, later_ptr, read_ptr, moved_ptr, through_ptr,
+    d_dt_ptr, d_a_ptr, d_bias_ptr, cu_ptr,
+    dt_strides, T, B, size, slots, low, high,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, STRIPES: tl.constexpr, PARTS_N: tl.constexpr, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):
+    # fmt: on
+    """Writes a segment's gradient of dt, and what it adds to the gradients of A and of the bias."""
+    slot, h = tl.program_id(0), tl.program_id(1)
+    sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
+    if start >= length:
+        return
+    n = tl.arange(0, BLOCK)
+    rate = tl.load(a_ptr + h).to(tl.float32)
+    d_rate, d_bias = 0.0, 0.0
+    for c in range(0, tl.minimum(size, length - start), BLOCK):
+        t = start + c + n
+        here = t < length
+        d_log, to_step = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        rows, before = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        through = 0.0
+        for part in tl.static_range(PARTS):
+            place = ((h * PARTS + part).to(tl.int64) * slots + slot) * size + c
+            to_step += tl.load(to_step_ptr + place + n)
+            d_log += tl.load(own_ptr + place + n)
+            for stripe in tl.static_range(STRIPES - 1):
+                after = n >= (stripe + 1) * (BLOCK // STRIPES)
+                other = place + stripe * (HEADS * PARTS) * (size * (slot * 0 + slots).to(tl.int64))
+                later = tl.cumsum(tl.load(later_ptr + other + n, mask=after, other=0.0), 0, reverse=True)
+                d_log += tl.where(after, later, 0.0)
+        for part in tl.static_range(PARTS * PARTS_N):
+            place = ((h * PARTS * PARTS_N + part).to(tl.int64) * slots + slot) * size + c
+            rows += tl.load(read_ptr + place + n)
+            to_step += tl.load(moved_ptr + place + n)
+            # of the token before
+            before += tl.load(moved_ptr + place + n - 1, mask=n > 0, other=0.0)
+            through += tl.load(through_ptr + place // BLOCK)
+        place = (h.to(tl.int64) * slots + slot) * size + c + n
+        step = tl.load(step_ptr + place)
+        before *= tl.load(step_ptr + place - 1, mask=n > 0, other=0.0)
+        # rows from a token on, and tokens before it, pass over its exponent
+        d_log += tl.cumsum(rows, 0, reverse=True) + tl.cumsum(before, 0) + through
+        d_log = tl.where(here, d_log, 0.0)
+        d_step = to_step + d_log * rate
+        d_rate += tl.sum(d_log * step, 0)
+        place = sequence.to(tl.int64) * dt_strides[0] + (first + t) * dt_strides[1] + h * dt_strides[2]
+        raw = tl.load(dt_ptr + place, mask=here, other=0.0).to(tl.float32)
+        if BIAS:
+            raw += tl.load(bias_ptr + h).to(tl.float32)
+        if SOFTPLUS:
+            free = softplus(raw)
+            d_step *= 1 / (1 + tl.exp(-raw))
+        else:
+            free = raw
+        # written so that a NaN stays; a step on a limit has a gradient
+        d_step = tl.where((free < low) | (free > high), 0.0, d_step)
+        d_step = tl.where(here, d_step, 0.0)
+        d_bias += tl.sum(d_step, 0)
+        row = (sequence.to(tl.int64) * T if not PACKED else 0) + first + t
+        tl.store(d_dt_ptr + row * HEADS + h, d_step.to(d_dt_ptr.dtype.element_ty), mask=here)
+    tl.store(d_a_ptr + slot * HEADS + h, d_rate)
+    tl.store(d_bias_ptr + slot * HEADS + h, d_bias)
