@@ -17,16 +17,19 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-KERNELS = ("invert", "prepare", "walk", "outputs", "step")
-# W, V' and the states between chunks are in bf16, or in fp32
-BETWEEN = {"w_ptr", "u_ptr", "states_ptr"}
+FORWARD = ("invert", "prepare", "walk", "outputs")
+BACKWARD = ("through_outputs", "walk_back", "query_gradients", "key_gradients")
+KERNELS = (*FORWARD, *BACKWARD, "step")
+GIVEN = {f"{name}_ptr" for name in ("q", "k", "v", "y", "beta", "dq", "dk", "dv", "dy", "dbeta")}
+# W, V', the states between chunks, and the gradients of these are in bf16, or in fp32
+BETWEEN = {f"{name}_ptr" for name in ("w", "u", "new", "states", "dnew", "dr", "dstates", "pairs", "system")}
 
 
 def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:
     between = {*BETWEEN, "v_ptr"} if name == "outputs" else BETWEEN
     signature = {}
     for argument in kernel.arg_names:
-        pointer = WORDS[dtype] if argument in ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "beta_ptr") else "*fp32"
+        pointer = WORDS[dtype] if argument in GIVEN else "*fp32"
         if argument in between:
             pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         pointer = {"total_ptr": "*fp64", "cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, pointer)
@@ -47,7 +50,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     kernel = getattr(delta, f"_{name}")
     constants = delta.tile_of(name, dim, dim, dtype)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
-    constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "QK_NORM": True, "PACKED": packed, "SLOTS": True}
+    constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "QK_NORM": True, "PACKED": packed, "SLOTS": True, "HAS_LAST": True}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     even: list[tuple[int, ...]] = [(n,) for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr")]
@@ -80,7 +83,7 @@ def test_kernels_compile(name: str, sm: int, dtype: torch.dtype, dim: int) -> No
         assert re.search(r"wgmma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
 
 
-@pytest.mark.parametrize("name", ["invert", "prepare", "walk", "outputs"])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("sm", [80, 90])
 def test_packed_groups_spill_nothing(sm: int, name: str) -> None:
     assert stack(compiled(name, sm, torch.bfloat16, 128, group=2, packed=True)) <= ROOM
