@@ -20,9 +20,6 @@ from rooftile.recurrent.linear.kernels.tiles import head_rows, part_of
 
 # tokens of a chunk
 CHUNK = tl.constexpr(64)
-# the diagonal blocks of the system that are inverted row by row, and how many a chunk has
-_BLOCK = tl.constexpr(16)
-_BLOCKS = tl.constexpr(4)
 # is added to the square of a key's length: rooftile.recurrent.delta.EPS
 EPS = tl.constexpr(1e-6)
 
@@ -62,29 +59,39 @@ def decay_between(total):
 
 
 @triton.jit
-def inverse(m):
-    """Inverts 1 + m for a strictly lower triangular m (CHUNK, CHUNK), in fp32.
+def _blocks(row, column, SIZE: tl.constexpr, APART: tl.constexpr):
+    """Places of the blocks of SIZE x SIZE numbers in a chunk's matrix that begin at (row, column) + p (APART, APART)."""
+    p, i = tl.arange(0, CHUNK // APART), tl.arange(0, SIZE)
+    rows, columns = row + p[:, None] * APART + i[None, :], column + p[:, None] * APART + i[None, :]
+    return rows[:, :, None] * CHUNK + columns[:, None, :]
 
-    With D the blocks of 1 + m on the diagonal, 1 + m = D (1 + N), and N^4 = 0, since N lies below the blocks.
-    """
-    n = tl.arange(0, CHUNK)
-    same = (n // _BLOCK)[:, None] == (n // _BLOCK)[None, :]
-    one = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    # by block, row and column
-    blocks = tl.sum(tl.reshape(tl.where(same, m, 0.0), (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)), 2)
-    i = tl.arange(0, _BLOCK)
-    x = tl.zeros((_BLOCKS, _BLOCK, _BLOCK), tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None]
-    for row in range(1, _BLOCK):
-        # by the number of the column, so that it weighs the rows of x
-        weight = tl.sum(tl.where((i == row)[None, :, None], blocks, 0.0), 1)
-        due = tl.sum(weight[:, :, None] * x, 1)
-        x = tl.where((i == row)[None, :, None], x - due[:, None, :], x)
-    b = tl.arange(0, _BLOCKS)
-    places = b[:, None, None, None] == b[None, None, :, None]
-    d = tl.reshape(tl.where(places, x[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    below = product(d, tl.where(same, 0.0, m), "fp32")
-    square = product(below, below, "fp32")
-    return product(product(one - below, one + square, "fp32"), d, "fp32")
+
+@triton.jit
+def _twice(x, m, i, j, SIZE: tl.constexpr):
+    """Goes from the inverses x of blocks of SIZE rows in 1 + m to those of twice as many rows."""
+    below = tl.where((i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE), m, 0.0)
+    return x - product(x, product(below, x, "fp32"), "fp32")
+
+
+@triton.jit
+def _inverse_of_blocks(m):
+    """Inverts 1 + m for strictly lower triangular blocks m (blocks, 16, 16)."""
+    n = tl.arange(0, 16)
+    i, j = n[None, :, None], n[None, None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), m, 0.0)
+    return _twice(_twice(_twice(x, m, i, j, 2), m, i, j, 4), m, i, j, 8)
+
+
+@triton.jit
+def _merge(x_ptr, SIZE: tl.constexpr):
+    """Goes from the inverses of blocks of SIZE rows, on the diagonal in memory, to those of twice as many rows."""
+    below = x_ptr + _blocks(SIZE, 0, SIZE, 2 * SIZE)
+    x = product(tl.load(below), tl.load(x_ptr + _blocks(0, 0, SIZE, 2 * SIZE)), "fp32")
+    x = product(tl.load(x_ptr + _blocks(SIZE, SIZE, SIZE, 2 * SIZE)), x, "fp32")
+    # all threads have read before one writes, and have written before one reads
+    tl.debug_barrier()
+    tl.store(below, -x)
+    tl.debug_barrier()
 
 
 # fmt: off
@@ -113,9 +120,16 @@ def _invert(
     tl.store(total_ptr + row, total, mask=here)
     tl.store(unit_ptr + row, unit, mask=here)
     m = product(k, tl.trans(k), HOW) * (beta * unit)[:, None] * unit[None, :] * decay_between(total)
-    x = inverse(tl.where(n[:, None] > n[None, :], m, 0.0))
-    place = (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
-    tl.store(x_ptr + place, x)
+    x_ptr += (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK)
+    tl.store(x_ptr + n[:, None] * CHUNK + n[None, :], tl.where(n[:, None] > n[None, :], m, 0.0))
+    tl.debug_barrier()
+    diagonal = x_ptr + _blocks(0, 0, 16, 16)
+    x = _inverse_of_blocks(tl.load(diagonal))
+    tl.debug_barrier()
+    tl.store(diagonal, x)
+    tl.debug_barrier()
+    _merge(x_ptr, 16)
+    _merge(x_ptr, 32)
 
 
 # fmt: off
