@@ -18,7 +18,13 @@ import triton
 from torch import Tensor
 
 from rooftile.recurrent.kernels.delta.chunks import CHUNK, _invert, _outputs, _prepare, _walk
-from rooftile.recurrent.kernels.delta.gradients import _key_gradients, _query_gradients, _through_outputs, _walk_back
+from rooftile.recurrent.kernels.delta.gradients import (
+    _key_gradients,
+    _pair_gradients,
+    _query_gradients,
+    _through_outputs,
+    _walk_back,
+)
 from rooftile.recurrent.kernels.delta.steps import _step
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
@@ -29,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _start_invert, _start_prepare, _start_walk = Kernel(_invert), Kernel(_prepare), Kernel(_walk)
 _start_outputs, _start_step = Kernel(_outputs), Kernel(_step)
 _start_through_outputs, _start_walk_back = Kernel(_through_outputs), Kernel(_walk_back)
-_start_query_gradients, _start_key_gradients = Kernel(_query_gradients), Kernel(_key_gradients)
+_start_pairs, _start_queries, _start_keys = Kernel(_pair_gradients), Kernel(_query_gradients), Kernel(_key_gradients)
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -68,8 +74,8 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, 
     narrow = dtype == torch.bfloat16
     columns = {
         "invert": 128, "prepare": 64 if narrow else 32, "walk": 32, "outputs": 128 if narrow else 64,
-        "through_outputs": 128 if narrow else 64, "walk_back": 32, "query_gradients": 64 if narrow else 32,
-        "key_gradients": 64 if narrow else 32,
+        "through_outputs": 128 if narrow else 64, "walk_back": 32, "pair_gradients": 64 if narrow else 32,
+        "query_gradients": 64 if narrow else 32, "key_gradients": 64 if narrow else 32,
     }[kernel]  # fmt: skip
     # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
     if kernel == "prepare":
@@ -189,12 +195,14 @@ def backward(
         d_pairs, d_system = (torch.empty(x.shape, dtype=new.dtype, device=x.device) for _ in range(2))
         part, d_write = torch.empty_like(unit), torch.empty_like(unit)
         grid, (dq, dk, dv, dg, dbeta, _) = (chunks.slots, key_heads, 1), found
-        own = chunks.constants("query_gradients", QK_NORM=qk_norm)
-        read = (q, k, v, beta, dy, x, new, d_new, states, total, unit, factor, d_pairs, d_system, part, d_write, dq, dv, chunks.cu)
-        _start_query_gradients(grid, (*read, q_strides, k_strides, v_strides, beta_strides, scale, *sizes), own)
-        own = chunks.constants("key_gradients", QK_NORM=qk_norm)
-        read = (q, k, beta, new, d_new, states, d_states, total, unit, factor, d_pairs, d_system, part, d_write)
-        _start_key_gradients(grid, (*read, dk, dg, dbeta, chunks.cu, q_strides, k_strides, beta_strides, *sizes), own)
+        read = (q, k, v, beta, dy, x, new, d_new, total, unit, factor, d_pairs, d_system, part, d_write, dv, chunks.cu)
+        numbers = (q_strides, k_strides, v_strides, beta_strides, *sizes)
+        _start_pairs((chunks.slots, heads, 1), (*read, *numbers), chunks.constants("pair_gradients"))
+        read = (q, k, dy, states, total, unit, factor, d_pairs, part, dq, chunks.cu, q_strides, k_strides, scale, *sizes)
+        _start_queries(grid, read, chunks.constants("query_gradients", QK_NORM=qk_norm))
+        read = (q, k, beta, new, d_new, states, d_states, total, unit, factor, d_pairs, d_system, part, d_write, dk, dg, dbeta)
+        numbers = (q_strides, k_strides, beta_strides, *sizes)
+        _start_keys(grid, (*read, chunks.cu, *numbers), chunks.constants("key_gradients", QK_NORM=qk_norm))
     return found
 
 

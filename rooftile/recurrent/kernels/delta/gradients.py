@@ -8,7 +8,6 @@
     dK = exp(G_last - G) V' dS'^T - beta exp(G) dR S^T + (dP decay)^T Q + (beta dM decay) K + (beta dM decay)^T K
 
 The gradient of G_t is what the exponents of row t give less what those of column t give; of g, the sum over later tokens of it.
-A product with a state is added to the sum of dQ or dK, and its share of the gradient of G is how far it moves <q, dQ> or <k, dK>.
 """
 
 from __future__ import annotations
@@ -121,6 +120,29 @@ def _state(ptr, chunk, d, e, D: tl.constexpr, DV: tl.constexpr):
 
 
 @triton.jit
+def _times_state(
+    x_ptr, states_ptr, row, chunk, d, here, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    HOW: tl.constexpr,
+):  # fmt: skip
+    """Multiplies rows (CHUNK, values) by the transposed state of a chunk."""
+    found = tl.zeros((CHUNK, BLOCK_D), tl.float32)
+    for column in range(0, DV, BLOCK_V):
+        e = column + tl.arange(0, BLOCK_V)
+        found += product(_columns(x_ptr, row, e, here, DV), tl.trans(_state(states_ptr, chunk, d, e, D, DV)), HOW)
+    return found
+
+
+@triton.jit
+def _inner(a_ptr, b_ptr, chunk, d, D: tl.constexpr, DV: tl.constexpr):
+    """Sums the products of two states' numbers."""
+    found = tl.zeros(d.shape, tl.float32)
+    for column in range(0, DV, 16):
+        e = column + tl.arange(0, 16)
+        found += tl.sum(_state(a_ptr, chunk, d, e, D, DV).to(tl.float32) * _state(b_ptr, chunk, d, e, D, DV), 1)
+    return tl.sum(found, 0)
+
+
+@triton.jit
 def _unscaled(dx, x, unit, QK_NORM: tl.constexpr):
     """Returns the gradient of x from the gradient of `x unit`."""
     if QK_NORM:
@@ -131,14 +153,65 @@ def _unscaled(dx, x, unit, QK_NORM: tl.constexpr):
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
+def _pair_gradients(
+    q_ptr, k_ptr, v_ptr, beta_ptr, dy_ptr, x_ptr, new_ptr, dnew_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr, system_ptr,
+    part_ptr, own_ptr, dv_ptr, cu_ptr, q_strides, k_strides, v_strides, beta_strides, T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PACKED: tl.constexpr, HOW: tl.constexpr,
+):
+    # fmt: on
+    """Writes dV, dR in the place of dV', dP and beta dM with their decays, and what pairs of tokens add to dG and dbeta."""
+    slot, h = tl.program_id(0), tl.program_id(1)
+    b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
+    if start >= length:
+        return
+    n = tl.arange(0, CHUNK)
+    t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
+    here = t < length
+    begin = (0 if PACKED else batch * T) + first
+    row = (begin + t) * HEADS + h
+    square = (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
+    beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
+    beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
+    system, pairs = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    dbeta = tl.zeros((CHUNK,), tl.float32)
+    for column in range(0, DV, BLOCK_V):
+        e = column + tl.arange(0, BLOCK_V)
+        x = tl.load(x_ptr + square)
+        dr = product(tl.trans(x), _columns(dnew_ptr, row, e, here, DV), HOW)
+        dbeta += tl.sum(dr * head_rows(v_ptr, v_strides, batch, h, first, t, e, here, e < DV), 1)
+        place, there = row[:, None] * DV + e[None, :], here[:, None] & (e < DV)[None, :]
+        tl.store(dnew_ptr + place, dr, mask=there)
+        tl.store(dv_ptr + place, dr * beta[:, None], mask=there)
+        new = _columns(new_ptr, row, e, here, DV)
+        system -= product(dr, tl.trans(new), HOW)
+        pairs += product(_columns(dy_ptr, row, e, here, DV), tl.trans(new), HOW)
+    # rows after the last token have its sum, so that no exponent is positive
+    decay = decay_between(tl.load(total_ptr + (begin + tl.minimum(t, length - 1)) * HEADS + h))
+    pairs *= decay
+    system = tl.where(n[:, None] > n[None, :], system, 0.0) * decay
+    tl.store(pairs_ptr + square, pairs)
+    tl.store(system_ptr + square, system * beta[:, None])
+    factor = tl.load(factor_ptr + row, mask=here, other=0.0)
+    unit = tl.load(unit_ptr + row, mask=here, other=0.0)
+    k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
+    apart = product(k, tl.trans(k), HOW) * unit[:, None] * unit[None, :] * system
+    tl.store(own_ptr + row, dbeta + tl.sum(apart, 1), mask=here)
+    q = head_rows(q_ptr, q_strides, batch, h // GROUP, first, t, d, here, d < D)
+    apart = apart * beta[:, None] + product(q, tl.trans(k), HOW) * factor[:, None] * unit[None, :] * pairs
+    tl.store(part_ptr + row, tl.sum(apart, 1) - tl.sum(apart, 0), mask=here)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
 def _query_gradients(
-    q_ptr, k_ptr, v_ptr, beta_ptr, dy_ptr, x_ptr, new_ptr, dnew_ptr, states_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr,
-    system_ptr, part_ptr, own_ptr, dq_ptr, dv_ptr, cu_ptr, q_strides, k_strides, v_strides, beta_strides, scale, T, B,
+    q_ptr, k_ptr, dy_ptr, states_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr, part_ptr, dq_ptr, cu_ptr,
+    q_strides, k_strides, scale, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes dQ and dV of a chunk, and for `_key_gradients` dR in the place of dV', dP and dM, and parts of dG and dbeta."""
+    """Writes dQ of a chunk and key head, and adds to dG of its value heads."""
     slot, head = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
@@ -147,51 +220,22 @@ def _query_gradients(
     t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
     here = t < length
     begin = (0 if PACKED else batch * T) + first
-    q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
-    k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
-    factor = tl.load(factor_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
-    unit = tl.load(unit_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
-    square = n[:, None] * CHUNK + n[None, :]
     dq = tl.zeros((CHUNK, BLOCK_D), tl.float32)
     for i in range(0, GROUP):
         h = head * GROUP + i
-        row = (begin + t) * HEADS + h
-        chunk = slot.to(tl.int64) * HEADS + h
-        total = tl.load(total_ptr + (begin + tl.minimum(t, length - 1)) * HEADS + h)
-        grown = tl.exp(total.to(tl.float32))
-        beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
-        beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-        before = tl.sum(dq * q, 1)
-        system, pairs = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-        dbeta = tl.zeros((CHUNK,), tl.float32)
-        for column in range(0, DV, BLOCK_V):
-            e = column + tl.arange(0, BLOCK_V)
-            dy, new = _columns(dy_ptr, row, e, here, DV), _columns(new_ptr, row, e, here, DV)
-            pairs += product(dy, tl.trans(new), HOW)
-            state = _state(states_ptr, chunk, d, e, D, DV)
-            dq += product(dy * grown[:, None], tl.trans(state), HOW)
-            x = tl.load(x_ptr + chunk * (CHUNK * CHUNK) + square)
-            dr = product(tl.trans(x), _columns(dnew_ptr, row, e, here, DV), HOW)
-            system -= product(dr, tl.trans(new), HOW)
-            dbeta += tl.sum(dr * head_rows(v_ptr, v_strides, batch, h, first, t, e, here, e < DV), 1)
-            place, there = row[:, None] * DV + e[None, :], here[:, None] & (e < DV)[None, :]
-            tl.store(dnew_ptr + place, dr, mask=there)
-            tl.store(dv_ptr + place, dr * beta[:, None], mask=there)
-        part = (tl.sum(dq * q, 1) - before) * factor
-        decay = decay_between(total)
-        pairs *= decay
-        system = tl.where(n[:, None] > n[None, :], system, 0.0) * decay
-        apart = product(k, tl.trans(k), HOW) * unit[:, None] * unit[None, :] * system
-        dbeta += tl.sum(apart, 1)
-        apart *= beta[:, None]
-        apart += product(q, tl.trans(k), HOW) * factor[:, None] * unit[None, :] * pairs
-        tl.store(part_ptr + row, part + tl.sum(apart, 1) - tl.sum(apart, 0), mask=here)
-        tl.store(own_ptr + row, dbeta, mask=here)
-        tl.store(pairs_ptr + chunk * (CHUNK * CHUNK) + square, pairs)
-        tl.store(system_ptr + chunk * (CHUNK * CHUNK) + square, system * beta[:, None])
-        dq += product(pairs * unit[None, :], k, HOW)
-    place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
+        row, chunk = (begin + t) * HEADS + h, slot.to(tl.int64) * HEADS + h
+        own = _times_state(dy_ptr, states_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
+        own *= tl.exp(tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32))[:, None]
+        q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
+        part = tl.sum(own * q, 1) * tl.load(factor_ptr + row, mask=here, other=0.0)
+        tl.store(part_ptr + row, tl.load(part_ptr + row, mask=here, other=0.0) + part, mask=here)
+        dq += own
+        pairs = tl.load(pairs_ptr + chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
+        unit = tl.load(unit_ptr + row, mask=here, other=0.0)
+        dq += product(pairs * unit[None, :], head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D), HOW)
+    q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
     dq = _unscaled(dq * scale, q, inverse_length(q, QK_NORM), QK_NORM)
+    place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
     tl.store(dq_ptr + place, dq, mask=here[:, None] & (d < D)[None, :])
 
 
@@ -204,7 +248,7 @@ def _key_gradients(
     QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes dK, and with the parts of `_query_gradients` dg and dbeta of the value heads."""
+    """Writes dK of a chunk and key head, and dg and dbeta of its value heads."""
     slot, head = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
@@ -213,40 +257,36 @@ def _key_gradients(
     t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
     here = t < length
     begin = (0 if PACKED else batch * T) + first
-    q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
-    k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
-    factor = tl.load(factor_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
-    unit = tl.load(unit_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
-    square = n[:, None] * CHUNK + n[None, :]
     dk = tl.zeros((CHUNK, BLOCK_D), tl.float32)
     for i in range(0, GROUP):
         h = head * GROUP + i
-        row = (begin + t) * HEADS + h
-        chunk = slot.to(tl.int64) * HEADS + h
+        row, chunk = (begin + t) * HEADS + h, slot.to(tl.int64) * HEADS + h
         total = tl.load(total_ptr + (begin + tl.minimum(t, length - 1)) * HEADS + h)
         end = tl.load(total_ptr + (begin + tl.minimum(start + CHUNK, length) - 1) * HEADS + h)
-        grown, left = tl.exp(total.to(tl.float32)), tl.exp((end - total).to(tl.float32))
         beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
         beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-        before, recall = tl.sum(dk * k, 1), tl.zeros((CHUNK, BLOCK_D), tl.float32)
-        kept = tl.zeros((BLOCK_D,), tl.float32)
-        for column in range(0, DV, BLOCK_V):
-            e = column + tl.arange(0, BLOCK_V)
-            state, dstate = _state(states_ptr, chunk, d, e, D, DV), _state(dstates_ptr, chunk, d, e, D, DV)
-            kept += tl.sum(state.to(tl.float32) * dstate, 1)
-            dk += product(_columns(new_ptr, row, e, here, DV) * left[:, None], tl.trans(dstate), HOW)
-            recall += product(_columns(dr_ptr, row, e, here, DV) * grown[:, None], tl.trans(state), HOW)
-        # the share of the states after the chunk, then of those before it
-        moved = (tl.sum(dk * k, 1) - before) * unit
-        recalled = tl.sum(recall * k, 1) * unit
-        dk -= recall * beta[:, None]
-        part = tl.load(part_ptr + row, mask=here, other=0.0) - moved - recalled * beta
-        at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * tl.sum(kept, 0)
-        tl.store(dg_ptr + row, tl.cumsum(part, 0, reverse=True) + at_end, mask=here)
+        unit = tl.load(unit_ptr + row, mask=here, other=0.0)
+        part = tl.load(part_ptr + row, mask=here, other=0.0)
+        # through the state after the chunk, then through the state before it
+        own = _times_state(new_ptr, dstates_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
+        own *= tl.exp((end - total).to(tl.float32))[:, None]
+        k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
+        moved = tl.sum(own * k, 1) * unit
+        dk += own
+        own = _times_state(dr_ptr, states_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
+        own *= tl.exp(total.to(tl.float32))[:, None]
+        recalled = tl.sum(own * k, 1) * unit
+        dk -= own * beta[:, None]
         tl.store(dbeta_ptr + row, tl.load(own_ptr + row, mask=here, other=0.0) - recalled, mask=here)
-        pairs = tl.load(pairs_ptr + chunk * (CHUNK * CHUNK) + square)
-        dk += product(tl.trans(pairs * factor[:, None]), q, HOW)
-        system = tl.load(system_ptr + chunk * (CHUNK * CHUNK) + square)
+        at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * _inner(states_ptr, dstates_ptr, chunk, d, D, DV)
+        tl.store(dg_ptr + row, tl.cumsum(part - moved - recalled * beta, 0, reverse=True) + at_end, mask=here)
+        square = chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
+        system = tl.load(system_ptr + square)
         dk += product(system * unit[None, :] + tl.trans(system * unit[:, None]), k, HOW)
+        q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
+        pairs = tl.load(pairs_ptr + square) * tl.load(factor_ptr + row, mask=here, other=0.0)[:, None]
+        dk += product(tl.trans(pairs), q, HOW)
+    k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
+    unit = tl.load(unit_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
     place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
     tl.store(dk_ptr + place, _unscaled(dk, k, unit, QK_NORM), mask=here[:, None] & (d < D)[None, :])
