@@ -22,7 +22,7 @@ BACKWARD = ("through_outputs", "walk_back", "pair_gradients", "query_gradients",
 KERNELS = (*FORWARD, *BACKWARD, "step")
 GIVEN = {f"{name}_ptr" for name in ("q", "k", "v", "y", "beta", "dq", "dk", "dv", "dy", "dbeta")}
 # W, V', the states between chunks, and the gradients of these are in bf16, or in fp32
-BETWEEN = {f"{name}_ptr" for name in ("w", "u", "new", "states", "dnew", "dr", "dstates", "pairs", "system")}
+BETWEEN = {f"{name}_ptr" for name in ("w", "u", "new", "states", "dnew", "dr", "dstates", "by_key", "by_both")}
 
 
 def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:

@@ -192,17 +192,16 @@ def backward(
         read = (q, k, chunks.w, dy, d_new, d_states, total, unit, factor, last, found[-1], chunks.cu)
         _start_walk_back((triton.cdiv(dim_v, own["BLOCK_V"]), chunks.sequences, heads), (*read, q_strides, k_strides, *sizes), own)
     if v.numel():
-        d_pairs, d_system = (torch.empty(x.shape, dtype=new.dtype, device=x.device) for _ in range(2))
+        by_key, by_both = (torch.empty((*x.shape[:-1], n * CHUNK.value), dtype=new.dtype, device=x.device) for n in (1, 2))
         part, d_write = torch.empty_like(unit), torch.empty_like(unit)
         grid, (dq, dk, dv, dg, dbeta, _) = (chunks.slots, key_heads, 1), found
-        read = (q, k, v, beta, dy, x, new, d_new, total, unit, factor, d_pairs, d_system, part, d_write, dv, chunks.cu)
+        read = (q, k, v, beta, dy, x, new, d_new, total, unit, factor, by_key, by_both, part, d_write, dv, chunks.cu)
         numbers = (q_strides, k_strides, v_strides, beta_strides, *sizes)
         _start_pairs((chunks.slots, heads, 1), (*read, *numbers), chunks.constants("pair_gradients"))
-        read = (q, k, dy, states, total, unit, factor, d_pairs, part, dq, chunks.cu, q_strides, k_strides, scale, *sizes)
+        read = (q, k, dy, states, total, factor, by_key, part, dq, chunks.cu, q_strides, k_strides, scale, *sizes)
         _start_queries(grid, read, chunks.constants("query_gradients", QK_NORM=qk_norm))
-        read = (q, k, beta, new, d_new, states, d_states, total, unit, factor, d_pairs, d_system, part, d_write, dk, dg, dbeta)
-        numbers = (q_strides, k_strides, beta_strides, *sizes)
-        _start_keys(grid, (*read, chunks.cu, *numbers), chunks.constants("key_gradients", QK_NORM=qk_norm))
+        read = (q, k, beta, new, d_new, states, d_states, total, unit, by_both, part, d_write, dk, dg, dbeta, chunks.cu)
+        _start_keys(grid, (*read, q_strides, k_strides, beta_strides, *sizes), chunks.constants("key_gradients", QK_NORM=qk_norm))
     return found
 
 

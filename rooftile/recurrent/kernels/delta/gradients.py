@@ -154,13 +154,13 @@ def _unscaled(dx, x, unit, QK_NORM: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _pair_gradients(
-    q_ptr, k_ptr, v_ptr, beta_ptr, dy_ptr, x_ptr, new_ptr, dnew_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr, system_ptr,
-    part_ptr, own_ptr, dv_ptr, cu_ptr, q_strides, k_strides, v_strides, beta_strides, T, B,
+    q_ptr, k_ptr, v_ptr, beta_ptr, dy_ptr, x_ptr, new_ptr, dnew_ptr, total_ptr, unit_ptr, factor_ptr, by_key_ptr,
+    by_both_ptr, part_ptr, own_ptr, dv_ptr, cu_ptr, q_strides, k_strides, v_strides, beta_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes dV, dR in the place of dV', dP and beta dM with their decays, and what pairs of tokens add to dG and dbeta."""
+    """Writes dV, dR in the place of dV', what multiplies K in dQ, K and Q in dK, and what pairs of tokens add to dG and dbeta."""
     slot, h = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
@@ -190,10 +190,14 @@ def _pair_gradients(
     decay = decay_between(tl.load(total_ptr + (begin + tl.minimum(t, length - 1)) * HEADS + h))
     pairs *= decay
     system = tl.where(n[:, None] > n[None, :], system, 0.0) * decay
-    tl.store(pairs_ptr + square, pairs)
-    tl.store(system_ptr + square, system * beta[:, None])
     factor = tl.load(factor_ptr + row, mask=here, other=0.0)
     unit = tl.load(unit_ptr + row, mask=here, other=0.0)
+    chunk = slot.to(tl.int64) * HEADS + h
+    tl.store(by_key_ptr + chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :], pairs * unit[None, :])
+    place = by_both_ptr + chunk * (2 * CHUNK * CHUNK) + n[:, None] * (2 * CHUNK) + n[None, :]
+    written = system * beta[:, None]
+    tl.store(place, written * unit[None, :] + tl.trans(written * unit[:, None]))
+    tl.store(place + CHUNK, tl.trans(pairs * factor[:, None]))
     k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
     apart = product(k, tl.trans(k), HOW) * unit[:, None] * unit[None, :] * system
     tl.store(own_ptr + row, dbeta + tl.sum(apart, 1), mask=here)
@@ -205,7 +209,7 @@ def _pair_gradients(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _query_gradients(
-    q_ptr, k_ptr, dy_ptr, states_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr, part_ptr, dq_ptr, cu_ptr,
+    q_ptr, k_ptr, dy_ptr, states_ptr, total_ptr, factor_ptr, by_key_ptr, part_ptr, dq_ptr, cu_ptr,
     q_strides, k_strides, scale, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
@@ -230,9 +234,8 @@ def _query_gradients(
         part = tl.sum(own * q, 1) * tl.load(factor_ptr + row, mask=here, other=0.0)
         tl.store(part_ptr + row, tl.load(part_ptr + row, mask=here, other=0.0) + part, mask=here)
         dq += own
-        pairs = tl.load(pairs_ptr + chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
-        unit = tl.load(unit_ptr + row, mask=here, other=0.0)
-        dq += product(pairs * unit[None, :], head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D), HOW)
+        pairs = tl.load(by_key_ptr + chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
+        dq += product(pairs, head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D), HOW)
     q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
     dq = _unscaled(dq * scale, q, inverse_length(q, QK_NORM), QK_NORM)
     place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
@@ -242,7 +245,7 @@ def _query_gradients(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _key_gradients(
-    q_ptr, k_ptr, beta_ptr, new_ptr, dr_ptr, states_ptr, dstates_ptr, total_ptr, unit_ptr, factor_ptr, pairs_ptr, system_ptr,
+    q_ptr, k_ptr, beta_ptr, new_ptr, dr_ptr, states_ptr, dstates_ptr, total_ptr, unit_ptr, by_both_ptr,
     part_ptr, own_ptr, dk_ptr, dg_ptr, dbeta_ptr, cu_ptr, q_strides, k_strides, beta_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
@@ -280,12 +283,16 @@ def _key_gradients(
         tl.store(dbeta_ptr + row, tl.load(own_ptr + row, mask=here, other=0.0) - recalled, mask=here)
         at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * _inner(states_ptr, dstates_ptr, chunk, d, D, DV)
         tl.store(dg_ptr + row, tl.cumsum(part - moved - recalled * beta, 0, reverse=True) + at_end, mask=here)
-        square = chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
-        system = tl.load(system_ptr + square)
-        dk += product(system * unit[None, :] + tl.trans(system * unit[:, None]), k, HOW)
-        q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
-        pairs = tl.load(pairs_ptr + square) * tl.load(factor_ptr + row, mask=here, other=0.0)[:, None]
-        dk += product(tl.trans(pairs), q, HOW)
+        # K above Q
+        both = tl.arange(0, 2 * CHUNK)
+        place = batch * k_strides[0] + head.to(tl.int64) * k_strides[2] + (first + start + both)[:, None] * k_strides[1]
+        above = (both < CHUNK)[:, None] & (start + both < length)[:, None] & (d < D)[None, :]
+        rows = tl.load(k_ptr + place + d[None, :], mask=above, other=0.0)
+        place = batch * q_strides[0] + head.to(tl.int64) * q_strides[2] + (first + start + both - CHUNK)[:, None] * q_strides[1]
+        under = (both >= CHUNK)[:, None] & (start + both - CHUNK < length)[:, None] & (d < D)[None, :]
+        rows += tl.load(q_ptr + place + d[None, :], mask=under, other=0.0)
+        pairs = tl.load(by_both_ptr + chunk * (2 * CHUNK * CHUNK) + n[:, None] * (2 * CHUNK) + both[None, :])
+        dk += product(pairs, rows, HOW)
     k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
     unit = tl.load(unit_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
     place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
