@@ -120,29 +120,6 @@ def _state(ptr, chunk, d, e, D: tl.constexpr, DV: tl.constexpr):
 
 
 @triton.jit
-def _times_state(
-    x_ptr, states_ptr, row, chunk, d, here, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    HOW: tl.constexpr,
-):  # fmt: skip
-    """Multiplies rows (CHUNK, values) by the transposed state of a chunk."""
-    found = tl.zeros((CHUNK, BLOCK_D), tl.float32)
-    for column in range(0, DV, BLOCK_V):
-        e = column + tl.arange(0, BLOCK_V)
-        found += product(_columns(x_ptr, row, e, here, DV), tl.trans(_state(states_ptr, chunk, d, e, D, DV)), HOW)
-    return found
-
-
-@triton.jit
-def _inner(a_ptr, b_ptr, chunk, d, D: tl.constexpr, DV: tl.constexpr):
-    """Sums the products of two states' numbers."""
-    found = tl.zeros(d.shape, tl.float32)
-    for column in range(0, DV, 16):
-        e = column + tl.arange(0, 16)
-        found += tl.sum(_state(a_ptr, chunk, d, e, D, DV).to(tl.float32) * _state(b_ptr, chunk, d, e, D, DV), 1)
-    return tl.sum(found, 0)
-
-
-@triton.jit
 def _unscaled(dx, x, unit, QK_NORM: tl.constexpr):
     """Returns the gradient of x from the gradient of `x unit`."""
     if QK_NORM:
@@ -228,12 +205,16 @@ def _query_gradients(
     for i in range(0, GROUP):
         h = head * GROUP + i
         row, chunk = (begin + t) * HEADS + h, slot.to(tl.int64) * HEADS + h
-        own = _times_state(dy_ptr, states_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
-        own *= tl.exp(tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32))[:, None]
+        grown = tl.exp(tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32))
         q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
-        part = tl.sum(own * q, 1) * tl.load(factor_ptr + row, mask=here, other=0.0)
+        part = tl.zeros((CHUNK,), tl.float32)
+        for column in range(0, DV, BLOCK_V):
+            e = column + tl.arange(0, BLOCK_V)
+            dy, state = _columns(dy_ptr, row, e, here, DV), _state(states_ptr, chunk, d, e, D, DV)
+            part += tl.sum(product(q, state, HOW) * dy, 1)
+            dq += product(dy * grown[:, None], tl.trans(state), HOW)
+        part *= grown * tl.load(factor_ptr + row, mask=here, other=0.0)
         tl.store(part_ptr + row, tl.load(part_ptr + row, mask=here, other=0.0) + part, mask=here)
-        dq += own
         pairs = tl.load(by_key_ptr + chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
         dq += product(pairs, head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D), HOW)
     q = head_rows(q_ptr, q_strides, batch, head, first, t, d, here, d < D)
@@ -269,20 +250,25 @@ def _key_gradients(
         beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
         beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
         unit = tl.load(unit_ptr + row, mask=here, other=0.0)
-        part = tl.load(part_ptr + row, mask=here, other=0.0)
-        # through the state after the chunk, then through the state before it
-        own = _times_state(new_ptr, dstates_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
-        own *= tl.exp((end - total).to(tl.float32))[:, None]
+        left, grown = tl.exp((end - total).to(tl.float32)), tl.exp(total.to(tl.float32))
         k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
-        moved = tl.sum(own * k, 1) * unit
-        dk += own
-        own = _times_state(dr_ptr, states_ptr, row, chunk, d, here, D, DV, BLOCK_D, BLOCK_V, HOW)
-        own *= tl.exp(total.to(tl.float32))[:, None]
-        recalled = tl.sum(own * k, 1) * unit
-        dk -= own * beta[:, None]
+        # what the states after the chunk and before it give to <k, dK>, and the decay of the chunk to dG of its end
+        moved, recalled, kept = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        for column in range(0, DV, BLOCK_V):
+            e = column + tl.arange(0, BLOCK_V)
+            new, dstate = _columns(new_ptr, row, e, here, DV), _state(dstates_ptr, chunk, d, e, D, DV)
+            moved += tl.sum(product(k, dstate, HOW) * new, 1)
+            dk += product(new * left[:, None], tl.trans(dstate), HOW)
+            dr, state = _columns(dr_ptr, row, e, here, DV), _state(states_ptr, chunk, d, e, D, DV)
+            recalled += tl.sum(product(k, state, HOW) * dr, 1)
+            dk -= product(dr * (beta * grown)[:, None], tl.trans(state), HOW)
+            kept += tl.sum(state.to(tl.float32) * dstate, 1)
+        moved *= left * unit
+        recalled *= grown * unit
+        part = tl.load(part_ptr + row, mask=here, other=0.0) - moved - recalled * beta
+        at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * tl.sum(kept, 0)
         tl.store(dbeta_ptr + row, tl.load(own_ptr + row, mask=here, other=0.0) - recalled, mask=here)
-        at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * _inner(states_ptr, dstates_ptr, chunk, d, D, DV)
-        tl.store(dg_ptr + row, tl.cumsum(part - moved - recalled * beta, 0, reverse=True) + at_end, mask=here)
+        tl.store(dg_ptr + row, tl.cumsum(part, 0, reverse=True) + at_end, mask=here)
         # K above Q
         both = tl.arange(0, 2 * CHUNK)
         place = batch * k_strides[0] + head.to(tl.int64) * k_strides[2] + (first + start + both)[:, None] * k_strides[1]
