@@ -17,7 +17,7 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-FORWARD = ("invert", "prepare", "walk", "outputs")
+FORWARD = ("prepare", "walk", "outputs")
 BACKWARD = ("through_outputs", "walk_back", "pair_gradients", "query_gradients", "key_gradients")
 KERNELS = (*FORWARD, *BACKWARD, "step")
 GIVEN = {f"{name}_ptr" for name in ("q", "k", "v", "y", "beta", "dq", "dk", "dv", "dy", "dbeta")}

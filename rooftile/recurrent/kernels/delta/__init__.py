@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent.kernels.delta.chunks import CHUNK, _invert, _outputs, _prepare, _walk
+from rooftile.recurrent.kernels.delta.chunks import CHUNK, _outputs, _prepare, _walk
 from rooftile.recurrent.kernels.delta.gradients import (
     _key_gradients,
     _pair_gradients,
@@ -32,8 +32,7 @@ from rooftile.runtime.launch import Kernel
 LARGEST_DIM = 128
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_start_invert, _start_prepare, _start_walk = Kernel(_invert), Kernel(_prepare), Kernel(_walk)
-_start_outputs, _start_step = Kernel(_outputs), Kernel(_step)
+_start_prepare, _start_walk, _start_outputs, _start_step = Kernel(_prepare), Kernel(_walk), Kernel(_outputs), Kernel(_step)
 _start_through_outputs, _start_walk_back = Kernel(_through_outputs), Kernel(_walk_back)
 _start_pairs, _start_queries, _start_keys = Kernel(_pair_gradients), Kernel(_query_gradients), Kernel(_key_gradients)
 
@@ -73,7 +72,7 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, 
         return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, 32), "num_warps": 4, "num_stages": 1}
     narrow = dtype == torch.bfloat16
     columns = {
-        "invert": 128, "prepare": 64 if narrow else 32, "walk": 32, "outputs": 128 if narrow else 64,
+        "prepare": 64 if narrow else 32, "walk": 32, "outputs": 128 if narrow else 64,
         "through_outputs": 128 if narrow else 64, "walk_back": 32, "pair_gradients": 64 if narrow else 32,
         "query_gradients": 64 if narrow else 32, "key_gradients": 64 if narrow else 32,
     }[kernel]  # fmt: skip
@@ -89,10 +88,7 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, 
 @cache
 def _constants(kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, **own: bool) -> dict[str, Any]:
     """Returns one dictionary for the same arguments: a launch is recognised by it."""
-    found = {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype)
-    if kernel == "invert":
-        del found["DV"], found["BLOCK_V"]
-    return found
+    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype)
 
 
 class _Chunks(NamedTuple):
@@ -142,10 +138,9 @@ def _chunks(tokens: Tensors, state: Tensor, cu: Tensor | None, qk_norm: bool) ->
     x, w, u, states, total, unit = chunks[-6:]
     last = torch.empty(state.shape, dtype=torch.float32, device=device)
     if v.numel():
-        known = (k, g, beta, x, total, unit, chunks.cu, k_strides, g_strides, beta_strides, length, sequences)
-        _start_invert((slots, heads, 1), known, chunks.constants("invert", QK_NORM=qk_norm))
-        added = (k, v, beta, x, w, u, total, unit, chunks.cu, k_strides, v_strides, beta_strides, length, sequences)
-        _start_prepare((slots, heads, 1), added, chunks.constants("prepare"))
+        tensors = (k, v, g, beta, x, w, u, total, unit, chunks.cu)
+        numbers = (k_strides, v_strides, g_strides, beta_strides, length, sequences)
+        _start_prepare((slots, heads, 1), (*tensors, *numbers), chunks.constants("prepare", QK_NORM=qk_norm))
     if last.numel():
         of_walk = chunks.constants("walk")
         walked = (k, w, u, states, total, unit, chunks.state, last, chunks.cu, k_strides, length, sequences)

@@ -3,7 +3,7 @@
 With G_t the sum of exponents from the chunk's first token until t, and S the state before the chunk:
 
     M_ts = beta_t <k_t, k_s> exp(G_t - G_s) for s < t,  X = (1 + M)^-1
-    W = X (beta exp(G) K),  U = X (beta V)                         X, then these: one program for each chunk and value head
+    W = X (beta exp(G) K),  U = X (beta V)                         one program for each chunk and value head
     V' = U - W S,  S <- exp(G_last) S + (exp(G_last - G) K)^T V'   one for each sequence, value head and block of columns
     Y = scale (exp(G) Q S + (Q K^T exp(G_t - G_s), s <= t) V')     one for each chunk, value head and block of columns
 
@@ -96,32 +96,39 @@ def _merge(x_ptr, SIZE: tl.constexpr):
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
-def _invert(
-    k_ptr, g_ptr, beta_ptr, x_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, g_strides, beta_strides, T, B,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def _prepare(
+    k_ptr, v_ptr, g_ptr, beta_ptr, x_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, v_strides, g_strides, beta_strides,
+    T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes X, G and what keys are multiplied by."""
+    """Writes X, W, U, G and what keys are multiplied by."""
     slot, h = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
     n = tl.arange(0, CHUNK)
-    t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
+    t, batch = start + n, b.to(tl.int64)
     here = t < length
     g = tl.load(g_ptr + batch * g_strides[0] + (first + t) * g_strides[1] + h * g_strides[2], mask=here, other=0.0)
     total = tl.cumsum(g.to(tl.float64), 0)
     beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
     beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-    k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
-    unit = inverse_length(k, QK_NORM)
+    m, squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for column in range(0, D, BLOCK_D):
+        d = column + tl.arange(0, BLOCK_D)
+        k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
+        squares += tl.sum(k.to(tl.float32) * k, 1)
+        m += product(k, tl.trans(k), HOW)
+    unit = tl.rsqrt(squares + EPS) if QK_NORM else squares * 0 + 1
     row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
     tl.store(total_ptr + row, total, mask=here)
     tl.store(unit_ptr + row, unit, mask=here)
-    m = product(k, tl.trans(k), HOW) * (beta * unit)[:, None] * unit[None, :] * decay_between(total)
+    m *= (beta * unit)[:, None] * unit[None, :] * decay_between(total)
     x_ptr += (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK)
-    tl.store(x_ptr + n[:, None] * CHUNK + n[None, :], tl.where(n[:, None] > n[None, :], m, 0.0))
+    square = n[:, None] * CHUNK + n[None, :]
+    tl.store(x_ptr + square, tl.where(n[:, None] > n[None, :], m, 0.0))
     tl.debug_barrier()
     diagonal = x_ptr + _blocks(0, 0, 16, 16)
     x = _inverse_of_blocks(tl.load(diagonal))
@@ -130,31 +137,8 @@ def _invert(
     tl.debug_barrier()
     _merge(x_ptr, 16)
     _merge(x_ptr, 32)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
-def _prepare(
-    k_ptr, v_ptr, beta_ptr, x_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, v_strides, beta_strides, T, B,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PACKED: tl.constexpr, HOW: tl.constexpr,
-):
-    # fmt: on
-    """Writes W and U."""
-    slot, h = tl.program_id(0), tl.program_id(1)
-    b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
-    if start >= length:
-        return
-    n = tl.arange(0, CHUNK)
-    t, batch = start + n, b.to(tl.int64)
-    here = t < length
-    row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
-    beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
-    beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-    total = tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32)
-    factor = beta * tl.load(unit_ptr + row, mask=here, other=0.0) * tl.exp(total)
-    x = tl.load(x_ptr + (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
-    by_key, by_value = x * factor[None, :], x * beta[None, :]
+    x = tl.load(x_ptr + square)
+    by_key, by_value = x * (beta * unit * tl.exp(total.to(tl.float32)))[None, :], x * beta[None, :]
     for column in range(0, D, BLOCK_D):
         d = column + tl.arange(0, BLOCK_D)
         k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)

@@ -143,7 +143,8 @@ def _pair_gradients(
     if start >= length:
         return
     n = tl.arange(0, CHUNK)
-    t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
+    t, batch = start + n, b.to(tl.int64)
+    STEP: tl.constexpr = min(BLOCK_D, 32)
     here = t < length
     begin = (0 if PACKED else batch * T) + first
     row = (begin + t) * HEADS + h
@@ -175,11 +176,16 @@ def _pair_gradients(
     written = system * beta[:, None]
     tl.store(place, written * unit[None, :] + tl.trans(written * unit[:, None]))
     tl.store(place + CHUNK, tl.trans(pairs * factor[:, None]))
-    k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
-    apart = product(k, tl.trans(k), HOW) * unit[:, None] * unit[None, :] * system
+    keys, queries = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    for column in range(0, D, STEP):
+        d = column + tl.arange(0, STEP)
+        k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
+        keys += product(k, tl.trans(k), HOW)
+        q = head_rows(q_ptr, q_strides, batch, h // GROUP, first, t, d, here, d < D)
+        queries += product(q, tl.trans(k), HOW)
+    apart = keys * unit[:, None] * unit[None, :] * system
     tl.store(own_ptr + row, dbeta + tl.sum(apart, 1), mask=here)
-    q = head_rows(q_ptr, q_strides, batch, h // GROUP, first, t, d, here, d < D)
-    apart = apart * beta[:, None] + product(q, tl.trans(k), HOW) * factor[:, None] * unit[None, :] * pairs
+    apart = apart * beta[:, None] + queries * factor[:, None] * unit[None, :] * pairs
     tl.store(part_ptr + row, tl.sum(apart, 1) - tl.sum(apart, 0), mask=here)
 
 
@@ -269,16 +275,14 @@ def _key_gradients(
         at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * tl.sum(kept, 0)
         tl.store(dbeta_ptr + row, tl.load(own_ptr + row, mask=here, other=0.0) - recalled, mask=here)
         tl.store(dg_ptr + row, tl.cumsum(part, 0, reverse=True) + at_end, mask=here)
-        # K above Q
-        both = tl.arange(0, 2 * CHUNK)
-        place = batch * k_strides[0] + head.to(tl.int64) * k_strides[2] + (first + start + both)[:, None] * k_strides[1]
-        above = (both < CHUNK)[:, None] & (start + both < length)[:, None] & (d < D)[None, :]
-        rows = tl.load(k_ptr + place + d[None, :], mask=above, other=0.0)
-        place = batch * q_strides[0] + head.to(tl.int64) * q_strides[2] + (first + start + both - CHUNK)[:, None] * q_strides[1]
-        under = (both >= CHUNK)[:, None] & (start + both - CHUNK < length)[:, None] & (d < D)[None, :]
-        rows += tl.load(q_ptr + place + d[None, :], mask=under, other=0.0)
-        pairs = tl.load(by_both_ptr + chunk * (2 * CHUNK * CHUNK) + n[:, None] * (2 * CHUNK) + both[None, :])
-        dk += product(pairs, rows, HOW)
+        # few tokens at once need few registers
+        for token in range(0, CHUNK, 32):
+            columns = token + tl.arange(0, 32)
+            s = start + columns
+            place = by_both_ptr + chunk * (2 * CHUNK * CHUNK) + n[:, None] * (2 * CHUNK) + columns[None, :]
+            dk += product(tl.load(place), head_rows(k_ptr, k_strides, batch, head, first, s, d, s < length, d < D), HOW)
+            rows = head_rows(q_ptr, q_strides, batch, head, first, s, d, s < length, d < D)
+            dk += product(tl.load(place + CHUNK), rows, HOW)
     k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
     unit = tl.load(unit_ptr + (begin + t) * HEADS + head * GROUP, mask=here, other=0.0)
     place = ((begin + t) * (HEADS // GROUP) + head)[:, None] * D + d[None, :]
