@@ -48,7 +48,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     from rooftile.recurrent.kernels import delta
 
     kernel = getattr(delta, f"_{name}")
-    constants = delta.tile_of(name, dim, dim, dtype)
+    constants = delta.tile_of(name, dim, dim, dtype, sm >= 90)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
     constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "QK_NORM": True, "PACKED": packed, "SLOTS": True, "HAS_LAST": True}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}

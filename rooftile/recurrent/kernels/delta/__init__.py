@@ -26,6 +26,7 @@ from rooftile.recurrent.kernels.delta.gradients import (
     _walk_back,
 )
 from rooftile.recurrent.kernels.delta.steps import _step
+from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
 
@@ -65,30 +66,45 @@ def _between(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the columns of a tile, how its products are made, and warps: bf16 and fp16 spill nothing on sm80 and sm90."""
-    block_d, block_v = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v))
-    if kernel == "step":
-        return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, 32), "num_warps": 4, "num_stages": 1}
-    narrow = dtype == torch.bfloat16
-    columns = {
-        "prepare": 64 if narrow else 32, "walk": 32, "outputs": 128 if narrow else 64,
-        "through_outputs": 128 if narrow else 64, "walk_back": 32, "pair_gradients": 64 if narrow else 32,
-        "query_gradients": 64 if narrow else 32, "key_gradients": 64 if narrow else 32,
-    }[kernel]  # fmt: skip
-    # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
+# columns of values in a tile, warps and stages: in bf16 on Hopper and before it, and in fp16 and fp32
+_TILES = {
+    "prepare": ((32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    "walk": ((32, 4, 3), (32, 4, 2), (16, 4, 1)),
+    "outputs": ((128, 4, 1), (32, 4, 1), (32, 4, 1)),
+    "through_outputs": ((64, 4, 1), (64, 4, 1), (32, 4, 1)),
+    "walk_back": ((32, 4, 3), (32, 4, 2), (16, 4, 1)),
+    "pair_gradients": ((128, 4, 2), (128, 4, 2), (32, 4, 1)),
+    "query_gradients": ((64, 4, 2), (32, 8, 2), (16, 8, 1)),
+    "key_gradients": ((64, 8, 1), (16, 8, 1), (16, 8, 1)),
+    "step": ((32, 4, 1), (32, 4, 1), (32, 4, 1)),
+}
+
+
+def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool) -> dict[str, Any]:
+    """Returns the columns of a tile, how its products are made, warps and stages.
+
+    A tile has at least 64 rows and 16 columns, so that each of four warps owns whole pieces of every product: Triton 3.6 reads
+    beyond its shared memory where eight warps share 16 columns.
+    """
+    block_v, warps, stages = _TILES[kernel][(not hopper) if dtype == torch.bfloat16 else 2]
+    if dim_v < 64 or dim < 64:
+        warps = 4
+    block_v = min(block_v, max(triton.next_power_of_2(dim_v), 16))
+    block_d = max(triton.next_power_of_2(dim), 16 if kernel == "step" else 64)
     if kernel == "prepare":
-        block_d = min(block_d, columns)
+        block_d = 32
+    found = {"BLOCK_D": block_d, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+    # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
     how = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "tf32"}[dtype]
-    walks = narrow and kernel in ("walk", "walk_back")
-    stages, warps = (2, 4) if walks else (1, 8)
-    return {"BLOCK_D": block_d, "BLOCK_V": min(block_v, columns), "num_warps": warps, "num_stages": stages, "HOW": how}
+    return found if kernel == "step" else found | {"HOW": how}
 
 
 @cache
-def _constants(kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, **own: bool) -> dict[str, Any]:
+def _constants(
+    kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, **own: bool
+) -> dict[str, Any]:  # fmt: skip
     """Returns one dictionary for the same arguments: a launch is recognised by it."""
-    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype)
+    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype, hopper)
 
 
 class _Chunks(NamedTuple):
@@ -99,7 +115,7 @@ class _Chunks(NamedTuple):
     # offsets, or any tensor in their place
     cu: Tensor
     strides: list[tuple[int, int, int]]
-    shape: tuple[int, int, int, int, torch.dtype]
+    shape: tuple[int, int, int, int, torch.dtype, bool]
     flags: dict[str, bool]
     length: int
     # chunks, and sequences
@@ -127,7 +143,7 @@ def _chunks(tokens: Tensors, state: Tensor, cu: Tensor | None, qk_norm: bool) ->
     device, wide = q.device, _between(q.dtype)
     chunks = _Chunks(
         own, state.contiguous(), k if cu is None else cu, [_strides(x, packed) for x in own],
-        (heads, heads // k.shape[-2], dim, dim_v, q.dtype), {"QK_NORM": qk_norm, "PACKED": packed}, length, slots, sequences,
+        (heads, heads // k.shape[-2], dim, dim_v, q.dtype, is_hopper(q.device)), {"QK_NORM": qk_norm, "PACKED": packed}, length, slots, sequences,
         torch.empty((slots, heads, CHUNK.value, CHUNK.value), dtype=torch.float32, device=device),
         torch.empty((*v.shape[:-1], dim), dtype=wide, device=device), torch.empty(v.shape, dtype=wide, device=device),
         torch.empty((slots, heads, dim, dim_v), dtype=wide, device=device),
@@ -207,7 +223,7 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
     count, heads, dim_v = v.shape
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if y.numel():
-        shape = (heads, heads // k.shape[-2], q.shape[-1], dim_v, q.dtype)
+        shape = (heads, heads // k.shape[-2], q.shape[-1], dim_v, q.dtype, is_hopper(q.device))
         own = _constants("step", *shape, QK_NORM=qk_norm, SLOTS=slots is not None)
         rows = k if slots is None else slots.contiguous()
         strides = (state.stride(), *(x.stride()[:2] for x in (q, k, v, g, beta)))
