@@ -66,7 +66,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
         "_gradients": (selective._gradients, scan(PACKED=True, **both, **steps)),
         "_wide_gradients": (selective._gradients, scan(32, PACKED=False, **both, **steps)),
-        "_scan_step": (selective._scan_step, selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps)),
+        "_scan_step": (
+            selective._scan_step,
+            selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),
+        ),
     }
 
 

@@ -201,7 +201,9 @@ def backward(
         own = chunks.constants("walk_back", HAS_LAST=d_last is not None)
         last = chunks.state if d_last is None else d_last.contiguous()
         read = (q, k, chunks.w, dy, d_new, d_states, total, unit, factor, last, found[-1], chunks.cu)
-        _start_walk_back((triton.cdiv(dim_v, own["BLOCK_V"]), chunks.sequences, heads), (*read, q_strides, k_strides, *sizes), own)
+        _start_walk_back(
+            (triton.cdiv(dim_v, own["BLOCK_V"]), chunks.sequences, heads), (*read, q_strides, k_strides, *sizes), own
+        )
     if v.numel():
         by_key, by_both = (torch.empty((*x.shape[:-1], n * CHUNK.value), dtype=new.dtype, device=x.device) for n in (1, 2))
         part, d_write = torch.empty_like(unit), torch.empty_like(unit)

@@ -141,7 +141,9 @@ def backward(
     (count, W, N), T, wide = state.shape, x.shape[-2], {"dtype": torch.float32, "device": x.device}
     dy, slots, rows = dy.contiguous(), chunks.slots, x.numel() // W if W else 0
     has = {"HAS_Z": tokens[4] is not None, **chunks.flags}
-    adjoint, dx, d_dt, dz, d_first = (torch.empty(like.shape, dtype=like.dtype, device=x.device) for like in (chunks.part, x, dt, z, state))
+    adjoint, dx, d_dt, dz, d_first = (
+        torch.empty(like.shape, dtype=like.dtype, device=x.device) for like in (chunks.part, x, dt, z, state)
+    )
     # not every slot of a packed batch has tokens
     dA, dD, d_bias = torch.zeros((slots, N, W), **wide), torch.zeros((slots, W), **wide), torch.zeros((slots, W), **wide)
     dB, dC = (torch.empty((chunks.blocks, rows, N), **wide) for _ in range(2))

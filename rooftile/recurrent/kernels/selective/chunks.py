@@ -3,6 +3,8 @@
     _chunk_states  walks each chunk from a state of zeros, and sums its steps
     _scan          goes from chunk to chunk: S = exp(A sum of dt) S + what the chunk adds; leaves the state before each chunk
     _outputs       walks each chunk from this state, and writes y
+
+A chunk's states lie in memory as (N, W), in fp32.
 """
 
 from __future__ import annotations
