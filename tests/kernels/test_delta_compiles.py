@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels compile for the chips that they are for, without one; in bf16 no register spills but in one kernel.
+"""The gated delta rule's kernels compile for the chips that they are for, without one; in bf16 one kernel alone spills registers.
 
 In fp16 the forward spills nothing either, and in fp32 the exact products of 128 columns do not fit into registers.
 """
