@@ -37,7 +37,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     steps = {"SOFTPLUS": True, "HAS_BIAS": True}
 
     def scan(N: int = 16, **own: bool) -> dict[str, Any]:
-        return selective._with_states(5120, N, **own)
+        return selective._by_tokens(5120, N, **own)
 
     both = {"HAS_D": True, "HAS_Z": True}
 
@@ -64,8 +64,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         "_outputs": (selective._outputs, scan(PACKED=True, **both, **steps)),
         "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
-        "_gradients": (selective._gradients, scan(PACKED=True, **both, **steps)),
-        "_wide_gradients": (selective._gradients, scan(32, PACKED=False, **both, **steps)),
+        "_gradients": (selective._gradients, selective._by_tiles(5120, 16, PACKED=True, **both, **steps)),
+        "_wide_gradients": (selective._gradients, selective._by_tiles(5120, 32, PACKED=False, **both, **steps)),
         "_scan_step": (
             selective._scan_step,
             selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),

@@ -27,6 +27,8 @@ from rooftile.runtime.launch import Kernel
 # tokens of a chunk
 CHUNK = 256
 LARGEST_N = 32
+# channels of a program, which is one warp, where a thread walks tokens with all numbers of its channel
+_WALK_CHANNELS = 32
 # tokens of a tile, and channels of a program, which is one warp
 _TOKENS, _CHANNELS = 8, 64
 # channels of a program that goes from chunk to chunk, and of a step's
@@ -47,8 +49,8 @@ def _by_tiles(W: int, N: int, **own: bool) -> dict[str, Any]:
     return constants_of(W, N, _CHANNELS, 1, CHUNK=CHUNK, TOKENS=_TOKENS, **own)
 
 
-def _with_states(W: int, N: int, **own: bool) -> dict[str, Any]:
-    return constants_of(W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS, **own)
+def _by_tokens(W: int, N: int, **own: bool) -> dict[str, Any]:
+    return constants_of(W, N, _WALK_CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, **own)
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -94,15 +96,15 @@ def _chunks(tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | Non
     flags = {"SOFTPLUS": softplus, "HAS_BIAS": bias is not None, "PACKED": packed}
     chunks = _Chunks(
         own, [token_strides(given, packed) for given in own], [rates, A if D is None else D, A if bias is None else bias],
-        x if cu is None else cu, flags, triton.cdiv(W, _CHANNELS), slots,
+        x if cu is None else cu, flags, triton.cdiv(W, _WALK_CHANNELS), slots,
         torch.empty((slots, N, W), dtype=torch.float32, device=x.device),
         torch.empty((slots, W), dtype=torch.float32, device=x.device),
     )  # fmt: skip
     first = state.contiguous()
     last = torch.empty_like(first)
     if x.numel():
-        arguments = (x, dt, B, rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count, 1)
-        _start_states((slots, chunks.blocks, 1), arguments, _with_states(W, N, **flags))
+        arguments = (x, dt, B, rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count)
+        _start_states((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **flags))
     if last.numel():
         _between(chunks, chunks.part, first, last, T)
     return chunks, last
@@ -126,9 +128,9 @@ def forward(
     x = chunks.tokens[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        own = _with_states(*state.shape[1:], HAS_D=constants[1] is not None, HAS_Z=tokens[4] is not None, **chunks.flags)
+        own = _by_tokens(*state.shape[1:], HAS_D=constants[1] is not None, HAS_Z=tokens[4] is not None, **chunks.flags)
         tensors = (*chunks.tokens, *chunks.constants, chunks.part, y, chunks.cu)
-        _start_outputs((chunks.slots, chunks.blocks, 1), (*tensors, *chunks.strides, x.shape[-2], state.shape[0], 1), own)
+        _start_outputs((chunks.slots, chunks.blocks, 1), (*tensors, *chunks.strides, x.shape[-2], state.shape[0]), own)
     return y, last
 
 
@@ -146,19 +148,21 @@ def backward(
     )
     # not every slot of a packed batch has tokens
     dA, dD, d_bias = torch.zeros((slots, N, W), **wide), torch.zeros((slots, W), **wide), torch.zeros((slots, W), **wide)
-    dB, dC = (torch.empty((chunks.blocks, rows, N), **wide) for _ in range(2))
-    sizes, grid = (T, count, 1), (slots, chunks.blocks, 1)
+    blocks = triton.cdiv(W, _CHANNELS)
+    dB, dC = (torch.empty((blocks, rows, N), **wide) for _ in range(2))
     rates, D, bias = chunks.constants
     if x.numel():
-        arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], *sizes)
-        _start_adjoints(grid, arguments, _with_states(W, N, **has))
+        arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], T, count)
+        _start_adjoints((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **has))
     if state.numel():
         _between(chunks, adjoint, None if d_last is None else d_last.contiguous(), d_first, T, reverse=True)
     if x.numel():
         starts = torch.empty((slots * (CHUNK // _TOKENS), N, W), **wide)
         found = (dx, d_dt, dB, dC, dz, dA, dD, d_bias)
         tensors = (dy, x, dt, B, C, z, rates, D, bias, chunks.part, adjoint, starts, *found, chunks.cu)
-        _start_gradients(grid, (*tensors, *chunks.strides, *sizes), _by_tiles(W, N, HAS_D=constants[1] is not None, **has))
+        _start_gradients(
+            (slots, blocks, 1), (*tensors, *chunks.strides, T, count, 1), _by_tiles(W, N, HAS_D=constants[1] is not None, **has)
+        )
     sums = dB.sum(0).view(B.shape), dC.sum(0).view(C.shape), dz, dA.sum(0).t(), dD.sum(0), d_bias.sum(0)
     pairs = zip((*tokens, *constants), (dx, d_dt, *sums), strict=True)
     return [*(d.to(like.dtype).contiguous() for like, d in pairs if like is not None), d_first]

@@ -13,25 +13,15 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.parts import silu
-from rooftile.recurrent.kernels.selective.tiles import (
-    advance,
-    by_channel,
-    channels,
-    column,
-    decays,
-    row,
-    states_before,
-    steps,
-    tile,
-)
+from rooftile.recurrent.kernels.selective.tiles import by_channel, steps
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B", "apart"])
+@triton.jit(do_not_specialize=["T", "B"])
 def _chunk_states(
-    x_ptr, dt_ptr, B_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, x_strides, dt_strides, B_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    x_ptr, dt_ptr, B_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, x_strides, dt_strides, B_strides, T, B,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -40,19 +30,27 @@ def _chunk_states(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, t, w, b = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), channels(apart, BLOCK_W), b.to(tl.int64)
+    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    in_n, in_w = n < N, w < W
+    inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
+    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
+    row = first + start
+    x_ptr += b * x_strides[0] + row * x_strides[1] + w
+    dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
+    B_ptr += b * B_strides[0] + row * B_strides[1] + n
     state, total = tl.zeros((BLOCK_N, BLOCK_W), tl.float32), tl.zeros((BLOCK_W,), tl.float32)
-    for begin in range(start, tl.minimum(start + CHUNK, length), TOKENS):
-        here, rows = begin + t < length, first + begin + t
-        inside = here[:, None] & (w < W)[None, :]
-        dt = steps(tile(dt_ptr, dt_strides, b, rows, w, inside) + bias[None, :], inside, SOFTPLUS)
-        moved = dt * tile(x_ptr, x_strides, b, rows, w, inside)
-        state = advance(state, dt, moved, rates_ptr, B_ptr, B_strides, b, rows, t, n, w, here, W, N, TOKENS, False)
-        total += tl.sum(dt, 0)
-    place = (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :]
-    tl.store(part_ptr + place, state, mask=(n < N)[:, None] & (w < W)[None, :])
-    tl.store(total_ptr + slot.to(tl.int64) * W + w, total, mask=w < W)
+    for _ in range(0, tl.minimum(CHUNK, length - start)):
+        dt = steps(tl.load(dt_ptr, mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
+        moved = dt * tl.load(x_ptr, mask=in_w, other=0.0).to(tl.float32)
+        own = tl.load(B_ptr, mask=in_n, other=0.0).to(tl.float32)
+        state = tl.exp2(dt[None, :] * rates) * state + moved[None, :] * own[:, None]
+        total += dt
+        x_ptr += x_strides[1]
+        dt_ptr += dt_strides[1]
+        B_ptr += B_strides[1]
+    tl.store(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], state, mask=inside)
+    tl.store(total_ptr + slot.to(tl.int64) * W + w, total, mask=in_w)
 
 
 # fmt: off
@@ -90,11 +88,11 @@ def _scan(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B", "apart"])
+@triton.jit(do_not_specialize=["T", "B"])
 def _outputs(
     x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, rates_ptr, D_ptr, bias_ptr, part_ptr, y_ptr, cu_ptr,
-    x_strides, dt_strides, B_strides, C_strides, z_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    x_strides, dt_strides, B_strides, C_strides, z_strides, T, B,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -103,23 +101,43 @@ def _outputs(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, t, w, b = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), channels(apart, BLOCK_W), b.to(tl.int64)
+    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    in_n, in_w = n < N, w < W
+    inside = in_n[:, None] & in_w[None, :]
     bias, skip = by_channel(bias_ptr, w, W, HAS_BIAS), by_channel(D_ptr, w, W, HAS_D)
-    place = (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :]
-    state = tl.load(part_ptr + place, mask=(n < N)[:, None] & (w < W)[None, :], other=0.0)
-    for begin in range(start, tl.minimum(start + CHUNK, length), TOKENS):
-        here, rows = begin + t < length, first + begin + t
-        inside = here[:, None] & (w < W)[None, :]
-        dt = steps(tile(dt_ptr, dt_strides, b, rows, w, inside) + bias[None, :], inside, SOFTPLUS)
-        x = tile(x_ptr, x_strides, b, rows, w, inside)
-        moved, y = dt * x, skip[None, :] * x
-        for i in tl.static_range(N):
-            a = decays(dt, tl.load(rates_ptr + i * W + w, mask=w < W, other=0.0), here)
-            own = moved * column(B_ptr, B_strides, b, rows, i, here)[:, None]
-            own += a * states_before(a, own, row(state, n, i), t)
-            y += own * column(C_ptr, C_strides, b, rows, i, here)[:, None]
-            state = tl.where((n == i)[:, None], row(own, t, TOKENS - 1)[None, :], state)
+    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
+    row = first + start
+    x_ptr += b * x_strides[0] + row * x_strides[1] + w
+    dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
+    B_ptr += b * B_strides[0] + row * B_strides[1] + n
+    C_ptr += b * C_strides[0] + row * C_strides[1] + n
+    z_ptr += b * z_strides[0] + row * z_strides[1] + w
+    y_ptr += ((0 if PACKED else b * T) + row) * W + w
+    state = tl.load(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], mask=inside, other=0.0)
+    count = tl.minimum(CHUNK, length - start)
+    # a token is read before the one in front of it is written: no load may go ahead of a store by itself
+    dt, x = tl.load(dt_ptr, mask=in_w, other=0.0), tl.load(x_ptr, mask=in_w, other=0.0)
+    own, read = tl.load(B_ptr, mask=in_n, other=0.0), tl.load(C_ptr, mask=in_n, other=0.0)
+    z = tl.load(z_ptr, mask=in_w, other=0.0)
+    for t in range(0, count):
+        more = t + 1 < count
+        x_ptr += x_strides[1]
+        dt_ptr += dt_strides[1]
+        B_ptr += B_strides[1]
+        C_ptr += C_strides[1]
+        next_dt, next_x = tl.load(dt_ptr, mask=in_w & more, other=0.0), tl.load(x_ptr, mask=in_w & more, other=0.0)
+        next_own, next_read = tl.load(B_ptr, mask=in_n & more, other=0.0), tl.load(C_ptr, mask=in_n & more, other=0.0)
+        next_z = z
         if HAS_Z:
-            y *= silu(tile(z_ptr, z_strides, b, rows, w, inside))
-        every = ((0 if PACKED else b * T) + rows)[:, None] * W + w[None, :]
-        tl.store(y_ptr + every, y.to(y_ptr.dtype.element_ty), mask=inside)
+            z_ptr += z_strides[1]
+            next_z = tl.load(z_ptr, mask=in_w & more, other=0.0)
+        step, moved = steps(dt.to(tl.float32) + bias, in_w, SOFTPLUS), x.to(tl.float32)
+        state = tl.exp2(step[None, :] * rates) * state + (step * moved)[None, :] * own.to(tl.float32)[:, None]
+        y = tl.sum(state * read.to(tl.float32)[:, None], 0)
+        if HAS_D:
+            y += skip * moved
+        if HAS_Z:
+            y *= silu(z.to(tl.float32))
+        tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_w)
+        y_ptr += W
+        dt, x, own, read, z = next_dt, next_x, next_own, next_read, next_z

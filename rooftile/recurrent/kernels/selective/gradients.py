@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftile.recurrent.kernels.parts import silu
 from rooftile.recurrent.kernels.selective.tiles import (
-    advance,
     by_channel,
     channels,
     column,
@@ -32,10 +32,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B", "apart"])
+@triton.jit(do_not_specialize=["T", "B"])
 def _chunk_adjoints(
-    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -44,25 +44,31 @@ def _chunk_adjoints(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, t, w, b = tl.arange(0, BLOCK_N), tl.arange(0, TOKENS), channels(apart, BLOCK_W), b.to(tl.int64)
-    # the last token comes first
-    place = TOKENS - 1 - t
+    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    in_n, in_w = n < N, w < W
+    inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
-    tiles = tl.cdiv(tl.minimum(CHUNK, length - start), TOKENS)
+    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
+    # the last token comes first
+    count = tl.minimum(CHUNK, length - start)
+    row = first + start + count - 1
+    dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
+    C_ptr += b * C_strides[0] + row * C_strides[1] + n
+    z_ptr += b * z_strides[0] + row * z_strides[1] + w
+    dy_ptr += ((0 if PACKED else b * T) + row) * W + w
     r = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-    for back in range(0, tiles):
-        begin = start + (tiles - 1 - back) * TOKENS
-        here, rows = begin + place < length, first + begin + place
-        inside = here[:, None] & (w < W)[None, :]
-        dt = steps(tile(dt_ptr, dt_strides, b, rows, w, inside) + bias[None, :], inside, SOFTPLUS)
-        every = ((0 if PACKED else b * T) + rows)[:, None] * W + w[None, :]
-        dy = tl.load(dy_ptr + every, mask=inside, other=0.0).to(tl.float32)
+    for _ in range(0, count):
+        dt = steps(tl.load(dt_ptr, mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
+        dy = tl.load(dy_ptr, mask=in_w, other=0.0).to(tl.float32)
         if HAS_Z:
-            z = tile(z_ptr, z_strides, b, rows, w, inside)
-            dy *= z / (1 + tl.exp(-z))
-        r = advance(r, dt, dy, rates_ptr, C_ptr, C_strides, b, rows, t, n, w, here, W, N, TOKENS, True)
-    own = (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :]
-    tl.store(part_ptr + own, r, mask=(n < N)[:, None] & (w < W)[None, :])
+            dy *= silu(tl.load(z_ptr, mask=in_w, other=0.0).to(tl.float32))
+            z_ptr -= z_strides[1]
+        read = tl.load(C_ptr, mask=in_n, other=0.0).to(tl.float32)
+        r = tl.exp2(dt[None, :] * rates) * (r + dy[None, :] * read[:, None])
+        dy_ptr -= W
+        dt_ptr -= dt_strides[1]
+        C_ptr -= C_strides[1]
+    tl.store(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], r, mask=inside)
 
 
 @triton.jit
@@ -122,7 +128,7 @@ def _gradients(
         dy = tl.load(dy_ptr + own, mask=inside, other=0.0).to(tl.float32)
         if HAS_Z:
             z = tile(z_ptr, z_strides, b, rows, w, inside)
-            dy *= z / (1 + tl.exp(-z))
+            dy *= silu(z)
         y, moved = skip[None, :] * x, dt * x
         written, ddt = tl.zeros((TOKENS, BLOCK_W), tl.float32), tl.zeros((TOKENS, BLOCK_W), tl.float32)
         known_ptr = _start_of(part_ptr, starts_ptr, number, N, W)

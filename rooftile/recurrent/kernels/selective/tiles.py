@@ -81,18 +81,3 @@ def states_behind(a, b, state, t, TOKENS: tl.constexpr):
         found = tl.where((t == j)[:, None], state[None, :], found)
         state = row(a, t, j) * state + row(b, t, j)
     return found, state
-
-
-@triton.jit
-def advance(
-    state, dt, moved, rates_ptr, B_ptr, B_strides, b, rows, t, n, w, here,
-    W: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, DECAYED: tl.constexpr,
-):  # fmt: skip
-    """Returns the state (N, channels) after the tokens of a tile. Each adds B times what is `moved`, which itself is DECAYED or not."""
-    for i in tl.static_range(N):
-        a = decays(dt, tl.load(rates_ptr + i * W + w, mask=w < W, other=0.0), here)
-        own = moved * column(B_ptr, B_strides, b, rows, i, here)[:, None]
-        own = a * own if DECAYED else own
-        own += a * states_before(a, own, row(state, n, i), t)
-        state = tl.where((n == i)[:, None], row(own, t, TOKENS - 1)[None, :], state)
-    return state
