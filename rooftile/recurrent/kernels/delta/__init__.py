@@ -66,29 +66,34 @@ def _between(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-# columns of values in a tile, warps and stages: in bf16 on Hopper and before it, and in fp16 and fp32
+# columns of values in a tile, warps and stages: in bf16 on Hopper, in bf16 before it, and in fp16, fp32 and for narrow heads
 _TILES = {
-    "prepare": ((32, 4, 1), (32, 4, 1), (32, 4, 1)),
+    "prepare": ((32, 2, 1), (32, 4, 1), (32, 4, 1)),
     "walk": ((32, 4, 3), (32, 4, 2), (16, 4, 1)),
     "outputs": ((128, 4, 1), (32, 4, 1), (32, 4, 1)),
     "through_outputs": ((64, 4, 1), (64, 4, 1), (32, 4, 1)),
     "walk_back": ((32, 4, 3), (32, 4, 2), (16, 4, 1)),
     "pair_gradients": ((128, 4, 2), (128, 4, 2), (32, 4, 1)),
-    "query_gradients": ((64, 4, 2), (32, 8, 2), (16, 8, 1)),
-    "key_gradients": ((64, 8, 1), (16, 8, 1), (16, 8, 1)),
+    "query_gradients": ((64, 4, 2), (32, 8, 2), (16, 4, 1)),
+    "key_gradients": ((64, 8, 1), (16, 8, 1), (16, 4, 1)),
     "step": ((32, 4, 1), (32, 4, 1), (32, 4, 1)),
 }
+# where 64 columns give each processor of a chip a program, on Hopper in bf16
+_WIDE_TILES = {"walk": (64, 4, 2), "walk_back": (64, 4, 1)}
+_PROCESSORS = 128
 
 
-def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool) -> dict[str, Any]:
-    """Returns the columns of a tile, how its products are made, warps and stages.
+def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, walks: int = 0) -> dict[str, Any]:
+    """Returns the columns of a tile, how its products are made, warps and stages; `walks` are sequences times value heads.
 
     A tile has at least 64 rows and 16 columns, so that each of four warps owns whole pieces of every product: Triton 3.6 reads
     beyond its shared memory where eight warps share 16 columns.
     """
-    block_v, warps, stages = _TILES[kernel][(not hopper) if dtype == torch.bfloat16 else 2]
-    if dim_v < 64 or dim < 64:
-        warps = 4
+    narrow = min(dim, dim_v) < 64
+    block_v, warps, stages = _TILES[kernel][2 if narrow or dtype != torch.bfloat16 else 0 if hopper else 1]
+    if kernel in _WIDE_TILES and dtype == torch.bfloat16 and hopper and not narrow:
+        if walks * triton.cdiv(dim_v, 64) >= _PROCESSORS:
+            block_v, warps, stages = _WIDE_TILES[kernel]
     block_v = min(block_v, max(triton.next_power_of_2(dim_v), 16))
     block_d = max(triton.next_power_of_2(dim), 16 if kernel == "step" else 64)
     if kernel == "prepare":
@@ -101,10 +106,10 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool)
 
 @cache
 def _constants(
-    kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, **own: bool
+    kernel: str, heads: int, group: int, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, walks: int = 0, **own: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Returns one dictionary for the same arguments: a launch is recognised by it."""
-    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype, hopper)
+    return {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v} | own | tile_of(kernel, dim, dim_v, dtype, hopper, walks)
 
 
 class _Chunks(NamedTuple):
@@ -131,7 +136,8 @@ class _Chunks(NamedTuple):
     unit: Tensor
 
     def constants(self, kernel: str, **own: bool) -> dict[str, Any]:
-        return _constants(kernel, *self.shape, **own, PACKED=self.flags["PACKED"])
+        walks = self.sequences * self.shape[0] if kernel in _WIDE_TILES else 0
+        return _constants(kernel, *self.shape, walks, **own, PACKED=self.flags["PACKED"])
 
 
 def _chunks(tokens: Tensors, state: Tensor, cu: Tensor | None, qk_norm: bool) -> tuple[_Chunks, Tensor]:

@@ -54,7 +54,10 @@ def inverse_length(x, QK_NORM: tl.constexpr):
 def decay_between(total):
     """Computes exp(G_t - G_s) for s <= t, and 0 for later s, where the exponent would be positive."""
     n = tl.arange(0, CHUNK)
-    apart = (total[:, None] - total[None, :]).to(tl.float32)
+    # halves of a sum in fp32 take half the registers of its square in fp64
+    high = total.to(tl.float32)
+    low = tl.where(tl.abs(high) < float("inf"), (total - high.to(tl.float64)).to(tl.float32), 0.0)
+    apart = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return tl.exp(tl.where(n[:, None] >= n[None, :], apart, float("-inf")))
 
 

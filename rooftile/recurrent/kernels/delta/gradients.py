@@ -257,22 +257,32 @@ def _key_gradients(
         beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
         unit = tl.load(unit_ptr + row, mask=here, other=0.0)
         left, grown = tl.exp((end - total).to(tl.float32)), tl.exp(total.to(tl.float32))
+        kept = tl.zeros((BLOCK_D,), tl.float32)
+        for column in range(0, DV, 16):
+            e = column + tl.arange(0, 16)
+            state = _state(states_ptr, chunk, d, e, D, DV).to(tl.float32)
+            kept += tl.sum(state * _state(dstates_ptr, chunk, d, e, D, DV), 1)
+        at_end = tl.exp(end.to(tl.float32)) * tl.sum(kept, 0)
         k = head_rows(k_ptr, k_strides, batch, head, first, t, d, here, d < D)
-        # what the states after the chunk and before it give to <k, dK>, and the decay of the chunk to dG of its end
-        moved, recalled, kept = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        # through the state after the chunk, then through the state before it
+        own = tl.zeros((CHUNK, BLOCK_D), tl.float32)
         for column in range(0, DV, BLOCK_V):
             e = column + tl.arange(0, BLOCK_V)
-            new, dstate = _columns(new_ptr, row, e, here, DV), _state(dstates_ptr, chunk, d, e, D, DV)
-            moved += tl.sum(product(k, dstate, HOW) * new, 1)
-            dk += product(new * left[:, None], tl.trans(dstate), HOW)
-            dr, state = _columns(dr_ptr, row, e, here, DV), _state(states_ptr, chunk, d, e, D, DV)
-            recalled += tl.sum(product(k, state, HOW) * dr, 1)
-            dk -= product(dr * (beta * grown)[:, None], tl.trans(state), HOW)
-            kept += tl.sum(state.to(tl.float32) * dstate, 1)
-        moved *= left * unit
-        recalled *= grown * unit
+            new = _columns(new_ptr, row, e, here, DV)
+            own += product(new, tl.trans(_state(dstates_ptr, chunk, d, e, D, DV)), HOW)
+        own *= left[:, None]
+        moved = tl.sum(own * k, 1) * unit
+        dk += own
+        own = tl.zeros((CHUNK, BLOCK_D), tl.float32)
+        for column in range(0, DV, BLOCK_V):
+            e = column + tl.arange(0, BLOCK_V)
+            dr = _columns(dr_ptr, row, e, here, DV)
+            own += product(dr, tl.trans(_state(states_ptr, chunk, d, e, D, DV)), HOW)
+        own *= grown[:, None]
+        recalled = tl.sum(own * k, 1) * unit
+        dk -= own * beta[:, None]
         part = tl.load(part_ptr + row, mask=here, other=0.0) - moved - recalled * beta
-        at_end = tl.sum(moved, 0) + tl.exp(end.to(tl.float32)) * tl.sum(kept, 0)
+        at_end += tl.sum(moved, 0)
         tl.store(dbeta_ptr + row, tl.load(own_ptr + row, mask=here, other=0.0) - recalled, mask=here)
         tl.store(dg_ptr + row, tl.cumsum(part, 0, reverse=True) + at_end, mask=here)
         # few tokens at once need few registers
