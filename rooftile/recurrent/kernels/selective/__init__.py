@@ -30,7 +30,7 @@ LARGEST_N = 32
 # channels of a program, which is one warp, where a thread walks tokens with all numbers of its channel
 _WALK_CHANNELS = 32
 # tokens of a tile, and channels of a program, which is one warp
-_TOKENS, _CHANNELS = 8, 64
+_TOKENS, _CHANNELS = 8, 32
 # channels of a program that goes from chunk to chunk, and of a step's
 _SCAN_CHANNELS = _STEP_CHANNELS = 128
 _LOG2_E = 1.4426950408889634
@@ -103,7 +103,7 @@ def _chunks(tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | Non
     first = state.contiguous()
     last = torch.empty_like(first)
     if x.numel():
-        arguments = (x, dt, B, rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count)
+        arguments = (x, dt, B, rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count, 1)
         _start_states((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **flags))
     if last.numel():
         _between(chunks, chunks.part, first, last, T)
@@ -130,7 +130,7 @@ def forward(
     if y.numel():
         own = _by_tokens(*state.shape[1:], HAS_D=constants[1] is not None, HAS_Z=tokens[4] is not None, **chunks.flags)
         tensors = (*chunks.tokens, *chunks.constants, chunks.part, y, chunks.cu)
-        _start_outputs((chunks.slots, chunks.blocks, 1), (*tensors, *chunks.strides, x.shape[-2], state.shape[0]), own)
+        _start_outputs((chunks.slots, chunks.blocks, 1), (*tensors, *chunks.strides, x.shape[-2], state.shape[0], 1), own)
     return y, last
 
 
@@ -152,7 +152,7 @@ def backward(
     dB, dC = (torch.empty((blocks, rows, N), **wide) for _ in range(2))
     rates, D, bias = chunks.constants
     if x.numel():
-        arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], T, count)
+        arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], T, count, 1)
         _start_adjoints((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **has))
     if state.numel():
         _between(chunks, adjoint, None if d_last is None else d_last.contiguous(), d_first, T, reverse=True)

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.parts import silu
-from rooftile.recurrent.kernels.selective.tiles import by_channel, steps
+from rooftile.recurrent.kernels.selective.tiles import by_channel, channels, steps
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=["T", "B", "apart"])
 def _chunk_states(
-    x_ptr, dt_ptr, B_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, x_strides, dt_strides, B_strides, T, B,
+    x_ptr, dt_ptr, B_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, x_strides, dt_strides, B_strides, T, B, apart,
     W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -30,7 +30,7 @@ def _chunk_states(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    n, w, b = tl.arange(0, BLOCK_N), channels(apart, BLOCK_W), b.to(tl.int64)
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
@@ -88,10 +88,10 @@ def _scan(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=["T", "B", "apart"])
 def _outputs(
     x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, rates_ptr, D_ptr, bias_ptr, part_ptr, y_ptr, cu_ptr,
-    x_strides, dt_strides, B_strides, C_strides, z_strides, T, B,
+    x_strides, dt_strides, B_strides, C_strides, z_strides, T, B, apart,
     W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -101,7 +101,7 @@ def _outputs(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    n, w, b = tl.arange(0, BLOCK_N), channels(apart, BLOCK_W), b.to(tl.int64)
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias, skip = by_channel(bias_ptr, w, W, HAS_BIAS), by_channel(D_ptr, w, W, HAS_D)

@@ -32,9 +32,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=["T", "B", "apart"])
 def _chunk_adjoints(
-    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B,
+    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B, apart,
     W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -44,7 +44,7 @@ def _chunk_adjoints(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    n, w, b = tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), b.to(tl.int64)
+    n, w, b = tl.arange(0, BLOCK_N), channels(apart, BLOCK_W), b.to(tl.int64)
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
