@@ -85,7 +85,8 @@ def test_kernels_compile(name: str, sm: int, dtype: torch.dtype, dim: int) -> No
         assert stack(built) <= (AMPERE if (name, sm, dim) == ("key_gradients", 80, 128) else ROOM)
     if dtype == torch.bfloat16 and name != "step":
         # products of 16-bit numbers run on the matrix units
-        assert re.search(r"wgmma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
+        # two warps are no group of warps for Hopper's
+        assert re.search(r"wgmma" if sm >= 90 and name != "prepare" else r"mma\.sync", built.asm["ptx"])
 
 
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
