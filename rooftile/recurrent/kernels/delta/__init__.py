@@ -61,9 +61,12 @@ def step_refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Gi
     return None
 
 
-def _between(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what kernels leave for each other: bf16 has the range of sums over a long text, fp16 has not."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+def _by_bf16(dim: int, dim_v: int, dtype: torch.dtype) -> bool:
+    """Whether products, and what kernels leave for each other, are in bf16: it has the range of sums over a long text, fp16 has not.
+
+    Heads below 64 take products of tf32: Triton 3.6 reads beyond its shared memory in those of bf16 with 16 or 32 columns.
+    """
+    return dtype == torch.bfloat16 and min(dim, dim_v) >= 64
 
 
 # columns of values in a tile, warps and stages: in bf16 on Hopper, in bf16 before it, and in fp16, fp32 and for narrow heads
@@ -89,9 +92,9 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool,
     A tile has at least 64 rows and 16 columns, so that each of four warps owns whole pieces of every product: Triton 3.6 reads
     beyond its shared memory where eight warps share 16 columns.
     """
-    narrow = min(dim, dim_v) < 64
-    block_v, warps, stages = _TILES[kernel][2 if narrow or dtype != torch.bfloat16 else 0 if hopper else 1]
-    if kernel in _WIDE_TILES and dtype == torch.bfloat16 and hopper and not narrow:
+    by_bf16 = _by_bf16(dim, dim_v, dtype)
+    block_v, warps, stages = _TILES[kernel][2 if not by_bf16 else 0 if hopper else 1]
+    if kernel in _WIDE_TILES and by_bf16 and hopper:
         if walks * triton.cdiv(dim_v, 64) >= _PROCESSORS:
             block_v, warps, stages = _WIDE_TILES[kernel]
     block_v = min(block_v, max(triton.next_power_of_2(dim_v), 16))
@@ -99,8 +102,8 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool,
     if kernel == "prepare":
         block_d = 32
     found = {"BLOCK_D": block_d, "BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
-    # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
-    how = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "tf32"}[dtype]
+    # products of tf32 are as exact as fp16
+    how = "bf16" if by_bf16 else "fp32" if dtype == torch.float32 else "tf32"
     return found if kernel == "step" else found | {"HOW": how}
 
 
@@ -146,7 +149,7 @@ def _chunks(tokens: Tensors, state: Tensor, cu: Tensor | None, qk_norm: bool) ->
     packed, length, (heads, dim_v), dim = cu is not None, q.shape[-3], v.shape[-2:], q.shape[-1]
     sequences = state.shape[0]
     slots = length // CHUNK.value + sequences if packed else -(-length // CHUNK.value) * sequences
-    device, wide = q.device, _between(q.dtype)
+    device, wide = q.device, torch.bfloat16 if _by_bf16(dim, dim_v, q.dtype) else torch.float32
     chunks = _Chunks(
         own, state.contiguous(), k if cu is None else cu, [_strides(x, packed) for x in own],
         (heads, heads // k.shape[-2], dim, dim_v, q.dtype, is_hopper(q.device)), {"QK_NORM": qk_norm, "PACKED": packed}, length, slots, sequences,
