@@ -69,8 +69,8 @@ def gated_delta(
             it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
-        backend: "triton" (kernels, for g of each head; gradients as "tiled" has them), "tiled" (pieces, in plain operations) or
-            "eager" (token by token, with gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN
+        backend: "triton" (kernels, for g of each head), "tiled" (pieces, in plain operations) or "eager" (token by token, with
+            gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN
             reaches the up to 63 tokens before its own, too.
 
     Returns:

@@ -65,8 +65,8 @@ def selective_scan(
         state: the state before the first token (B, W, N), float32 (float64 for float64); None for zeros. Gradients flow to it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
-        backend: "triton" (kernels; gradients as "tiled" has them), "tiled" (plain operations, whose backward keeps one state
-            in 64) or "eager" (with gradients of gradients); None or "auto" takes the fastest that runs.
+        backend: "triton" (kernels), "tiled" (plain operations, whose backward keeps one state in 64) or "eager" (with gradients
+            of gradients); None or "auto" takes the fastest that runs.
 
     Returns:
         y (B, T, W) in the dtype of x; with return_state (y, state), state (B, W, N) in float32. Gradients flow from both.

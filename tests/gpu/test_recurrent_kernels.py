@@ -48,8 +48,16 @@ def delta(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict
     return rec.gated_delta, given
 
 
+def scan(front: tuple[int, ...], count: int, P: int, N: int) -> tuple[Any, dict[str, Tensor]]:
+    given = {
+        "x": rand(*front, P), "dt": rand(*front, P) - 2, "A": -torch.rand(P, N, dtype=D, device="cuda") * 4, "B": rand(*front, N),
+        "C": rand(*front, N), "D": rand(P), "z": rand(*front, P), "dt_bias": rand(P), "state": rand(count, P, N),
+    }  # fmt: skip
+    return rec.selective_scan, given
+
+
 NARROW = {"x", "B", "C", "z", "q", "k", "v", "tail"}
-KINDS = {"ssd": ssd, "gated": gated, "conv": conv, "delta": delta}
+KINDS = {"ssd": ssd, "gated": gated, "conv": conv, "delta": delta, "scan": scan}
 SIZES = [
     ("ssd", 64, 128),
     ("ssd", 40, 16),
@@ -58,7 +66,11 @@ SIZES = [
     ("conv", 200, 0),
     ("delta", 128, 128),
     ("delta", 48, 64),
+    ("scan", 200, 16),
+    ("scan", 70, 5),
 ]
+# head dims of values and keys, of which some are below the smallest tile
+DIMS = [(1, 1), (5, 8), (8, 5), (17, 16), (48, 32), (64, 100), (64, 64), (128, 128)]
 
 
 def narrowed(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -124,16 +136,39 @@ def test_a_nan_reaches_all_later_tokens_of_its_sequence_and_no_other_sequence(na
     assert not y[300:436].isnan().any()
 
 
-def test_gradients_run_through_kernels_and_plain_operations_alike() -> None:
-    for kind, P, N in (("ssd", 64, 128), ("conv", 200, 0), ("delta", 64, 64)):
-        run, given = KINDS[kind]((2, 300), 2, P, N)
-        leaves = {name: x.float().requires_grad_() for name, x in given.items()}
-        found, due = (
-            torch.autograd.grad(sum(out.square().sum() for out in run(**leaves, backend=way)), list(leaves.values()))
-            for way in ("triton", "tiled")
-        )
-        for x, right in zip(found, due, strict=True):
-            assert (x - right).norm() <= 1e-3 * right.norm()
+def gradients(run: Any, given: dict[str, Tensor], cu: Tensor | None, backend: str) -> list[Tensor]:
+    """The outputs, and the gradients of all tensors from random gradients of both outputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    outputs = run(**leaves, cu=cu, backend=backend)
+    generator = torch.Generator("cuda").manual_seed(0)
+    dues = [torch.randn(y.shape, generator=generator, device="cuda", dtype=D).to(torch.bfloat16).to(y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, list(leaves.values()), dues)]
+
+
+def check_gradients(run: Any, given: dict[str, Tensor], cu: Tensor | None, dtype: torch.dtype) -> None:
+    given = narrowed(given, dtype)
+    found = [gradients(run, given, cu, "triton") for _ in range(4)]
+    due = gradients(run, {name: x.double() for name, x in given.items()}, cu, "tiled")
+    for n, right in enumerate(due):
+        error = (found[0][n].double() - right).norm() / right.norm()
+        assert error <= 2 * ERRORS[dtype], (n, float(error))
+        assert all(torch.equal(found[0][n], again[n]) for again in found[1:])
+
+
+@pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
+@pytest.mark.parametrize("layout", LENGTHS)
+@pytest.mark.parametrize(("kind", "P", "N"), [("ssd", 64, 128), ("conv", 200, 0), ("delta", 128, 128), ("scan", 200, 16)])
+def test_gradients_equal_plain_operations(kind: str, P: int, N: int, layout: str, dtype: torch.dtype) -> None:
+    ends = None if LENGTHS[layout] is None else [0, 3, 3, 300, 301, 700]
+    cu = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
+    front, count = ((2, 600), 2) if ends is None else ((ends[-1],), len(ends) - 1)
+    check_gradients(*KINDS[kind](front, count, P, N), cu, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
+@pytest.mark.parametrize(("P", "N"), DIMS)
+def test_the_delta_rule_has_any_head_dims(P: int, N: int, dtype: torch.dtype) -> None:
+    check_gradients(*delta((2, 130), 2, P, N), None, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(ERRORS), ids=str)

@@ -60,7 +60,7 @@ def _no_plain_walk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(walk, "forward", refuse)
     # a few chunks in a short sequence
-    monkeypatch.setattr(selective, "CHUNK", tl.constexpr(8))
+    monkeypatch.setattr(selective, "CHUNK", 16)
 
 
 @kinds

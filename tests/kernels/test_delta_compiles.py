@@ -1,4 +1,7 @@
-"""The gated delta rule's kernels compile for the chips that they are for, without one; in bf16 and fp16 no register spills."""
+"""The gated delta rule's kernels compile for the chips that they are for, without one; in bf16 one kernel alone spills registers.
+
+In fp16 the forward spills nothing either, and in fp32 the exact products of 128 columns do not fit into registers.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,22 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 
 # bytes outside of registers
 ROOM = 32 if NEWER else 0
+# on Ampere each warp holds a whole factor of the keys' gradient
+AMPERE = 640
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-KERNELS = ("invert", "prepare", "walk", "outputs", "step")
-# W, V' and the states between chunks are in bf16, or in fp32
-BETWEEN = {"w_ptr", "u_ptr", "states_ptr"}
+FORWARD = ("prepare", "walk", "outputs")
+BACKWARD = ("through_outputs", "walk_back", "pair_gradients", "query_gradients", "key_gradients")
+KERNELS = (*FORWARD, *BACKWARD, "step")
+GIVEN = {f"{name}_ptr" for name in ("q", "k", "v", "y", "beta", "dq", "dk", "dv", "dy", "dbeta")}
+# W, V', the states between chunks, and the gradients of these are in bf16, or in fp32
+BETWEEN = {f"{name}_ptr" for name in ("w", "u", "new", "states", "dnew", "dr", "dstates", "by_key", "by_both")}
 
 
 def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:
     between = {*BETWEEN, "v_ptr"} if name == "outputs" else BETWEEN
     signature = {}
     for argument in kernel.arg_names:
-        pointer = WORDS[dtype] if argument in ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "beta_ptr") else "*fp32"
+        pointer = WORDS[dtype] if argument in GIVEN else "*fp32"
         if argument in between:
             pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         pointer = {"total_ptr": "*fp64", "cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, pointer)
@@ -45,9 +53,10 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     from rooftile.recurrent.kernels import delta
 
     kernel = getattr(delta, f"_{name}")
-    constants = delta.tile_of(name, dim, dim, dtype)
+    constants = delta.tile_of(name, dim, dim, dtype, sm >= 90)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
-    constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "QK_NORM": True, "PACKED": packed, "SLOTS": True}
+    constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "PACKED": packed}
+    constants |= {"QK_NORM": True, "SLOTS": True, "HAS_LAST": True}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     even: list[tuple[int, ...]] = [(n,) for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr")]
@@ -72,15 +81,16 @@ def _traits(case: tuple) -> tuple:
 def test_kernels_compile(name: str, sm: int, dtype: torch.dtype, dim: int) -> None:
     built = compiled(name, sm, dtype, dim)
     assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
-    if dtype != torch.float32:
-        # the exact products of fp32 do not fit into registers
-        assert stack(built) <= ROOM
+    if dtype == torch.bfloat16 or (dtype == torch.float16 and name not in BACKWARD):
+        assert stack(built) <= (AMPERE if (name, sm, dim) == ("key_gradients", 80, 128) else ROOM)
     if dtype == torch.bfloat16 and name != "step":
         # products of 16-bit numbers run on the matrix units
-        assert re.search(r"wgmma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
+        # two warps are no group of warps for Hopper's
+        assert re.search(r"wgmma" if sm >= 90 and name != "prepare" else r"mma\.sync", built.asm["ptx"])
 
 
-@pytest.mark.parametrize("name", ["invert", "prepare", "walk", "outputs"])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("sm", [80, 90])
 def test_packed_groups_spill_nothing(sm: int, name: str) -> None:
-    assert stack(compiled(name, sm, torch.bfloat16, 128, group=2, packed=True)) <= ROOM
+    room = AMPERE if (name, sm) == ("key_gradients", 80) else ROOM
+    assert stack(compiled(name, sm, torch.bfloat16, 128, group=2, packed=True)) <= room

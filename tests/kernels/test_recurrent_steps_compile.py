@@ -18,7 +18,9 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 ROOM = 32 if NEWER else 0
 
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-IN_FP32 = {"first_ptr", "g_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"}
+IN_FP32 = {"first_ptr", "g_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"} | {
+    f"{name}_ptr" for name in ("rates", "adjoint", "starts", "dB", "dC", "dA", "dD", "dbias")
+}
 # the numbers of strides that are a tuple, with the last one 1
 RANKS = {
     "_ssd_step": {"state": 4, "D": 2, "dt": 2},
@@ -34,8 +36,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     conv: dict[str, Any] = {"SILU": True, "HAS_BIAS": True}
     steps = {"SOFTPLUS": True, "HAS_BIAS": True}
 
-    def scan(N: int = 16, block: int = 32, warps: int = 1, **own: bool) -> dict[str, Any]:
-        return selective.constants_of(5120, N, block, warps, **own)
+    def scan(N: int = 16, **own: bool) -> dict[str, Any]:
+        return selective._by_tokens(5120, N, **own)
+
+    both = {"HAS_D": True, "HAS_Z": True}
 
     return {
         "_conv": (convolution._conv, convolution.walk_constants(5376, 4, 128, True, True, False)),
@@ -50,10 +54,19 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
             convolution.walk_constants(5376, 4, 128, True, True, True, True),
         ),
         "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
-        "_scan": (selective._scan, scan(PACKED=True)),
-        "_outputs": (selective._outputs, scan(PACKED=True, HAS_D=True, HAS_Z=True, **steps)),
-        "_wide_outputs": (selective._outputs, scan(32, PACKED=False, HAS_D=True, HAS_Z=True, **steps)),
-        "_scan_step": (selective._scan_step, scan(16, 128, 4, HAS_D=True, HAS_Z=True, HAS_SLOTS=True, **steps)),
+        "_chunk_adjoints": (selective._chunk_adjoints, scan(PACKED=True, HAS_Z=True, **steps)),
+        "_scan": (
+            selective._scan,
+            selective.constants_of(5120, 16, 128, 4, CHUNK=selective.CHUNK, HAS_FIRST=True, REVERSE=True, PACKED=True),
+        ),
+        "_outputs": (selective._outputs, scan(PACKED=True, **both, **steps)),
+        "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
+        "_gradients": (selective._gradients, selective._by_tiles(5120, 16, PACKED=True, **both, **steps)),
+        "_wide_gradients": (selective._gradients, selective._by_tiles(5120, 32, PACKED=False, **both, **steps)),
+        "_scan_step": (
+            selective._scan_step,
+            selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),
+        ),
     }
 
 
@@ -67,9 +80,12 @@ NAMES = [
     "_conv_step",
     "_ssd_step",
     "_chunk_states",
+    "_chunk_adjoints",
     "_scan",
     "_outputs",
     "_wide_outputs",
+    "_gradients",
+    "_wide_gradients",
     "_scan_step",
 ]
 

@@ -9,7 +9,7 @@
 
 `rooftile` is the automatic choice. Peers are mamba-ssm's Triton kernels and fla's, where they can be imported. A contestant is
 timed only after its outputs were compared with plain operations in fp32. The roof counts each input and output once, and the
-products of the recurrence. The scan has no phase "fwd+bwd", which would take minutes.
+products of the recurrence. A peer whose gradients raise or are wrong has no time in the phase "fwd+bwd".
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         yield from beside_peers(contest(session, works, clock, roofs=roof, phase="fwd", **words)).values()
         if problem.gradients:
             leaves, dy = [x.detach().requires_grad_() for x in problem.tensors], torch.randn_like(y)
-            works = {who: partial(_both, call, leaves, dy) for who, call in calls.items()}
+            wrong = {who: _refused(call, problem, gradients=True) for who, call in calls.items()}
+            works = {who: partial(_both, call, leaves, dy) for who, call in calls.items() if not wrong[who]}
             yield from beside_peers(contest(session, works, clock, phase="fwd+bwd", **words)).values()
+            yield from refused(session, wrong, before="refused: ", dtype=session.dtype, phase="fwd+bwd", **words)
         yield from refused(session, why, before="refused: ", dtype=session.dtype, phase="fwd", **words)
         del problem, calls, works, y
         tidy(session.device)
@@ -93,9 +95,9 @@ def _both(call: Callable[..., Any], leaves: list[Tensor], dy: Tensor) -> Any:
     return torch.autograd.grad(call(*leaves), leaves, dy)
 
 
-def _refused(call: Callable[..., Any], problem: Problem) -> str:
+def _refused(call: Callable[..., Any], problem: Problem, gradients: bool = False) -> str:
     # a step has no plain form beside it, and changes its states: tests compare it
-    return "" if problem.plain is None else refusal(call, problem.plain, problem.checked(), gradients=False)
+    return "" if problem.plain is None else refusal(call, problem.plain, problem.checked(), gradients=gradients)
 
 
 def _problem(name: str, device: torch.device, dtype: torch.dtype) -> Problem:
@@ -144,8 +146,6 @@ def _delta(batch: int, tokens: int, heads: int | None, device: torch.device, dty
         return rec.gated_delta(q, k, v, g, beta, return_state=False, backend=backend)
 
     def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        # each value head has a query and a key of its own there
-        q, k = (one.repeat_interleave(2, 2) for one in (q, k))
         return named("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
 
     flops = states.delta_flops(v, v.new_empty(0, 2 * Hk, D, D), "fwd")
@@ -162,7 +162,7 @@ def _scan(batch: int, tokens: int, heads: int | None, device: torch.device, dtyp
     def call(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, backend: str | None = None) -> Tensor:
         return rec.selective_scan(x, dt, A, B, C, D=D, z=z, dt_bias=bias, return_state=False, backend=backend)
 
-    return Problem([x, dt, B, C, z], call, partial(call, backend="tiled"), {}, 0, gradients=False)
+    return Problem([x, dt, B, C, z], call, partial(call, backend="tiled"), {}, 0)
 
 
 def _conv(batch: int, tokens: int, heads: int | None, device: torch.device, dtype: torch.dtype) -> Problem:

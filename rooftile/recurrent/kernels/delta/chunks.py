@@ -3,7 +3,7 @@
 With G_t the sum of exponents from the chunk's first token until t, and S the state before the chunk:
 
     M_ts = beta_t <k_t, k_s> exp(G_t - G_s) for s < t,  X = (1 + M)^-1
-    W = X (beta exp(G) K),  U = X (beta V)                         X, then these: one program for each chunk and value head
+    W = X (beta exp(G) K),  U = X (beta V)                         one program for each chunk and value head
     V' = U - W S,  S <- exp(G_last) S + (exp(G_last - G) K)^T V'   one for each sequence, value head and block of columns
     Y = scale (exp(G) Q S + (Q K^T exp(G_t - G_s), s <= t) V')     one for each chunk, value head and block of columns
 
@@ -20,9 +20,6 @@ from rooftile.recurrent.linear.kernels.tiles import head_rows, part_of
 
 # tokens of a chunk
 CHUNK = tl.constexpr(64)
-# the diagonal blocks of the system that are inverted row by row, and how many a chunk has
-_BLOCK = tl.constexpr(16)
-_BLOCKS = tl.constexpr(4)
 # is added to the square of a key's length: rooftile.recurrent.delta.EPS
 EPS = tl.constexpr(1e-6)
 
@@ -57,76 +54,59 @@ def inverse_length(x, QK_NORM: tl.constexpr):
 def decay_between(total):
     """Computes exp(G_t - G_s) for s <= t, and 0 for later s, where the exponent would be positive."""
     n = tl.arange(0, CHUNK)
-    apart = (total[:, None] - total[None, :]).to(tl.float32)
+    # halves of a sum in fp32 take half the registers of its square in fp64
+    high = total.to(tl.float32)
+    low = tl.where(tl.abs(high) < float("inf"), (total - high.to(tl.float64)).to(tl.float32), 0.0)
+    apart = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return tl.exp(tl.where(n[:, None] >= n[None, :], apart, float("-inf")))
 
 
 @triton.jit
-def inverse(m):
-    """Inverts 1 + m for a strictly lower triangular m (CHUNK, CHUNK), in fp32.
-
-    With D the blocks of 1 + m on the diagonal, 1 + m = D (1 + N), and N^4 = 0, since N lies below the blocks.
-    """
-    n = tl.arange(0, CHUNK)
-    same = (n // _BLOCK)[:, None] == (n // _BLOCK)[None, :]
-    one = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    # by block, row and column
-    blocks = tl.sum(tl.reshape(tl.where(same, m, 0.0), (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)), 2)
-    i = tl.arange(0, _BLOCK)
-    x = tl.zeros((_BLOCKS, _BLOCK, _BLOCK), tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None]
-    for row in range(1, _BLOCK):
-        # by the number of the column, so that it weighs the rows of x
-        weight = tl.sum(tl.where((i == row)[None, :, None], blocks, 0.0), 1)
-        due = tl.sum(weight[:, :, None] * x, 1)
-        x = tl.where((i == row)[None, :, None], x - due[:, None, :], x)
-    b = tl.arange(0, _BLOCKS)
-    places = b[:, None, None, None] == b[None, None, :, None]
-    d = tl.reshape(tl.where(places, x[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    below = product(d, tl.where(same, 0.0, m), "fp32")
-    square = product(below, below, "fp32")
-    return product(product(one - below, one + square, "fp32"), d, "fp32")
+def _blocks(row, column, SIZE: tl.constexpr, APART: tl.constexpr):
+    """Places of the blocks of SIZE x SIZE numbers in a chunk's matrix that begin at (row, column) + p (APART, APART)."""
+    p, i = tl.arange(0, CHUNK // APART), tl.arange(0, SIZE)
+    rows, columns = row + p[:, None] * APART + i[None, :], column + p[:, None] * APART + i[None, :]
+    return rows[:, :, None] * CHUNK + columns[:, None, :]
 
 
-# fmt: off
-@triton.jit(do_not_specialize=["T", "B"])
-def _invert(
-    k_ptr, g_ptr, beta_ptr, x_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, g_strides, beta_strides, T, B,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
-):
-    # fmt: on
-    """Writes X, G and what keys are multiplied by."""
-    slot, h = tl.program_id(0), tl.program_id(1)
-    b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
-    if start >= length:
-        return
-    n = tl.arange(0, CHUNK)
-    t, batch, d = start + n, b.to(tl.int64), tl.arange(0, BLOCK_D)
-    here = t < length
-    g = tl.load(g_ptr + batch * g_strides[0] + (first + t) * g_strides[1] + h * g_strides[2], mask=here, other=0.0)
-    total = tl.cumsum(g.to(tl.float64), 0)
-    beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
-    beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-    k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
-    unit = inverse_length(k, QK_NORM)
-    row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
-    tl.store(total_ptr + row, total, mask=here)
-    tl.store(unit_ptr + row, unit, mask=here)
-    m = product(k, tl.trans(k), HOW) * (beta * unit)[:, None] * unit[None, :] * decay_between(total)
-    x = inverse(tl.where(n[:, None] > n[None, :], m, 0.0))
-    place = (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
-    tl.store(x_ptr + place, x)
+@triton.jit
+def _twice(x, m, i, j, SIZE: tl.constexpr):
+    """Goes from the inverses x of blocks of SIZE rows in 1 + m to those of twice as many rows."""
+    below = tl.where((i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE), m, 0.0)
+    return x - product(x, product(below, x, "fp32"), "fp32")
+
+
+@triton.jit
+def _inverse_of_blocks(m):
+    """Inverts 1 + m for strictly lower triangular blocks m (blocks, 16, 16)."""
+    n = tl.arange(0, 16)
+    i, j = n[None, :, None], n[None, None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), m, 0.0)
+    return _twice(_twice(_twice(x, m, i, j, 2), m, i, j, 4), m, i, j, 8)
+
+
+@triton.jit
+def _merge(x_ptr, SIZE: tl.constexpr):
+    """Goes from the inverses of blocks of SIZE rows, on the diagonal in memory, to those of twice as many rows."""
+    below = x_ptr + _blocks(SIZE, 0, SIZE, 2 * SIZE)
+    x = product(tl.load(below), tl.load(x_ptr + _blocks(0, 0, SIZE, 2 * SIZE)), "fp32")
+    x = product(tl.load(x_ptr + _blocks(SIZE, SIZE, SIZE, 2 * SIZE)), x, "fp32")
+    # all threads have read before one writes, and have written before one reads
+    tl.debug_barrier()
+    tl.store(below, -x)
+    tl.debug_barrier()
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _prepare(
-    k_ptr, v_ptr, beta_ptr, x_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, v_strides, beta_strides, T, B,
+    k_ptr, v_ptr, g_ptr, beta_ptr, x_ptr, w_ptr, u_ptr, total_ptr, unit_ptr, cu_ptr, k_strides, v_strides, g_strides, beta_strides,
+    T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PACKED: tl.constexpr, HOW: tl.constexpr,
+    QK_NORM: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes W and U."""
+    """Writes X, W, U, G and what keys are multiplied by."""
     slot, h = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
@@ -134,13 +114,34 @@ def _prepare(
     n = tl.arange(0, CHUNK)
     t, batch = start + n, b.to(tl.int64)
     here = t < length
-    row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
+    g = tl.load(g_ptr + batch * g_strides[0] + (first + t) * g_strides[1] + h * g_strides[2], mask=here, other=0.0)
+    total = tl.cumsum(g.to(tl.float64), 0)
     beta_place = beta_ptr + batch * beta_strides[0] + (first + t) * beta_strides[1] + h * beta_strides[2]
     beta = tl.load(beta_place, mask=here, other=0.0).to(tl.float32)
-    total = tl.load(total_ptr + row, mask=here, other=0.0).to(tl.float32)
-    factor = beta * tl.load(unit_ptr + row, mask=here, other=0.0) * tl.exp(total)
-    x = tl.load(x_ptr + (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :])
-    by_key, by_value = x * factor[None, :], x * beta[None, :]
+    m, squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for column in range(0, D, BLOCK_D):
+        d = column + tl.arange(0, BLOCK_D)
+        k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
+        squares += tl.sum(k.to(tl.float32) * k, 1)
+        m += product(k, tl.trans(k), HOW)
+    unit = tl.rsqrt(squares + EPS) if QK_NORM else squares * 0 + 1
+    row = ((0 if PACKED else batch * T) + first + t) * HEADS + h
+    tl.store(total_ptr + row, total, mask=here)
+    tl.store(unit_ptr + row, unit, mask=here)
+    m *= (beta * unit)[:, None] * unit[None, :] * decay_between(total)
+    x_ptr += (slot.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK)
+    square = n[:, None] * CHUNK + n[None, :]
+    tl.store(x_ptr + square, tl.where(n[:, None] > n[None, :], m, 0.0))
+    tl.debug_barrier()
+    diagonal = x_ptr + _blocks(0, 0, 16, 16)
+    x = _inverse_of_blocks(tl.load(diagonal))
+    tl.debug_barrier()
+    tl.store(diagonal, x)
+    tl.debug_barrier()
+    _merge(x_ptr, 16)
+    _merge(x_ptr, 32)
+    x = tl.load(x_ptr + square)
+    by_key, by_value = x * (beta * unit * tl.exp(total.to(tl.float32)))[None, :], x * beta[None, :]
     for column in range(0, D, BLOCK_D):
         d = column + tl.arange(0, BLOCK_D)
         k = head_rows(k_ptr, k_strides, batch, h // GROUP, first, t, d, here, d < D)
