@@ -26,7 +26,7 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
-from rooftile.recurrent.state_space import UNLIMITED, steps_of
+from rooftile.recurrent.state_space import FREE, steps_of
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
@@ -154,7 +154,7 @@ def _token(tokens: Given, constants: Given, state: Tensor, options: Given) -> tu
     A, D, dt_bias = constants
     wide, W = wide_dtype(x), x.shape[1]
     x, B, C = x.to(wide), _by_channel(B.to(wide), W), _by_channel(C.to(wide), W)
-    dt = steps_of(dt, dt_bias, (*options, *UNLIMITED), wide)
+    dt = steps_of(dt, dt_bias, (*options, *FREE), wide)
     state = (dt[..., None] * A.to(wide)).exp() * state.to(wide) + (dt * x)[..., None] * B
     y = (state * C).sum(-1)
     if D is not None:

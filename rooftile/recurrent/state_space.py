@@ -36,7 +36,8 @@ from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
-UNLIMITED = (0.0, math.inf)
+# a step below 0 would let a state grow: it counts as 0, as in mamba-ssm's kernels; Mamba-1's scan bounds nothing
+UNLIMITED, FREE = (0.0, math.inf), (-math.inf, math.inf)
 
 
 @answers_foreign_words
@@ -178,7 +179,9 @@ def steps_of(dt: Tensor, bias: Tensor | None, options: Sequence[Any], dtype: tor
     if softplus:
         # beyond this threshold log(1 + exp(x)) is x to the last bit
         dt = F.softplus(dt, threshold=40.0 if dtype == torch.float64 else 20.0)
-    return dt if (low, high) == UNLIMITED else dt.clamp(low, high)
+    # softplus gives no step below 0
+    free = (low, high) == FREE or (softplus and (low, high) == UNLIMITED)
+    return dt if free else dt.clamp(low, high)
 
 
 def _token(tokens: Given, constants: Given, state: Tensor, options: Given) -> tuple[Tensor, Tensor]:

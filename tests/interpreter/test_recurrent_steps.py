@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 import rooftile as rt

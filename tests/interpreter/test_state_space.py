@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile import recurrent as rec
 from rooftile.recurrent.kernels import state_space as kernels
 from rooftile.recurrent.kernels.state_space import call as calls
 from tests.recurrent import cases
@@ -58,6 +59,27 @@ def test_no_tokens() -> None:
     y, last = kernels.forward((args[0], args[1], *args[3:], None), (args[2], None, None), state, None, (True, 0.0, 9.0))
     assert y.shape == (2, 0, 3, 8)
     assert torch.equal(last, state)
+
+
+def test_steps_below_0_count_as_0_on_every_backend() -> None:
+    """Without softplus a bias may take a step below 0."""
+    case = cases.ssd(20, P=8, N=8, softplus=False)
+    assert (case.tensors["dt"] + case.given["dt_bias"]).min() < 0
+    assert_defined(case)
+    due = case.defining(case.tensors, case.given)
+    for backend in ("tiled", "eager"):
+        found = case.run(*case.tensors.values(), **case.given, **case.options, backend=backend)
+        torch.testing.assert_close(found, due)
+    tokens = {name: x[:, 0] for name, x in case.tensors.items() if name != "A"} | {"z": case.given["z"][:, 0]}
+    for dtype in (torch.float64, torch.float32):
+        state = case.given["state"].to(dtype, copy=True)
+        rec.ssd_step(
+            state, *(tokens[name].to(dtype) for name in ("x", "dt")), case.tensors["A"].to(dtype),
+            *(tokens[name].to(dtype) for name in ("B", "C")), softplus=False, dt_bias=case.given["dt_bias"].to(dtype),
+        )  # fmt: skip
+        one = {name: x if name == "A" else x[:, :1] for name, x in case.tensors.items()}
+        given = case.given | {"z": case.given["z"][:, :1]}
+        torch.testing.assert_close(state.double(), case.defining(one, given)[1], rtol=1e-5, atol=1e-5)
 
 
 def test_steps_that_are_tiny_and_decays_that_underflow() -> None:

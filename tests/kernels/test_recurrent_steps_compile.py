@@ -47,8 +47,11 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
         "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
         "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
-        "_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 4, 128, True, True, False, True)),
-        "_packed_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 8, 128, True, True, True, True)),
+        "_conv_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 4, 128, True, True, False, True)),
+        "_packed_conv_gradients": (
+            convolution_gradients._gradients,
+            convolution.walk_constants(5376, 8, 128, True, True, True, True),
+        ),
         "_tail_gradients": (
             convolution_gradients._tail_gradients,
             convolution.walk_constants(5376, 4, 128, True, True, True, True),
@@ -71,8 +74,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 NAMES = [
-    "_gradients",
-    "_packed_gradients",
+    "_conv_gradients",
+    "_packed_conv_gradients",
     "_tail_gradients",
     "_conv",
     "_packed_conv",

@@ -99,7 +99,8 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
     y = torch.empty((S, H, P), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    limited = (low, high) != (0.0, float("inf"))
+    # softplus gives no step below 0
+    limited = not softplus_on or (low, high) != (0.0, float("inf"))
     there = (D is not None, z is not None, bias is not None, slots is not None)
     own = constants_of(H, P, state.shape[-1], B.shape[1], bool(softplus_on), limited, *there)
     d_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0)
