@@ -113,7 +113,7 @@ def _summed(
 
 
 def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:
-    """What the tile says of a kernel that sums over heads, or over their shares."""
+    """Returns what the tile says of a kernel that sums over heads, or over their shares."""
     if name == "_input_gradients":
         return {"BLOCK_R": tile.rows, "STAGES": tile.pair_stages, "num_warps": tile.pair_warps, "num_stages": tile.pair_stages}
     columns = {"BLOCK_S": min(tile.of_state, max(triton.next_power_of_2(N), 16))}

@@ -68,7 +68,7 @@ def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False) -> Til
 def constants_of(
     P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False, **own: Any
 ) -> dict[str, Any]:
-    """What every kernel may take; one dictionary for the same arguments: a launch is recognised by it."""
+    """Returns what every kernel may take; one dictionary for the same arguments: a launch is recognised by it."""
     tile = tile_of(N, dtype, hopper, back)
     # a tile of z beside the others spills in four warps
     warps = 8 if own.get("GATED") else tile.warps
@@ -163,7 +163,7 @@ class Call:
         _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
 
     def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
-        """What a walk over states reads, and its strides."""
+        """Returns what a walk over states reads, and its strides."""
         rows = self.C if back else self.B
         return (v, rows, self.steps[0], self.steps[1]), (self.strides(v), self.strides(rows))
 

@@ -46,7 +46,7 @@ def _step_gradients(
             place = ((h * PARTS * PARTS_N + part).to(tl.int64) * slots + slot) * size + c
             rows += tl.load(read_ptr + place + n)
             to_step += tl.load(moved_ptr + place + n)
-            # of the token before
+            # the one before it
             before += tl.load(moved_ptr + place + n - 1, mask=n > 0, other=0.0)
             through += tl.load(through_ptr + place // BLOCK)
         place = (h.to(tl.int64) * slots + slot) * size + c + n
