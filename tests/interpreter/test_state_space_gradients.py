@@ -121,7 +121,7 @@ def test_steps_that_are_tiny_and_decays_that_underflow() -> None:
 
 
 def test_decays_so_strong_that_the_gradient_of_the_rate_is_small() -> None:
-    """The share that a token gives itself is in the rows and the columns of the pairs, and may not be left over from their difference."""
+    """A token's share in itself is in the rows and the columns of the pairs, and may not be left over from their difference."""
     case = without(cases.ssd(70, P=8, N=8, softplus=False), "dt_bias", "state")
     strong = without(case, dt=torch.ones(2, 70, 4, dtype=torch.float64), A=torch.full((4,), -9.0, dtype=torch.float64))
     assert_gradients(strong, times=2)

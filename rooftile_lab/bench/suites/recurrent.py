@@ -15,6 +15,7 @@ products of the recurrence. A peer whose gradients raise or are wrong has no tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from rooftile.cost.session import Session
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
 from rooftile_lab.bench.fused_peers import named, refusal
+from rooftile_lab.bench.peer_tuning import compiled_side_by_side
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import beside_peers, contest, refused
 from rooftile_lab.bench.run import Progress
@@ -60,6 +62,11 @@ class Problem(NamedTuple):
 
 def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
     """A row for each contestant and phase."""
+    with compiled_side_by_side() if session.device.type == "cuda" else nullcontext():
+        yield from _measure(session, names, say)
+
+
+def _measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
     clock = clock_for(session.device, 60.0)
     dtype = DTYPES[session.dtype]
     for name in names:
