@@ -45,6 +45,7 @@ CONFIGS = {
         **MAMBA, conv_kernel=3, time_step_rank=5, tie_word_embeddings=False, use_bias=True, use_conv_bias=False
     ),
     "falcon_mamba": lambda: transformers.FalconMambaConfig(**MAMBA, mixer_rms_eps=0.01, tie_word_embeddings=False),
+    "falcon_mamba, width of its own": lambda: transformers.FalconMambaConfig(**MAMBA | {"expand": 16}, intermediate_size=60),
     "mamba2": lambda: transformers.Mamba2Config(**MAMBA2),
     "mamba2, tied, biases": lambda: transformers.Mamba2Config(
         **MAMBA2 | {"conv_kernel": 3}, tie_word_embeddings=True, use_bias=True, use_conv_bias=False, residual_in_fp32=False

@@ -48,8 +48,10 @@ def falcon_mamba(settings: Settings) -> Fields:
 def _mamba1(settings: Settings, family: str, *, eos: int, **norms: Any) -> Fields:
     hidden, rank = settings.size("hidden_size"), settings.values.get("time_step_rank", "auto")
     _check_silu(settings)
+    # Falcon-Mamba's config.json says expand 16 and a width of twice the hidden size: Transformers goes by the width
+    width = settings.size("intermediate_size", max(int(settings.positive("expand", 2) * hidden), 1))
     sizes = MambaSizes(
-        width=int(settings.positive("expand", 2) * hidden),
+        width=width,
         rank=-(-hidden // 16) if rank == "auto" else settings.size("time_step_rank"), state=settings.size("state_size", 16),
         kernel=settings.size("conv_kernel", 4), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
         **norms,
