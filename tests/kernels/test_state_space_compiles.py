@@ -29,8 +29,10 @@ NAMES = ("_steps", "_products", "_segment_sums", "_scan", "_outputs")
 BACKWARD = ("_segment_sums", "_chunk_states", "_input_gradients", "_map_gradients", "_map_sums", "_step_gradients")
 
 
-def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False) -> Any:
-    """A kernel as it is launched for tensors that are aligned to 16 bytes."""
+def compiled(
+    name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False, ones: bool = False
+) -> Any:  # fmt: skip
+    """A kernel as it is launched for tensors that are aligned to 16 bytes; `ones` for the numbers that Triton specialises on."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -51,6 +53,10 @@ def compiled(name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool
     if name == "_gate_gradients":
         constants = constants | gate._CONSTANTS
     options = {word: constants[word] for word in ("num_warps", "num_stages")}
+    if ones:
+        free = {*kernel.do_not_specialize, "low", "high"}
+        numbers = [word for word in kernel.arg_names if word.islower() and not word.endswith(("_ptr", "_strides"))]
+        constants = constants | dict.fromkeys((word for word in numbers if word not in free), 1)
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     signature: dict[str, Any] = {}
     for argument in kernel.arg_names:
@@ -121,3 +127,9 @@ def test_the_backward_compiles_without_spills(name: str, sm: int, dtype: torch.d
 
 def test_the_gates_gradient_compiles() -> None:
     assert stack(compiled("_gate_gradients", 80, torch.bfloat16, 64, 128)) == 0
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES, *BACKWARD}))
+def test_one_sequence_of_one_chunk(name: str) -> None:
+    """Triton makes constants of numbers that are 1, which have no methods."""
+    assert compiled(name, 90, torch.bfloat16, 64, 128, back=name in BACKWARD, ones=True).asm["cubin"]

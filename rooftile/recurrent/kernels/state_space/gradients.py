@@ -179,7 +179,7 @@ def _map_gradients(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "B", "size"])
+@triton.jit(do_not_specialize=["T", "B", "size", "slots"])
 def _map_sums(
     b_ptr, c_ptr, d_cb_ptr, parts_b_ptr, parts_c_ptr, db_ptr, dc_ptr, cu_ptr,
     b_strides, c_strides, T, B, size, slots,
