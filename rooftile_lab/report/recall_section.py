@@ -17,7 +17,8 @@ SURE = 0.05
 NAMES = {
     EXACT: "exact attention", "linear": "Linear attention", "performer": "Performer", "linformer": "Linformer",
     "strided": "Sparse Transformer, strided", "fixed": "Sparse Transformer, fixed", "reformer": "Reformer",
-    "routing": "Routing Transformer", "native_sparse": "Native Sparse Attention",
+    "routing": "Routing Transformer", "native_sparse": "Native Sparse Attention", "mamba2": "Mamba-2",
+    "delta": "Gated delta net", "hybrid": "Mamba-2 and one layer of attention",
 }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_only_linformer_sees_later_tokens() -> None:
     edited[:, 20:] = edited[:, 20:].flip(1)
     leaking = []
     for method in METHODS:
-        model = decoder_of(method, TASK.vocab_size, heads=2, hidden=32, layers=2, length=32).eval()
+        model = decoder_of(method, TASK.vocab_size, heads=2, hidden=64, layers=2, length=32).eval()
         with torch.no_grad():
             if (model(edited) - model(tokens))[:, :20].abs().max() > 1e-4:
                 leaking.append(method)

@@ -2,6 +2,8 @@
 
 Each approximate method may read about a quarter of a text of `length` tokens, or hold a state of fixed size. Reformer and Routing
 run in their strict form, because a model of English that may look ahead, if only to choose keys, is not compared fairly.
+
+Mamba-2 and the gated delta net keep a state in all layers; the hybrid has Mamba-2 in all layers but the last, which attends.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.models import TrainableDecoder
 
-EXACT = "exact"
+EXACT, HYBRID = "exact", "hybrid"
 # without a causal form: it can answer questions, but not predict the next byte
 NOT_CAUSAL = ("linformer",)
-METHODS = (EXACT, "linear", "performer", "linformer", "strided", "fixed", "reformer", "routing", "native_sparse")
+METHODS = (
+    EXACT, "linear", "performer", "linformer", "strided", "fixed", "reformer", "routing", "native_sparse", "mamba2", "delta",
+    HYBRID,
+)  # fmt: skip
 
 
 def mixer_of(method: str, length: int) -> dict[str, Any]:
@@ -42,10 +47,19 @@ def mixer_of(method: str, length: int) -> dict[str, Any]:
             "name": "native_sparse", "block_size": sixteenth, "length": sixteenth // 2, "stride": max(sixteenth // 4, 1),
             "count": 4, "window": eighth, "compression": "linear",
         },
+        "mamba2": {"name": "mamba2", "head_dim": 16, "state_size": 32},
+        "delta": {"name": "delta", "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32},
     }  # fmt: skip
     if method not in found:
         raise InvalidInput(f"there is no method {method!r}; has {', '.join(METHODS)}")
     return found[method]
+
+
+def mixers_of(method: str, length: int, layers: int) -> list[dict[str, Any]]:
+    """The mixer of each layer: of a method in all of them, or of the hybrid."""
+    if method != HYBRID:
+        return [mixer_of(method, length)] * layers
+    return [mixer_of("mamba2", length)] * (layers - 1) + [mixer_of(EXACT, length)]
 
 
 def decoder_of(
@@ -59,7 +73,7 @@ def decoder_of(
 
     def made(name: str, ffn: int) -> TrainableDecoder:
         torch.manual_seed(seed)
-        return TrainableDecoder(vocab_size, ffn=ffn, mixers=mixer_of(name, length), **sizes)
+        return TrainableDecoder(vocab_size, ffn=ffn, mixers=mixers_of(name, length, layers), **sizes)
 
     with torch.random.fork_rng(devices=[]):
         due = made(EXACT, exact_ffn).parameter_count
