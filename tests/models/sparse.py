@@ -22,7 +22,8 @@ MIXERS = ["native_sparse", "attention", "native_sparse"]
 
 def settings(family: str = "llama", *, mixers: list[str] = MIXERS, **sizes: Any) -> dict[str, Any]:
     """A config.json."""
-    return SMALL | {"model_type": family, "head_dim": 8, "layer_mixers": mixers, "native_sparse": SIZES | sizes}
+    section = {"native_sparse": SIZES | sizes} if "native_sparse" in mixers else {}
+    return SMALL | {"model_type": family, "head_dim": 8, "layer_mixers": mixers} | section
 
 
 def checkpoint(folder: Path, said: dict[str, Any]) -> Path:
