@@ -63,7 +63,7 @@ class Layer(nn.Module):
     o: Projection
     """The projection that reads what the caller has mixed."""
     feed_forward: FeedForward | None
-    """What follows; None if nothing does."""
+    """The feed-forward that follows, or None."""
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def what_fits(
 def _room_of_states(
     room: int, layout: CacheLayout, dtype: torch.dtype, load: PeakLoad, num_blocks: int | None, *, on_gpu: bool
 ) -> int:  # fmt: skip
-    """Returns the bytes that all states may have, of those of all caches."""
+    """Returns the bytes that all states may take of the bytes of all caches."""
     if num_blocks is None:
         return int(room * STATES_SHARE) if layout.block_bytes(dtype) + layout.row_bytes(dtype) else room
     if not on_gpu:

@@ -192,7 +192,7 @@ def forward(
 def backward(
     dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v, g, beta and the first states, from those of the outputs and of the last states."""
+    """Returns the gradients of q, k, v, g, beta and the first states, from the gradients of the outputs and the last states."""
     scale, qk_norm = options
     chunks, _ = _chunks(tokens, state, cu, qk_norm)
     q, k, v, _, beta = chunks.tokens

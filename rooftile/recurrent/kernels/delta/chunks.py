@@ -71,7 +71,7 @@ def _blocks(row, column, SIZE: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def _twice(x, m, i, j, SIZE: tl.constexpr):
-    """Goes from the inverses x of blocks of SIZE rows in 1 + m to those of twice as many rows."""
+    """Goes from the inverses x of blocks of SIZE rows in 1 + m to the inverses of blocks of twice as many rows."""
     below = tl.where((i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE), m, 0.0)
     return x - product(x, product(below, x, "fp32"), "fp32")
 
@@ -87,7 +87,7 @@ def _inverse_of_blocks(m):
 
 @triton.jit
 def _merge(x_ptr, SIZE: tl.constexpr):
-    """Goes from the inverses of blocks of SIZE rows, on the diagonal in memory, to those of twice as many rows."""
+    """Goes from inverses of blocks of SIZE rows, on the diagonal in memory, to inverses of blocks of twice as many rows."""
     below = x_ptr + _blocks(SIZE, 0, SIZE, 2 * SIZE)
     x = product(tl.load(below), tl.load(x_ptr + _blocks(0, 0, SIZE, 2 * SIZE)), "fp32")
     x = product(tl.load(x_ptr + _blocks(SIZE, SIZE, SIZE, 2 * SIZE)), x, "fp32")

@@ -73,7 +73,7 @@ def _chunk_adjoints(
 
 @triton.jit
 def _start_of(part_ptr, starts_ptr, number, N: tl.constexpr, W: tl.constexpr):
-    """Returns where the states (N, W) before a tile are: those of the first one lie before the chunk."""
+    """Returns where the states (N, W) before a tile are; the states before the first tile lie before the chunk."""
     if number == 0:
         found = part_ptr
     else:
@@ -91,7 +91,7 @@ def _gradients(
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Writes the gradients of a chunk's tokens; dB and dC of a block of channels; dA, dD and that of dt_bias of a chunk."""
+    """Writes the gradients of a chunk's tokens; dB and dC of a block of channels; dA, dD and d(dt_bias) of a chunk."""
     slot = tl.program_id(0)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
