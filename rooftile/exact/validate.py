@@ -388,7 +388,8 @@ def _deterministic(given: bool | None) -> bool:
 def _number(name: str, value: float, least: float, most: float) -> float:
     if not _is_number(value):
         raise InvalidInput(f"{name} is {shown(value)}; must be a number")
-    if math.isnan(value) or math.isinf(value) or not least <= value <= most:
+    # compared, for torch.compile makes a symbol of a number that changes from call to call, and math.isfinite takes none
+    if not -math.inf < value < math.inf or not least <= value <= most:
         raise InvalidInput(f"{name} is {value}; must be finite" + (f" and at least {least:g}" if math.isfinite(least) else ""))
     return float(value)
 

@@ -75,7 +75,7 @@ class States:
         if device.type == "cuda":
             pairs = pairs.pin_memory().to(device, non_blocking=True)
         for memory in self.memory.values():
-            # as many layers at a time as the copy between has room for: a launch for each would take longer than the bytes
+            # a copy takes as many layers at a time as COPIED has room for: a launch for each layer would take longer
             count = max(COPIED // (len(copies) * memory[0, :1].nbytes), 1)
             for layers in memory.split(count):
                 layers.index_copy_(1, pairs[:, 0], layers.index_select(1, pairs[:, 1]))

@@ -11,7 +11,7 @@ ModelConfig = Any
 
 # a downloaded file may ask for more memory than there is
 MOST_NUMBERS = 1 << 40
-# without sizes of their own beside those of attention; windows are exact attention's
+# mixers whose sizes are attention's alone; only exact attention has windows
 _WITHOUT_SIZES = ("attention", "native_sparse")
 
 

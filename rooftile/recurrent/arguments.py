@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -108,7 +107,8 @@ def check_limits(limits: Any) -> tuple[float, float]:
     if not isinstance(limits, tuple | list) or len(limits) != 2 or not all(isinstance(x, numbers.Real) for x in limits):
         raise InvalidInput(f"dt_limit is {shown(limits)}; must be two numbers, such as (0.0, float('inf'))")
     low, high = float(limits[0]), float(limits[1])
-    if math.isnan(low) or math.isnan(high) or low < 0 or high < low:
+    # false for NaN as well; torch.compile may have made symbols of both
+    if not 0 <= low <= high:
         raise InvalidInput(f"dt_limit is {(low, high)}; must be two numbers from 0 on, the second no less than the first")
     return low, high
 

@@ -147,7 +147,8 @@ def _checked(
     check_dtypes(q, {"k": k, "v": v}, {"g": g, "beta": beta})
     if scale is None:
         scale = sizes["Dk"] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+    # torch.compile may have made a symbol of it
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, numbers.Real)) or not -math.inf < float(scale) < math.inf:
         raise InvalidInput(f"scale is {shown(scale)}; must be a finite number, or None")
     return sizes, (float(scale), check_flag("qk_norm", qk_norm))
 

@@ -70,6 +70,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def check_number(name: str, value: Any) -> float:
     """A finite number, of Python or numpy."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not math.isfinite(value):
+    # compared, for torch.compile makes a symbol of a number that changes from call to call, and math.isfinite takes none
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not -math.inf < float(value) < math.inf:
         raise InvalidInput(f"{name} is {shown(value)}; must be a finite number")
     return float(value)

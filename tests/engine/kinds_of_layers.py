@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def check_greedy(peer: Any, how: str) -> None:
-    """Greedy tokens are those of `generate`, however steps cut and preempt."""
+    """Greedy tokens are the tokens of `generate`, however steps cut and preempt."""
     llm, asked = LLM(peer.folder, block_size=SIZE, **SETTINGS[how]), prompts(8)
     llm.engine._ahead = "preempted" in how
     due = peer.greedy(asked, TOKENS)
@@ -63,7 +63,7 @@ def check_forks(peer: Any) -> None:
 
 
 def check_beams(peer: Any, room: dict[str, Any]) -> None:
-    """Beams are those of `generate`; a room with a bound of tokens is one that preempts."""
+    """Beams are the beams of `generate`; a room with a bound of tokens is one that preempts."""
     asked = prompts(6, seed=5)
     llm = LLM(peer.folder, block_size=SIZE, **room)
     found = tokens_of(llm, asked, SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True))

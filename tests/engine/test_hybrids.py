@@ -195,7 +195,7 @@ def test_weights_in_few_bits(trained) -> None:
 
 
 def test_a_hybrid_by_its_configuration_alone() -> None:
-    """Random weights, of which Performer's projection has the lengths of its rows, and the decays those of a training."""
+    """Random weights; Performer's projection has rows of the due lengths, and the decays are as before a training."""
     sizes = {"vocab_size": VOCABULARY, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "max_len": 128}
     config = ModelConfig(
         family="rooftile", layers=4, windows=(None,) * 4, rotary=Rotary(dim=8, theta=10_000.0), scale=8**-0.5, **sizes,

@@ -25,7 +25,7 @@ def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(case: cases.Case, tensors: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    """The gradients from y and from the last state, by name; without a backend those of the definition."""
+    """The gradients from y and from the last state, by name; without a backend the definition's."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     first, given = [leaves[n] for n in case.tensors], {n: x for n, x in leaves.items() if n not in case.tensors}
     if backend is None:

@@ -22,7 +22,7 @@ IN_DTYPE = {
     *("x_ptr", "b_ptr", "c_ptr", "z_ptr", "y_ptr", "dt_ptr", "dy_ptr", "dx_ptr", "dz_ptr", "g_ptr", "v_ptr", "rows_ptr"),
     *("db_ptr", "dc_ptr", "d_dt_ptr"),
 }
-# what is kept between kernels: in bf16 for bf16
+# tensors that pass from kernel to kernel: in bf16 for bf16
 KEPT = {"cb_ptr", "kept_ptr", "state_ptr", "back_ptr"}
 STRIDED = {f"{name}_strides" for name in ("x", "b", "c", "z", "g", "v", "rows")}
 NAMES = ("_steps", "_products", "_segment_sums", "_scan", "_outputs")

@@ -72,7 +72,7 @@ def kind_of_products(layer: Layer) -> tuple[Any, ...]:
 
 
 def _experts_of(layer: Layer) -> tuple[Any, ...]:
-    """Returns the sizes of a layer's experts, on which their kernels depend; () if it has none."""
+    """Returns the sizes of a layer's experts, on which their kernels depend; () for a layer without experts."""
     return (layer.feed_forward.sizes,) if isinstance(layer.feed_forward, ExpertFeedForward) else ()
 
 

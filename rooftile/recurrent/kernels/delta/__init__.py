@@ -81,7 +81,7 @@ _TILES = {
     "key_gradients": ((64, 8, 1), (16, 8, 1), (16, 4, 1)),
     "step": ((32, 4, 1), (32, 4, 1), (32, 4, 1)),
 }
-# where 64 columns give each processor of a chip a program, on Hopper in bf16
+# tiles on Hopper in bf16, where 64 columns give each processor of a chip a program
 _WIDE_TILES = {"walk": (64, 4, 2), "walk_back": (64, 4, 1)}
 _PROCESSORS = 128
 

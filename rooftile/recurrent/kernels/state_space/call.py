@@ -23,7 +23,7 @@ _SEGMENT, _SCANNED = 2048, 1024
 
 
 class Tile(NamedTuple):
-    """Tokens and columns of a tile, warps and stages of the kernels that walk; in the backward also those of its other kernels."""
+    """Tokens and columns of a tile, warps and stages of the kernels that walk, and of the other kernels of the backward."""
 
     block: int
     columns: int
@@ -168,7 +168,7 @@ class Call:
         return (v, rows, self.steps[0], self.steps[1]), (self.strides(v), self.strides(rows))
 
     def starts(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
-        """Returns the state, or its gradient, with which the walk over each segment begins; `first` is that of each sequence."""
+        """Returns the state, or its gradient, with which the walk over each segment begins; `first` is each sequence's."""
         if self.whole:
             return first
         part = torch.empty((self.slots, self.H, self.P, self.N), dtype=torch.float32, device=self.x.device)
