@@ -1,7 +1,7 @@
 """From tokens and centroids to experts and gates, in plain operations, so that autograd has the gradients.
 
 The choice has no gradient. A gate has one, through its score: by the softmax it reaches the logits of experts that were not
-chosen, too.
+chosen, too. Where no gradient is wanted, kernels compute the same (`rooftile.moe.kernels.routing`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from rooftile.errors import InvalidInput
 from rooftile.moe.products import elementwise, one_weight
 from rooftile.moe.router import Router
 from rooftile.runtime.arguments import check_deterministic, shown
+from rooftile.runtime.devices import runs_kernels
+from rooftile.runtime.operators import in_forward_mode, replaced, wants_grad
 from rooftile.runtime.words import answers_foreign_words
 
 # DeepSeek-V3 adds this to a sum of gates before it divides by the sum; a softmax's sum is too large to change by it
@@ -92,6 +94,8 @@ def route(
     check_deterministic(deterministic)
     # a meta tensor has no autocast
     with nullcontext() if u.is_meta else torch.autocast(u.device.type, enabled=False):
+        if _takes_kernels(u, centroids, bias, logit_bias):
+            return _by_kernels(u, centroids, router, bias, logit_bias, is_deterministic(deterministic))
         z, scores = _scores(u, centroids, logit_bias, router.score, is_deterministic(deterministic))
         by_logits = router.score == "chosen softmax"
         chosen = _chosen((z if by_logits else scores).detach(), bias, router)
@@ -137,6 +141,30 @@ def _check(u: Any, centroids: Any, router: Router, bias: Any, logit_bias: Any) -
         if x is not None and x.device != u.device:
             raise InvalidInput(f"{name} is on {x.device}; u is on {u.device}, and all inputs must be on one device")
     router.check_experts(E)
+
+
+def _takes_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels may route: nothing records, compiles or replaces operations, and tensors are on a GPU, in their sizes."""
+    u, centroids = tensors[:2]
+    assert u is not None and centroids is not None
+    if torch.compiler.is_compiling() or replaced(*tensors) or torch.jit.is_tracing() or wants_grad(*tensors):
+        return False
+    if in_forward_mode() or u.is_meta or not runs_kernels(u):
+        return False
+    # imported where Triton is known to be there
+    from rooftile.moe.kernels import routing
+
+    return routing.refusal(u, centroids) is None
+
+
+def _by_kernels(
+    u: Tensor, centroids: Tensor, router: Router, bias: Tensor | None, logit_bias: Tensor | None, deterministic: bool
+) -> Routing:  # fmt: skip
+    from rooftile.moe.kernels import routing
+
+    rows = u.reshape(-1, u.shape[-1])
+    found = routing.route(rows, centroids, bias, logit_bias, router, LEAST, deterministic)
+    return Routing(*(x.view(*u.shape[:-1], x.shape[-1]) for x in found))
 
 
 def _scores(

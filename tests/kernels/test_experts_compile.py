@@ -20,8 +20,8 @@ ROOM = 32 if NEWER else 0
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
 POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr", "totals_ptr"), "*i32")
-POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr"), "*fp32")
-NUMBERS = ("TILES", "ROWS", "COUNTED")
+POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr", "z_ptr", "scores_ptr"), "*fp32")
+SCALARS = dict.fromkeys(("TILES", "ROWS", "COUNTED", "N"), "i32") | {"scale": "fp32"}
 E, D, H = 64, 2048, 1408
 
 
@@ -33,7 +33,7 @@ def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype
     constants = dict(constants)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages") if word in constants}
     signature = {
-        name: "constexpr" if name in constants else "i32" if name in NUMBERS else POINTERS.get(name, WORDS[dtype])
+        name: "constexpr" if name in constants else SCALARS.get(name) or POINTERS.get(name, WORDS[dtype])
         for name in kernel.arg_names
     }
     names = list(enumerate(kernel.arg_names))
@@ -130,3 +130,34 @@ def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
         compiled(_add_counts, adding_constants(experts), sm, torch.bfloat16)
         for few in (None, 1, 8, 1024):
             compiled(_place_rows, place_constants(experts, 6, few), sm, torch.bfloat16)
+
+
+# experts, width and router of published models
+ROUTERS = {
+    "deepseek-16b": (64, 2048, {"active": 6}),
+    "mixtral": (8, 4096, {"active": 2, "normalise": True}),
+    "qwen3-30b": (128, 2048, {"active": 8, "normalise": True, "round_gates": True}),
+    "gpt-oss": (32, 2880, {"active": 4, "score": "chosen softmax"}),
+    "v2": (160, 5120, {"active": 6, "groups": 8, "active_groups": 3, "scale": 16.0}),
+    "v3": (
+        256, 7168,
+        {
+            "active": 8, "groups": 8, "active_groups": 4, "group_score": "sum of best two", "score": "sigmoid",
+            "normalise": True, "scale": 2.5,
+        },
+    ),
+    "largest": (1024, 16384, {"active": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_compile(name: str, sm: int) -> None:
+    from rooftile.moe import Router
+    from rooftile.moe.kernels.routing import _choose, _logits, choice_constants, logits_constants
+
+    experts, d, words = ROUTERS[name]
+    for bias in (False, True):
+        for dtype in (torch.bfloat16, torch.float32):
+            compiled(_logits, logits_constants(experts, d, bias), sm, dtype)
+        compiled(_choose, choice_constants(experts, Router(**words), 1e-20, bias), sm, torch.bfloat16)
