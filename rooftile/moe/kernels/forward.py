@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from rooftile.moe.by_expert import shared_forward
-from rooftile.moe.kernels import tiles
+from rooftile.moe.kernels import few_tokens, tiles
 from rooftile.moe.kernels.activations import _activate
 from rooftile.moe.kernels.products import _product, _sum_choices
 from rooftile.moe.kernels.sorting import sort
@@ -22,6 +22,10 @@ def forward(
     u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what `by_expert.forward` does; the products before the activation are empty unless they are to be kept."""
+    if few_tokens.takes(u, chosen, weights, options, keep):
+        y = few_tokens.forward(u, chosen, gates, weights, options)
+        shared = 0 if weights.shared_up is None else weights.shared_up.shape[0]
+        return y, u.new_empty((0, weights.up.shape[1])), u.new_empty((0, shared))
     u, gates = u.contiguous(), gates.contiguous()
     (N, d), K, (E, _, h) = u.shape, chosen.shape[1], weights.down.shape
     # the experts of one token need no order, and stand in place of all that is sorted; a backward reads sorted rows

@@ -1,0 +1,193 @@
+"""The experts of very few tokens without gradients, in two launches: every choice of a token is a group of its own.
+
+    a_tk = act(up_k u_t)                                       and a_t = act(shared_up u_t)
+    y_t  = sum over k of g_tk down_k a_tk, + shared_down a_t
+
+Each weight that a token touches is read once, and nearly nothing else, so a program is a few rows of a weight, with as many
+loads in flight as registers hold: no tile of a matrix unit is filled, and nothing is sorted. A program of the second launch owns
+columns of a token's output, and goes through its choices in their order. The gate multiplies in fp32, inside the sum.
+
+Tokens that choose the same expert read it twice, the second time from L2 at best: for more tokens rows are sorted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.moe.activations import halves
+from rooftile.moe.kernels.activations import _activated
+from rooftile.moe.problem import Options, Weights
+from rooftile.runtime.launch import Kernel
+
+# the most tokens
+FEW = 2
+# numbers of a row that a program reads at once, and the most such steps, which are unrolled
+NUMBERS, STEPS = 1024, 48
+
+
+# fmt: off
+@triton.jit
+def _add_products(sums, x_ptr, w_ptr, factor, is_row, IN: tl.constexpr, BLOCK_K: tl.constexpr):
+    # fmt: on
+    """Adds factor x w to sums (rows, BLOCK_K): their sum over the second axis is the product. w_ptr points to the rows."""
+    for first in tl.static_range(0, IN, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32) * factor
+        w = tl.load(w_ptr[:, None] + k[None, :], mask=is_row[:, None] & (k < IN)[None, :], other=0.0)
+        sums += w.to(tl.float32) * x[None, :]
+    return sums
+
+
+# fmt: off
+@triton.jit
+def _inner(
+    u_ptr, w_ptr, bias_ptr, a_ptr, n, D: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    # fmt: on
+    """Writes numbers n of act(W u + bias); W is (2 H, D), gate rows first, or (H, D)."""
+    TWO: tl.constexpr = ACTIVATION != "relu2"
+    row = w_ptr + n.to(tl.int64) * D
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in tl.static_range(0, D, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        u = tl.load(u_ptr + k, mask=k < D, other=0.0).to(tl.float32)
+        mask = (n < H)[:, None] & (k < D)[None, :]
+        gate += tl.load(row[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32) * u[None, :]
+        if TWO:
+            up += tl.load(row[:, None] + (H * D + k)[None, :], mask=mask, other=0.0).to(tl.float32) * u[None, :]
+    p = tl.sum(gate, 1)
+    q = tl.sum(up, 1)
+    if BIAS:
+        p += tl.load(bias_ptr + n, mask=n < H, other=0.0).to(tl.float32)
+        if TWO:
+            q += tl.load(bias_ptr + H + n, mask=n < H, other=0.0).to(tl.float32)
+    tl.store(a_ptr + n, _activated(p, q, ACTIVATION).to(a_ptr.dtype.element_ty), mask=n < H)
+
+
+# fmt: off
+@triton.jit
+def _first(
+    u_ptr, chosen_ptr, up_ptr, bias_ptr, shared_ptr, a_ptr, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
+    S: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    # fmt: on
+    """a of a token: (K, H) of its choices, then (S,) of the shared network. Choices that are no experts are left out."""
+    HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
+    BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    # tokens are neighbours: so what they all read is in L2
+    t = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1)
+    a = a_ptr + t * (K * H + S)
+    u = u_ptr + t * D
+    if place < K * BLOCKS:
+        choice = place // BLOCKS
+        n = place % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+        expert = tl.load(chosen_ptr + t * K + choice)
+        if (expert >= 0) & (expert < E):
+            w = up_ptr + expert.to(tl.int64) * (HALVES * H * D)
+            _inner(u, w, bias_ptr + expert * (HALVES * H), a + choice * H, n, D, H, ACTIVATION, BIAS, BLOCK_N, BLOCK_K)
+    elif S > 0:
+        n = (place - K * BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        _inner(u, shared_ptr, bias_ptr, a + K * H, n, D, S, ACTIVATION, False, BLOCK_N, BLOCK_K)
+
+
+# fmt: off
+@triton.jit
+def _second(
+    a_ptr, chosen_ptr, gates_ptr, down_ptr, bias_ptr, shared_ptr, u_ptr, shared_gate_ptr, y_ptr,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # fmt: on
+    """y of a few columns of a token. A choice that is no expert gives NaN."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a = a_ptr + t * (K * H + S)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    y = tl.zeros((BLOCK_N,), tl.float32)
+    for choice in tl.static_range(K):
+        expert = tl.load(chosen_ptr + t * K + choice)
+        gate = tl.load(gates_ptr + t * K + choice)
+        is_expert = (expert >= 0) & (expert < E)
+        # NaN apart from the sum: what stands in the row of such a choice was not written
+        y += tl.where(is_expert, 0.0, float("nan"))
+        expert = tl.where(is_expert, expert, 0).to(tl.int64)
+        w = down_ptr + expert * (D * H) + n.to(tl.int64) * H
+        sums = _add_products(sums, a + choice * H, w, gate, n < D, H, BLOCK_K)
+        if BIAS:
+            y += gate * tl.load(bias_ptr + expert * D + n, mask=n < D, other=0.0).to(tl.float32)
+    y += tl.sum(sums, 1)
+    if S > 0:
+        factor = 1.0
+        if GATED:
+            logits = tl.zeros((BLOCK_D,), tl.float32)
+            for first in tl.static_range(0, D, BLOCK_D):
+                d = first + tl.arange(0, BLOCK_D)
+                u = tl.load(u_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+                logits += u * tl.load(shared_gate_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+            factor = tl.sigmoid(tl.sum(logits, 0))
+        shared = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
+        shared = _add_products(shared, a + K * H, shared_ptr + n.to(tl.int64) * S, factor, n < D, S, BLOCK_S)
+        y += tl.sum(shared, 1)
+    tl.store(y_ptr + t * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
+
+
+_start_first, _start_second = Kernel(_first), Kernel(_second)
+
+
+@cache
+def first_constants(E: int, K: int, d: int, h: int, s: int, activation: str, bias: bool) -> dict[str, Any]:
+    sizes = {"E": E, "K": K, "D": d, "H": h, "S": s, "ACTIVATION": activation, "BIAS": bias}
+    return sizes | {"BLOCK_N": 4, "BLOCK_K": _numbers(d), "num_warps": 4}
+
+
+@cache
+def second_constants(E: int, K: int, d: int, h: int, s: int, bias: bool, gated: bool) -> dict[str, Any]:
+    sizes = {"E": E, "K": K, "D": d, "H": h, "S": s, "BIAS": bias, "GATED": gated}
+    return sizes | {"BLOCK_N": 2, "BLOCK_K": _numbers(h), "BLOCK_S": _numbers(s), "BLOCK_D": _numbers(d), "num_warps": 4}
+
+
+def _numbers(size: int) -> int:
+    """The numbers of a row that a program reads at once."""
+    return min(triton.next_power_of_2(max(size, 1)), NUMBERS)
+
+
+def takes(u: Tensor, chosen: Tensor, weights: Weights, options: Options, keep: bool) -> bool:
+    """Whether these kernels run a call: a few tokens, whose bits may differ from those among many, and no backward."""
+    K, h = chosen.shape[1], weights.down.shape[2]
+    s = 0 if weights.shared_down is None else weights.shared_down.shape[1]
+    steps = K * triton.cdiv(h, NUMBERS) + triton.cdiv(s, NUMBERS) + triton.cdiv(u.shape[1], NUMBERS)
+    return 0 < u.shape[0] <= FEW and not keep and not options.deterministic and steps <= STEPS
+
+
+def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options) -> Tensor:
+    """y (N, d) of tokens (N, d), which `takes` takes."""
+    u, chosen, gates = u.contiguous(), chosen.contiguous(), gates.contiguous()
+    up, down, up_bias, down_bias, shared_up, shared_down, shared_gate = (None if x is None else x.contiguous() for x in weights)
+    assert up is not None and down is not None
+    (N, d), K, (E, _, h) = u.shape, chosen.shape[1], down.shape
+    s = 0 if shared_down is None else shared_down.shape[1]
+    a, y = u.new_empty((N, K * h + s)), torch.empty_like(u)
+    assert up.shape[1] == halves(options.activation) * h
+    constants = first_constants(E, K, d, h, s, options.activation, up_bias is not None)
+    blocks = K * triton.cdiv(h, constants["BLOCK_N"]) + triton.cdiv(s, constants["BLOCK_N"])
+    # any tensor stands for one that is not there
+    arguments: tuple[Any, ...] = (
+        u, chosen, up, up if up_bias is None else up_bias, up if shared_up is None else shared_up, a,
+    )  # fmt: skip
+    _start_first((N, blocks, 1), arguments, constants)
+    constants = second_constants(E, K, d, h, s, down_bias is not None, shared_gate is not None)
+    arguments = (
+        a, chosen, gates, down, down if down_bias is None else down_bias, down if shared_down is None else shared_down, u,
+        u if shared_gate is None else shared_gate, y,
+    )  # fmt: skip
+    _start_second((N, triton.cdiv(d, constants["BLOCK_N"]), 1), arguments, constants)
+    return y
