@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from rooftile import weights as matmul
 from rooftile.fused import gated, gated_quantised
+from rooftile.fused.one_row import project
 from rooftile.models.config import ModelConfig
 from rooftile.models.placement import Placement
 from rooftile.numerics import QuantisedRows
@@ -74,7 +75,7 @@ class Projection(nn.Module):
         """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
         if self.weight is not None:
             assert isinstance(x, Tensor), "a weight in 16 bits asks for no codes"
-            return multiply(x, self.weight, self.bias)
+            return (project if multiply is functional.linear else multiply)(x, self.weight, self.bias)
         found, start = [], 0
         for part in self.parts:
             stop = start + part.shape[0]

@@ -22,7 +22,7 @@ from rooftile.qat.rounding.codes import Rounding, taken_from
 from rooftile.qat.rounding.product import linear as rounded_linear
 from rooftile.weights.files.formats import SPARSE, weight_in
 from rooftile.weights.formats import parsed
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights.linear import linear
 from rooftile.weights.two_four.product.dispatch import last_of_ours
 

@@ -3,6 +3,7 @@
 devices            what a device runs: its architecture, and whether Triton, Gluon and FP8 are there
 launch             launches of Triton kernels, prepared once and repeated
 dependent_launch   kernels that begin before the kernel in front of them has ended
+early_weights      when a product may read its weight before the kernel in front of it has ended
 hopper             Gluon's dialect for Hopper: descriptors, barriers, PTX
 operators          operators of torch.library, their autograd and autocast
 explanation        which backend runs a call, and why the others do not

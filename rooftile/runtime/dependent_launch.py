@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel begins while the one in front of it still runs, and waits for its results itself.
 
 On Hopper and newer GPUs this hides the launch of a small kernel. It also gives a product behind a small kernel time to copy in
-its weight (`rooftile.weights.hopper.early`): the norm of one row keeps one multiprocessor busy, and the memory idles meanwhile.
+its weight (`rooftile.runtime.early_weights`): the norm of one row keeps one multiprocessor busy, and the memory idles meanwhile.
 
 A kernel that takes part is launched with `overlaps(device)` among its constants, and calls `wait_for_inputs()` under `if PDL:`
 before it reads or writes anything.

@@ -25,7 +25,7 @@ from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights.definition import Product
 from rooftile.weights.hopper import launch
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights.hopper.ordered import in_order
 from rooftile.weights.hopper.schedule import WARPGROUPS, ProductTile
 from rooftile_lab.bench.results import Row

@@ -12,7 +12,7 @@ from rooftile.fused.norm import Weights, add_norm, normalise
 from rooftile.numerics import QuantisedRows
 from rooftile.runtime.dependent_launch import overlaps
 from rooftile.weights import multiply
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from rooftile.runtime import launch
 from rooftile.weights import dequantise, multiply_gated, multiply_gated_rows
 from rooftile.weights import dispatch as backends
 from rooftile.weights.gated import takes, takes_rows
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 from tests.weights.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 from rooftile.runtime.dependent_launch import has_dependent_launches, overlaps  # noqa: E402
 from tests.kernels import hopper_machine_code  # noqa: E402
 from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
+from tests.kernels.test_experts_compile import compiled as compiled_experts  # noqa: E402
+from tests.kernels.test_fused_gradients_compile import built  # noqa: E402
 from tests.kernels.test_loki_compiles import compiled as compiled_pages  # noqa: E402
 from tests.kernels.test_quantised_products_compile import compiled as compiled_rows  # noqa: E402
+from tests.kernels.test_recurrent_steps_compile import compiled as compiled_step  # noqa: E402
 
 NORM = constants_of("rms", 4096, 1, True, False)
 GATE = {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "PDL": False, "num_warps": 4}
@@ -46,11 +49,39 @@ def _choosing_pages(name: str, pdl: dict[str, bool]) -> str:
     return compiled_pages(getattr(kernels, name), 90, constants[name] | pdl)
 
 
+def _routing(name: str, pdl: dict[str, bool]) -> str:
+    from rooftile.moe import Router
+    from rooftile.moe.kernels import few_tokens, routing
+
+    device, sizes = torch.device("cpu"), (64, 6, 2048, 1408, 2816)
+    kernel, constants = {
+        "_logits": (routing._logits, routing.logits_constants(64, 2048, True, device)),
+        "_choose": (routing._choose, routing.choice_constants(64, Router(active=6), 1e-20, True, device)),
+        "_first": (few_tokens._first, few_tokens.first_constants(*sizes, "silu", False, torch.bfloat16, device)),
+        "_second": (few_tokens._second, few_tokens.second_constants(*sizes, False, False, device)),
+    }[name]
+    return compiled_experts(kernel, constants | pdl, 90, torch.bfloat16).asm["ptx"]
+
+
+def _gated_norm(pdl: dict[str, bool]) -> str:
+    from rooftile.fused.kernels import gated_norm
+
+    constants = gated_norm.forward_constants(5120, 1, True, False, torch.device("cpu")) | pdl
+    return built(gated_norm._gated_norm, 90, constants).asm["ptx"]
+
+
+def _one_token(name: str, pdl: dict[str, bool]) -> str:
+    return compiled_step(name, 90, torch.bfloat16, torch.float32, **pdl).asm["ptx"]
+
+
 KERNELS = {
     "norm": lambda pdl: compiled("_normalise", 90, torch.bfloat16, NORM | pdl).asm["ptx"],
     "gate": lambda pdl: compiled("_gate", 90, torch.bfloat16, GATE | pdl).asm["ptx"],
     "gate to codes": _gating_to_codes,
     "rows to codes": _quantising,
+    "gated norm": _gated_norm,
+    **{name: partial(_routing, name) for name in ("_logits", "_choose", "_first", "_second")},
+    **{name: partial(_one_token, name) for name in ("_conv_step", "_ssd_step")},
     **{name: partial(_choosing_pages, name) for name in ("_page_sums", "_page_shares", "_choose")},
 }
 

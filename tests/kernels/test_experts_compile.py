@@ -21,8 +21,9 @@ WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 POINTERS = dict.fromkeys(("from_ptr", "to_ptr", "tokens_ptr", "order_ptr"), "*i64")
 POINTERS |= dict.fromkeys(("bounds_ptr", "chosen_ptr", "counts_ptr", "experts_ptr", "totals_ptr"), "*i32")
 POINTERS |= dict.fromkeys(("gates_ptr", "g_ptr", "dg_ptr", "z_ptr", "scores_ptr"), "*fp32")
-SCALARS = dict.fromkeys(("TILES", "ROWS", "COUNTED", "N"), "i32") | {"scale": "fp32"}
+SCALARS = dict.fromkeys(("TILES", "ROWS", "COUNTED", "N", "early"), "i32") | {"scale": "fp32"}
 E, D, H = 64, 2048, 1408
+CPU = torch.device("cpu")
 
 
 def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype) -> Any:
@@ -159,5 +160,24 @@ def test_routers_compile(name: str, sm: int) -> None:
     experts, d, words = ROUTERS[name]
     for bias in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
-            compiled(_logits, logits_constants(experts, d, bias), sm, dtype)
-        compiled(_choose, choice_constants(experts, Router(**words), 1e-20, bias), sm, torch.bfloat16)
+            compiled(_logits, logits_constants(experts, d, bias, CPU), sm, dtype)
+        compiled(_choose, choice_constants(experts, Router(**words), 1e-20, bias, CPU), sm, torch.bfloat16)
+
+
+# experts, choices, width, hidden sizes of experts and of the shared network
+MODELS = {
+    "deepseek-16b": (64, 6, 2048, 1408, 2816), "mixtral": (8, 2, 4096, 14336, 0), "qwen3-next": (512, 10, 2048, 512, 512),
+    "v3": (256, 8, 7168, 2048, 2048), "gpt-oss": (32, 4, 2880, 2880, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_few_tokens_compile(name: str, activation: str, sm: int) -> None:
+    from rooftile.moe.kernels.few_tokens import _first, _second, first_constants, second_constants
+
+    sizes, full = MODELS[name], activation == "clamped"
+    for dtype in (torch.bfloat16, torch.float32) if activation == "silu" else (torch.bfloat16,):
+        compiled(_first, first_constants(*sizes, activation, full, dtype, CPU), sm, dtype)
+        compiled(_second, second_constants(*sizes, full, full and sizes[-1] > 0, CPU), sm, dtype)

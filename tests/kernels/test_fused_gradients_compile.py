@@ -71,7 +71,7 @@ def test_gated_norms(size: int, groups: int, shared: bool, sm: int) -> None:
     for gate_first in (True, False):
         shape = size, groups, gate_first, shared
         for kernel, constants in (
-            (gated_norm._gated_norm, gated_norm.constants_of(*shape)),
+            (gated_norm._gated_norm, gated_norm.forward_constants(*shape, torch.device("cpu"))),
             (gated_norm._gated_norm_gradients, gated_norm.gradient_constants(*shape)),
         )[: 2 if size // groups <= LONGEST_OF_GRADIENT else 1]:
             assert stack(built(kernel, sm, constants)) == 0, kernel

@@ -45,8 +45,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         "_conv": (convolution._conv, convolution.walk_constants(5376, 4, 128, True, True, False)),
         "_packed_conv": (convolution._conv, convolution.walk_constants(5376, 8, 128, True, True, True)),
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
-        "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, **conv)),
-        "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, *[True] * 6)),
+        "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, PDL=False, **conv)),
+        "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, torch.device("cpu"), *[True] * 6)),
         "_conv_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 4, 128, True, True, False, True)),
         "_packed_conv_gradients": (
             convolution_gradients._gradients,
@@ -93,12 +93,13 @@ NAMES = [
 ]
 
 
-def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype) -> Any:
+def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype, **own: bool) -> Any:
     """A kernel as it is launched for tensors that are aligned to 16 bytes, whose last axis is in one piece."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel, constants = kernels()[name]
+    constants = constants | own
     options = {word: constants[word] for word in ("num_warps",)}
     places = {(kernel.arg_names.index(word),): value for word, value in constants.items() if word in kernel.arg_names}
     signature: dict[str, Any] = {}

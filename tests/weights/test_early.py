@@ -12,7 +12,7 @@ import torch
 from rooftile.engine.sampling.state import SamplingFeatures
 from rooftile.engine.steps.graphs import DecodeGraphs
 from rooftile.weights.hopper import early
-from rooftile.weights.hopper.early import may_read_early, may_read_early_in_graphs, weights_stay
+from rooftile.runtime.early_weights import may_read_early, may_read_early_in_graphs, weights_stay
 
 
 def test_a_product_waits_unless_a_graph_is_captured_whose_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:

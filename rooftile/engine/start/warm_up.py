@@ -34,7 +34,7 @@ RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=Tru
 
 # the modules with kernels; each mixer names its own modules
 KERNELS = (
-    "fused.kernels.norm", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
+    "fused.kernels.norm", "fused.kernels.one_row", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
     "weights.hopper.launch", "weights.two_four.product.few_rows", "weights.two_four.product.hopper",
     "weights.two_four.product.transposed", "numerics.row_kernels", "engine.sampling.sampling_kernels",
 )  # fmt: skip
@@ -49,8 +49,14 @@ def jobs(
     decoder = Decoder(trial.small(config.mixers[0]), dtype=dtype, device=device)
     # the kernels of what `approximate=` puts in the place of exact layers are compiled at their first step
     mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name).trials(trial)]
+    multiply = linear if deterministic else functional.linear
+    # products of one row have kernels for the shapes of each kind of layer
+    alone = [
+        partial(_decode_without_mixing, Decoder(trial.small(name), dtype=dtype, device=device), multiply, 1)
+        for name in dict.fromkeys(config.mixers)
+    ]
     sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
-    return [*mixing, partial(_decode_without_mixing, decoder, linear if deterministic else functional.linear), *sampling]
+    return [*mixing, partial(_decode_without_mixing, decoder, multiply, ROWS), *alone, *sampling]
 
 
 def jobs_of_products(layer: Layer, *, longest: int, deterministic: bool = False) -> list[Callable[[], None]]:
@@ -109,9 +115,9 @@ def import_kernels() -> None:
     hopper.import_kernels()
 
 
-def _decode_without_mixing(decoder: Decoder, multiply: Multiply) -> None:
-    """Runs what layers do besides mixing tokens."""
-    rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
+def _decode_without_mixing(decoder: Decoder, multiply: Multiply, count: int) -> None:
+    """Runs what layers do besides mixing tokens, on this number of tokens."""
+    rows = torch.zeros(count, dtype=torch.int64, device=decoder.embedding.device)
     decoder(rows, rows, unmixed(decoder), multiply)
 
 

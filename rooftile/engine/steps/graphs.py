@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
 from rooftile.engine.steps.scheduler import ScheduledTokens
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 
 # numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than products of 256 rows
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256, 320, 384, 448, 512)

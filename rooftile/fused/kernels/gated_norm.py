@@ -15,6 +15,7 @@ from torch import Tensor
 from rooftile.fused.kernels.gate_up import _slope
 from rooftile.fused.kernels.tile import PIECE, warps_for
 from rooftile.numerics.activated import activated
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
 # programs that share the groups of all rows
@@ -35,9 +36,11 @@ def _opened(x, z, weight, there, eps, SIZE: tl.constexpr, GATE_FIRST: tl.constex
 @triton.jit(do_not_specialize=["rows"])
 def _gated_norm(
     x_ptr, gate_ptr, weight_ptr, o_ptr, rows, x_stride, gate_stride, eps, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, GATE_FIRST: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, GATE_FIRST: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes BLOCK_R groups, which lie side by side in a row, or in the rows after it."""
+    if PDL:
+        wait_for_inputs()
     unit = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_N)[None, :]
     row, group = unit // GROUPS, unit % GROUPS
@@ -106,7 +109,7 @@ def forward(x: Tensor, gate: Tensor, weight: Tensor, groups: int, gate_first: bo
     x, gate, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, gate, weight))
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if o.numel():
-        constants = constants_of(x.shape[1], groups, gate_first, weight.shape[0] < x.shape[1])
+        constants = forward_constants(x.shape[1], groups, gate_first, weight.shape[0] < x.shape[1], x.device)
         grid = triton.cdiv(x.shape[0] * groups, constants["BLOCK_R"]), 1, 1
         _start(grid, (x, gate, weight, o, x.shape[0], x.stride(0), gate.stride(0), eps), constants)
     return o
@@ -136,13 +139,19 @@ def gradients(
 
 @cache
 def constants_of(size: int, groups: int, gate_first: bool, shared: bool) -> dict[str, int]:
-    """The compile-time arguments of the norm."""
+    """The compile-time arguments that the norm and its gradient share."""
     block = triton.next_power_of_2(size // groups)
     rows = max(PIECE // block, 1)
     return {
         "GROUPS": groups, "SIZE": size // groups, "BLOCK_R": rows, "BLOCK_N": block, "GATE_FIRST": gate_first, "SHARED": shared,
         "num_warps": warps_for(rows * block),
     }  # fmt: skip
+
+
+@cache
+def forward_constants(size: int, groups: int, gate_first: bool, shared: bool, device: torch.device) -> dict[str, int]:
+    """The compile-time arguments of the norm."""
+    return constants_of(size, groups, gate_first, shared) | overlaps(device)
 
 
 @cache

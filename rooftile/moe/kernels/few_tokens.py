@@ -19,16 +19,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rooftile.fused.kernels.one_row import numbers_of
 from rooftile.moe.activations import halves
 from rooftile.moe.kernels.activations import _activated
 from rooftile.moe.problem import Options, Weights
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
+from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 
 # the most tokens
-FEW = 2
-# numbers of a row that a program reads at once, and the most such steps, which are unrolled
-NUMBERS, STEPS = 1024, 48
+FEW = 4
+# rows of a program, and the most numbers of each that it reads at once
+ROWS, FIRST_NUMBERS, SECOND_NUMBERS = 2, 2048, 512
+# the most steps of a program, which are unrolled
+STEPS = 64
 
 
 # fmt: off
@@ -48,23 +54,28 @@ def _add_products(sums, x_ptr, w_ptr, factor, is_row, IN: tl.constexpr, BLOCK_K:
 @triton.jit
 def _inner(
     u_ptr, w_ptr, bias_ptr, a_ptr, n, D: tl.constexpr, H: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAITS: tl.constexpr,
 ):
     # fmt: on
-    """Writes numbers n of act(W u + bias); W is (2 H, D), gate rows first, or (H, D)."""
+    """Writes numbers n of act(W u + bias); W is (2 H, D), gate rows first, or (H, D). WAITS: for u, when W is on its way."""
     TWO: tl.constexpr = ACTIVATION != "relu2"
-    row = w_ptr + n.to(tl.int64) * D
-    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for first in tl.static_range(0, D, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        u = tl.load(u_ptr + k, mask=k < D, other=0.0).to(tl.float32)
-        mask = (n < H)[:, None] & (k < D)[None, :]
-        gate += tl.load(row[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32) * u[None, :]
+    k = tl.arange(0, BLOCK_K)
+    mask = (n < H)[:, None] & (k < D)[None, :]
+    row = w_ptr + n.to(tl.int64)[:, None] * D
+    gate = tl.load(row + k[None, :], mask=mask, other=0.0)
+    up = tl.load(row + (H * D + k)[None, :], mask=mask, other=0.0) if TWO else gate
+    if WAITS:
+        gdc_wait()
+    u = tl.load(u_ptr + k, mask=k < D, other=0.0).to(tl.float32)[None, :]
+    gates, ups = gate.to(tl.float32) * u, up.to(tl.float32) * u
+    for first in tl.static_range(BLOCK_K, D, BLOCK_K):
+        u = tl.load(u_ptr + first + k, mask=first + k < D, other=0.0).to(tl.float32)[None, :]
+        mask = (n < H)[:, None] & (first + k < D)[None, :]
+        gates += tl.load(row + (first + k)[None, :], mask=mask, other=0.0).to(tl.float32) * u
         if TWO:
-            up += tl.load(row[:, None] + (H * D + k)[None, :], mask=mask, other=0.0).to(tl.float32) * u[None, :]
-    p = tl.sum(gate, 1)
-    q = tl.sum(up, 1)
+            ups += tl.load(row + (H * D + first + k)[None, :], mask=mask, other=0.0).to(tl.float32) * u
+    p = tl.sum(gates, 1)
+    q = tl.sum(ups, 1) if TWO else p
     if BIAS:
         p += tl.load(bias_ptr + n, mask=n < H, other=0.0).to(tl.float32)
         if TWO:
@@ -73,30 +84,39 @@ def _inner(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["early"])
 def _first(
-    u_ptr, chosen_ptr, up_ptr, bias_ptr, shared_ptr, a_ptr, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
+    u_ptr, chosen_ptr, up_ptr, bias_ptr, shared_ptr, a_ptr, early, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
     S: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # fmt: on
-    """a of a token: (K, H) of its choices, then (S,) of the shared network. Choices that are no experts are left out."""
+    """a of a token: (K, H) of its choices, then (S,) of the shared network. Choices that are no experts are left out.
+
+    The shared network's programs come first. They know their weights before the router has chosen, and with `early` read them.
+    """
     HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    SHARED: tl.constexpr = (S + BLOCK_N - 1) // BLOCK_N
     # tokens are neighbours: so what they all read is in L2
     t = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1)
     a = a_ptr + t * (K * H + S)
     u = u_ptr + t * D
-    if place < K * BLOCKS:
-        choice = place // BLOCKS
-        n = place % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        gdc_launch_dependents()
+        if (early == 0) | (place >= SHARED):
+            gdc_wait()
+    if place >= SHARED:
+        choice = (place - SHARED) // BLOCKS
+        n = (place - SHARED) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         expert = tl.load(chosen_ptr + t * K + choice)
         if (expert >= 0) & (expert < E):
             w = up_ptr + expert.to(tl.int64) * (HALVES * H * D)
-            _inner(u, w, bias_ptr + expert * (HALVES * H), a + choice * H, n, D, H, ACTIVATION, BIAS, BLOCK_N, BLOCK_K)
+            _inner(u, w, bias_ptr + expert * (HALVES * H), a + choice * H, n, D, H, ACTIVATION, BIAS, BLOCK_N, BLOCK_K, False)
     elif S > 0:
-        n = (place - K * BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
-        _inner(u, shared_ptr, bias_ptr, a + K * H, n, D, S, ACTIVATION, False, BLOCK_N, BLOCK_K)
+        n = place * BLOCK_N + tl.arange(0, BLOCK_N)
+        _inner(u, shared_ptr, bias_ptr, a + K * H, n, D, S, ACTIVATION, False, BLOCK_N, BLOCK_K, PDL)
 
 
 # fmt: off
@@ -105,9 +125,12 @@ def _second(
     a_ptr, chosen_ptr, gates_ptr, down_ptr, bias_ptr, shared_ptr, u_ptr, shared_gate_ptr, y_ptr,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # fmt: on
     """y of a few columns of a token. A choice that is no expert gives NaN."""
+    if PDL:
+        wait_for_inputs()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     a = a_ptr + t * (K * H + S)
@@ -144,27 +167,30 @@ _start_first, _start_second = Kernel(_first), Kernel(_second)
 
 
 @cache
-def first_constants(E: int, K: int, d: int, h: int, s: int, activation: str, bias: bool) -> dict[str, Any]:
+def first_constants(
+    E: int, K: int, d: int, h: int, s: int, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:  # fmt: skip
     sizes = {"E": E, "K": K, "D": d, "H": h, "S": s, "ACTIVATION": activation, "BIAS": bias}
-    return sizes | {"BLOCK_N": 4, "BLOCK_K": _numbers(d), "num_warps": 4}
+    block = numbers_of(d, FIRST_NUMBERS)
+    # a thread has 32 bytes of each row
+    warps = max(block * dtype.itemsize // 1024, 1)
+    return sizes | {"BLOCK_N": ROWS, "BLOCK_K": block, "num_warps": warps} | overlaps(device)
 
 
 @cache
-def second_constants(E: int, K: int, d: int, h: int, s: int, bias: bool, gated: bool) -> dict[str, Any]:
+def second_constants(E: int, K: int, d: int, h: int, s: int, bias: bool, gated: bool, device: torch.device) -> dict[str, Any]:
     sizes = {"E": E, "K": K, "D": d, "H": h, "S": s, "BIAS": bias, "GATED": gated}
-    return sizes | {"BLOCK_N": 2, "BLOCK_K": _numbers(h), "BLOCK_S": _numbers(s), "BLOCK_D": _numbers(d), "num_warps": 4}
-
-
-def _numbers(size: int) -> int:
-    """The numbers of a row that a program reads at once."""
-    return min(triton.next_power_of_2(max(size, 1)), NUMBERS)
+    blocks = {f"BLOCK_{name}": numbers_of(size, SECOND_NUMBERS) for name, size in (("K", h), ("S", s or h))}
+    own = blocks | {"BLOCK_N": ROWS, "BLOCK_D": numbers_of(d, FIRST_NUMBERS)}
+    # with more warps than 8 neighbours of a row for each thread, threads would exchange a
+    return sizes | own | {"num_warps": max(min(blocks["BLOCK_K"], blocks["BLOCK_S"]) // 256, 1)} | overlaps(device)
 
 
 def takes(u: Tensor, chosen: Tensor, weights: Weights, options: Options, keep: bool) -> bool:
     """Whether these kernels run a call: a few tokens, whose bits may differ from those among many, and no backward."""
     K, h = chosen.shape[1], weights.down.shape[2]
     s = 0 if weights.shared_down is None else weights.shared_down.shape[1]
-    steps = K * triton.cdiv(h, NUMBERS) + triton.cdiv(s, NUMBERS) + triton.cdiv(u.shape[1], NUMBERS)
+    steps = K * triton.cdiv(h, SECOND_NUMBERS) + triton.cdiv(s, SECOND_NUMBERS)
     return 0 < u.shape[0] <= FEW and not keep and not options.deterministic and steps <= STEPS
 
 
@@ -177,14 +203,15 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
     s = 0 if shared_down is None else shared_down.shape[1]
     a, y = u.new_empty((N, K * h + s)), torch.empty_like(u)
     assert up.shape[1] == halves(options.activation) * h
-    constants = first_constants(E, K, d, h, s, options.activation, up_bias is not None)
+    constants = first_constants(E, K, d, h, s, options.activation, up_bias is not None, u.dtype, u.device)
     blocks = K * triton.cdiv(h, constants["BLOCK_N"]) + triton.cdiv(s, constants["BLOCK_N"])
     # any tensor stands for one that is not there
     arguments: tuple[Any, ...] = (
         u, chosen, up, up if up_bias is None else up_bias, up if shared_up is None else shared_up, a,
+        int(may_read_early()),
     )  # fmt: skip
     _start_first((N, blocks, 1), arguments, constants)
-    constants = second_constants(E, K, d, h, s, down_bias is not None, shared_gate is not None)
+    constants = second_constants(E, K, d, h, s, down_bias is not None, shared_gate is not None, u.device)
     arguments = (
         a, chosen, gates, down, down if down_bias is None else down_bias, down if shared_down is None else shared_down, u,
         u if shared_gate is None else shared_gate, y,

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.moe.router import Router
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
 # tokens of a program of the product, and the numbers of each that it reads at once
 TOKENS, NUMBERS = 4, 1024
 # the most tokens whose logits are computed here
-FEW = 16
+FEW = 32
 # the experts that a program of the choice holds
 LARGEST_E = 1024
 # the numbers of a token: the loop over them is unrolled
@@ -40,10 +41,12 @@ NAN = tl.constexpr(2147483647)
 @triton.jit(do_not_specialize=["N"])
 def _logits(
     u_ptr, centroids_ptr, bias_ptr, z_ptr, N, E: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """z = u E^T + bias in fp32, (N, E); products and sums are in fp32, whatever the dtypes."""
+    if PDL:
+        wait_for_inputs()
     e = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -86,10 +89,12 @@ def _choose(
     z_ptr, u_ptr, bias_ptr, scores_ptr, experts_ptr, gates_ptr, scale,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, ACTIVE_GROUPS: tl.constexpr, SCORE: tl.constexpr,
     BEST_TWO: tl.constexpr, NORMALISE: tl.constexpr, LEAST: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """The scores, experts and gates of one token. A tile holds its experts, (groups, experts of a group)."""
+    if PDL:
+        wait_for_inputs()
     t = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = E // GROUPS
     g = tl.arange(0, BLOCK_G)
@@ -149,19 +154,20 @@ _start_logits, _start_choice = Kernel(_logits), Kernel(_choose)
 
 
 @cache
-def logits_constants(E: int, d: int, bias: bool) -> dict[str, Any]:
+def logits_constants(E: int, d: int, bias: bool, device: torch.device) -> dict[str, Any]:
     block = min(triton.next_power_of_2(d), NUMBERS)
-    return {"E": E, "D": d, "BIAS": bias, "BLOCK_N": TOKENS, "BLOCK_D": block, "num_warps": 4}
+    own = {"E": E, "D": d, "BIAS": bias, "BLOCK_N": TOKENS, "BLOCK_D": block}
+    return own | overlaps(device) | {"num_warps": 4}
 
 
 @cache
-def choice_constants(E: int, router: Router, least: float, bias: bool) -> dict[str, Any]:
+def choice_constants(E: int, router: Router, least: float, bias: bool, device: torch.device) -> dict[str, Any]:
     groups, size = router.groups, E // router.groups
     blocks = {"BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size)}
     return {
         "E": E, "K": router.active, "GROUPS": groups, "ACTIVE_GROUPS": router.active_groups, "SCORE": router.score,
         "BEST_TWO": router.group_score == "sum of best two", "NORMALISE": router.normalise, "LEAST": least, "BIAS": bias,
-        "ROUND": router.round_gates, **blocks, "BLOCK_K": triton.next_power_of_2(router.active), "num_warps": 1,
+        "ROUND": router.round_gates, **blocks, "BLOCK_K": triton.next_power_of_2(router.active), **overlaps(device), "num_warps": 1,
     }  # fmt: skip
 
 
@@ -187,7 +193,7 @@ def route(
     if N:
         z = logits(u, centroids, logit_bias, deterministic)
         arguments = z, u, z if bias is None else bias.contiguous(), scores, experts, gates, float(router.scale)
-        _start_choice((N, 1, 1), arguments, choice_constants(E, router, least, bias is not None))
+        _start_choice((N, 1, 1), arguments, choice_constants(E, router, least, bias is not None, u.device))
     return experts, gates, scores
 
 
@@ -202,5 +208,5 @@ def logits(u: Tensor, centroids: Tensor, bias: Tensor | None, deterministic: boo
         u = u.clone()
     z = torch.empty((N, E), dtype=torch.float32, device=u.device)
     arguments = u, centroids, u if bias is None else bias.contiguous(), z, N
-    _start_logits((triton.cdiv(N, TOKENS), E, 1), arguments, logits_constants(E, d, bias is not None))
+    _start_logits((triton.cdiv(N, TOKENS), E, 1), arguments, logits_constants(E, d, bias is not None, u.device))
     return z

@@ -19,6 +19,7 @@ from rooftile.recurrent.kernels.convolution_parts import TOKENS, inputs_before, 
 from rooftile.recurrent.kernels.parts import readable, silu, token_strides, unknown_dtype
 from rooftile.recurrent.linear.kernels.tiles import part_of
 from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
 LARGEST_K = 8
@@ -88,9 +89,12 @@ def _last_inputs(
 def _conv_step(
     tail_ptr, x_ptr, weight_ptr, bias_ptr, slots_ptr, y_ptr, tail_strides, x_strides, slots_stride,
     W: tl.constexpr, K: tl.constexpr, BLOCK_W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # fmt: on
     """Reads one token of a sequence, and moves its tail by one."""
+    if PDL:
+        wait_for_inputs()
     s = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = w < W
@@ -177,7 +181,8 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
     W, K = weight.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        own = constants_of(W, K, SILU=bool(options[0]), HAS_BIAS=bias is not None, HAS_SLOTS=slots is not None)
+        flags = {"SILU": bool(options[0]), "HAS_BIAS": bias is not None, "HAS_SLOTS": slots is not None}
+        own = constants_of(W, K, **flags, **overlaps(x.device))
         arguments = (
             state, x, weight, weight if bias is None else bias.contiguous(), x if slots is None else slots, y,
             state.stride(), x.stride(), 0 if slots is None else slots.stride(0),

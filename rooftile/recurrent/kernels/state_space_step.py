@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import silu, softplus, unknown_dtype
 from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.launch import Kernel
 
 # numbers of a state in a program: 32 in each of 128 threads
@@ -30,10 +31,12 @@ def _ssd_step(
     low, high,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """Changes rows of P of one sequence's head, and writes their outputs."""
+    if PDL:
+        wait_for_inputs()
     s, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
@@ -71,13 +74,13 @@ _start = Kernel(_ssd_step)
 
 
 @cache
-def constants_of(H: int, P: int, N: int, G: int, *flags: bool) -> dict[str, Any]:
+def constants_of(H: int, P: int, N: int, G: int, device: torch.device, *flags: bool) -> dict[str, Any]:
     """One dictionary for the same arguments; flags: softplus, limits, D, z, dt_bias, slots."""
     block_n = triton.next_power_of_2(N)
     block_p = max(1, min(triton.next_power_of_2(P), TILE // block_n))
     names = ("SOFTPLUS", "LIMITED", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_SLOTS")
     shape = {"H": H, "P": P, "N": N, "GROUP": H // G, "BLOCK_P": block_p, "BLOCK_N": block_n}
-    return shape | dict(zip(names, flags, strict=True)) | {"num_warps": 4}
+    return shape | dict(zip(names, flags, strict=True)) | overlaps(device) | {"num_warps": 4}
 
 
 def step_refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -102,7 +105,7 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
     # softplus gives no step below 0
     limited = not softplus_on or (low, high) != (0.0, float("inf"))
     there = (D is not None, z is not None, bias is not None, slots is not None)
-    own = constants_of(H, P, state.shape[-1], B.shape[1], bool(softplus_on), limited, *there)
+    own = constants_of(H, P, state.shape[-1], B.shape[1], x.device, bool(softplus_on), limited, *there)
     d_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0)
     # any tensor stands for one that is not there
     arguments = (

@@ -7,7 +7,6 @@ product of one row wastes an eighth of the instruction's width and not 63 of 64 
     codes        FP8 and INT8: codes times codes
     gated_codes  FP8 gates and what they gate, written in FP8 with a scale that is known before
     widened      codes of 4 and 8 bits times 16 bits: weights become numbers in registers
-    early        when a weight may be read before the kernel in front has ended
     counters     counters of tiles that programs share
     launch       tiles by rows, descriptors, launches, refusals
 """

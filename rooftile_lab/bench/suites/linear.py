@@ -27,7 +27,7 @@ from rooftile.hardware.clock import Work
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights import dispatch as backends
-from rooftile.weights.hopper.early import weights_stay
+from rooftile.runtime.early_weights import weights_stay
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.hopper import launch
-from rooftile.weights.hopper.early import may_read_early
+from rooftile.runtime.early_weights import may_read_early
 from rooftile.weights.hopper.ordered import in_order
 from rooftile.weights.hopper.schedule import STEP, WARPGROUPS, ProductTile
 from rooftile.weights.hopper.two_four import product_of_two_four

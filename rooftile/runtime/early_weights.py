@@ -19,7 +19,7 @@ _thread = threading.local()
 
 @contextmanager
 def weights_stay() -> Iterator[None]:
-    """Says that no graph that this thread captures meanwhile writes to a quantised weight.
+    """Says that no graph that this thread captures meanwhile writes to a weight.
 
     Example:
         >>> with weights_stay():
