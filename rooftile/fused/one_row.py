@@ -1,4 +1,4 @@
-"""PyTorch's linear projection, with a kernel for one row without gradients: decoding for one sequence multiplies by nothing else."""
+"""PyTorch's linear projection, with a kernel for one row without gradients, as a decode step of one sequence has it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from torch.nn import functional
 from rooftile.fused import kernels
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.early_weights import may_read_early
-from rooftile.runtime.operators import in_forward_mode, replaced, wants_grad
+from rooftile.runtime.operators import is_recorded
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` of x (total, in), in 16 bits faster for one row; sums are in fp32 either way."""
-    if x.shape[0] == 1 and not _is_watched(x, weight, bias) and _takes(x, weight, bias):
+    if x.shape[0] == 1 and not is_recorded(x, weight, bias) and _takes(x, weight, bias):
         return kernels.one_row.product(x, weight, bias, may_read_early())
     return functional.linear(x, weight, bias)
-
-
-def _is_watched(*tensors: Tensor | None) -> bool:
-    """Whether something has to see PyTorch's product: a compiler, a mode, a transform, autograd."""
-    return (
-        torch.compiler.is_compiling() or replaced(*tensors) or torch.jit.is_tracing() or wants_grad(*tensors) or in_forward_mode()
-    )
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from rooftile.moe.products import elementwise, one_weight
 from rooftile.moe.router import Router
 from rooftile.runtime.arguments import check_deterministic, shown
 from rooftile.runtime.devices import runs_kernels
-from rooftile.runtime.operators import in_forward_mode, replaced, wants_grad
+from rooftile.runtime.operators import is_recorded
 from rooftile.runtime.words import answers_foreign_words
 
 # DeepSeek-V3 adds this to a sum of gates before it divides by the sum; a softmax's sum is too large to change by it
@@ -146,10 +146,9 @@ def _check(u: Any, centroids: Any, router: Router, bias: Any, logit_bias: Any) -
 def _takes_kernels(*tensors: Tensor | None) -> bool:
     """Whether kernels may route: nothing records, compiles or replaces operations, and tensors are on a GPU, in their sizes."""
     u, centroids = tensors[:2]
-    assert u is not None and centroids is not None
-    if torch.compiler.is_compiling() or replaced(*tensors) or torch.jit.is_tracing() or wants_grad(*tensors):
-        return False
-    if in_forward_mode() or u.is_meta or not runs_kernels(u):
+    assert u is not None
+    assert centroids is not None
+    if is_recorded(*tensors) or u.is_meta or not runs_kernels(u):
         return False
     # imported where Triton is known to be there
     from rooftile.moe.kernels import routing

@@ -20,9 +20,9 @@ from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.targets.target import Item
 from rooftile.qat.rounding.codes import Rounding, taken_from
 from rooftile.qat.rounding.product import linear as rounded_linear
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights.files.formats import SPARSE, weight_in
 from rooftile.weights.formats import parsed
-from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights.linear import linear
 from rooftile.weights.two_four.product.dispatch import last_of_ours
 

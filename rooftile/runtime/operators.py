@@ -163,6 +163,16 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether something records or replaces the operations on these: a compiler, mode, transform, trace, or a derivative.
+
+    Then they have to be PyTorch's own where no operator stands for them. The profiler sees kernels, too.
+    """
+    if torch.compiler.is_compiling() or replaced(*tensors) or _jit_trace() is not None:
+        return True
+    return wants_grad(*tensors) or forward_ad._current_level >= 0
+
+
 def in_forward_mode() -> bool:
     """Whether tangents are computed, outside of torch.compile."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

@@ -11,8 +11,8 @@ from rooftile.fused import gated_quantised
 from rooftile.fused.norm import Weights, add_norm, normalise
 from rooftile.numerics import QuantisedRows
 from rooftile.runtime.dependent_launch import overlaps
-from rooftile.weights import multiply
 from rooftile.runtime.early_weights import weights_stay
+from rooftile.weights import multiply
 
 pytestmark = pytest.mark.gpu
 

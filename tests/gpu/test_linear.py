@@ -13,10 +13,10 @@ from rooftile.numerics import quantise_rows, row_kernels
 from rooftile.numerics.activations import gated_halves
 from rooftile.numerics.quantised_rows import rows_as_codes
 from rooftile.runtime import launch
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights import dequantise, multiply_gated, multiply_gated_rows
 from rooftile.weights import dispatch as backends
 from rooftile.weights.gated import takes, takes_rows
-from rooftile.runtime.early_weights import weights_stay
 from tests.weights.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
 pytestmark = pytest.mark.gpu

@@ -43,7 +43,10 @@ def by_plain(*given, **words) -> moe.Routing:
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize(("N", "d", "dtype"), [(1, 40, torch.bfloat16), (6, 1, torch.float32), (3, 1037, torch.float16), (19, 33, torch.float32)])
+@pytest.mark.parametrize(
+    ("N", "d", "dtype"),
+    [(1, 40, torch.bfloat16), (6, 1, torch.float32), (3, 1037, torch.float16), (kernels.FEW + 3, 33, torch.float32)],
+)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_kernels_equal_python(name: str, N: int, d: int, dtype: torch.dtype, biases: bool) -> None:
     E, words = ROUTERS[name]

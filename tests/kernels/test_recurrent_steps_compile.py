@@ -46,7 +46,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         "_packed_conv": (convolution._conv, convolution.walk_constants(5376, 8, 128, True, True, True)),
         "_last_inputs": (convolution._last_inputs, convolution.constants_of(5376, 4, PACKED=True)),
         "_conv_step": (convolution._conv_step, convolution.constants_of(5376, 4, HAS_SLOTS=True, PDL=False, **conv)),
-        "_ssd_step": (state_space_step._ssd_step, state_space_step.constants_of(80, 64, 128, 1, torch.device("cpu"), *[True] * 6)),
+        "_ssd_step": (
+            state_space_step._ssd_step,
+            state_space_step.constants_of(80, 64, 128, 1, torch.device("cpu"), *[True] * 6),
+        ),
         "_conv_gradients": (convolution_gradients._gradients, convolution.walk_constants(5376, 4, 128, True, True, False, True)),
         "_packed_conv_gradients": (
             convolution_gradients._gradients,

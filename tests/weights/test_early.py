@@ -11,13 +11,13 @@ import torch
 
 from rooftile.engine.sampling.state import SamplingFeatures
 from rooftile.engine.steps.graphs import DecodeGraphs
-from rooftile.weights.hopper import early
+from rooftile.runtime import early_weights
 from rooftile.runtime.early_weights import may_read_early, may_read_early_in_graphs, weights_stay
 
 
 def test_a_product_waits_unless_a_graph_is_captured_whose_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [False]
-    monkeypatch.setattr(early, "is_capturing", lambda: captures[0])
+    monkeypatch.setattr(early_weights, "is_capturing", lambda: captures[0])
     with weights_stay():
         assert not may_read_early(), "outside of graphs the kernel in front may have made the weight"
     captures[0] = True

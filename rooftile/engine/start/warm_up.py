@@ -34,7 +34,8 @@ RARER = (SamplingFeatures(chance=True, truncation=True, penalties=True, bias=Tru
 
 # the modules with kernels; each mixer names its own modules
 KERNELS = (
-    "fused.kernels.norm", "fused.kernels.one_row", "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "weights.triton.launch",
+    "fused.kernels.norm", "fused.kernels.one_row", "fused.kernels.gated", "fused.kernels.gate_quantised",
+    "fused.kernels.linear", "weights.triton.launch",
     "weights.hopper.launch", "weights.two_four.product.few_rows", "weights.two_four.product.hopper",
     "weights.two_four.product.transposed", "numerics.row_kernels", "engine.sampling.sampling_kernels",
 )  # fmt: skip

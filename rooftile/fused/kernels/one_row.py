@@ -1,8 +1,8 @@
 """A linear projection of one row: the time that its weight takes to be read, which a product in tiles does not reach.
 
-A program owns a few rows of the weight. It multiplies and adds in fp32, and rounds once, after the bias. `early`: whether it may read
-its first numbers of the weight before the kernel in front has ended (`rooftile.runtime.early_weights`); it then reads them while the
-small kernels between two projections leave the memory idle.
+A program owns a few rows of the weight. It multiplies and adds in fp32, and rounds once, after the bias. With `early` it reads
+its first numbers of the weight before the kernel in front has ended (`rooftile.runtime.early_weights`), while the small kernels
+between two projections leave the memory idle.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def constants_of(out: int, inner: int, bias: bool, device: torch.device) -> dict
     """The compile-time arguments, one dictionary for the same arguments."""
     block = numbers_of(inner, NUMBERS)
     own = {"OUT": out, "IN": inner, "BIAS": bias, "BLOCK_N": ROWS, "BLOCK_K": block}
-    # a thread has 8 neighbours of each row: so x needs no exchange between threads
+    # a thread has 8 neighbours of each row, so threads exchange no x
     return own | overlaps(device) | {"num_warps": max(block // 256, 1)}
 
 
@@ -86,5 +86,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, early: bool) -> Tens
     out, inner = weight.shape
     o = torch.empty((1, out), dtype=x.dtype, device=x.device)
     constants = constants_of(out, inner, bias is not None, x.device)
-    _start((triton.cdiv(out, constants["BLOCK_N"]), 1, 1), (x, weight, weight if bias is None else bias, o, int(early)), constants)
+    arguments = x, weight, weight if bias is None else bias, o, int(early)
+    _start((triton.cdiv(out, constants["BLOCK_N"]), 1, 1), arguments, constants)
     return o

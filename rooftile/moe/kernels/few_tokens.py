@@ -86,8 +86,8 @@ def _inner(
 # fmt: off
 @triton.jit(do_not_specialize=["early"])
 def _first(
-    u_ptr, chosen_ptr, up_ptr, bias_ptr, shared_ptr, a_ptr, early, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
-    S: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    u_ptr, chosen_ptr, up_ptr, bias_ptr, shared_ptr, a_ptr, early, E: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # fmt: on
@@ -198,7 +198,8 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
     """y (N, d) of tokens (N, d), which `takes` takes."""
     u, chosen, gates = u.contiguous(), chosen.contiguous(), gates.contiguous()
     up, down, up_bias, down_bias, shared_up, shared_down, shared_gate = (None if x is None else x.contiguous() for x in weights)
-    assert up is not None and down is not None
+    assert up is not None
+    assert down is not None
     (N, d), K, (E, _, h) = u.shape, chosen.shape[1], down.shape
     s = 0 if shared_down is None else shared_down.shape[1]
     a, y = u.new_empty((N, K * h + s)), torch.empty_like(u)

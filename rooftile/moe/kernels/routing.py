@@ -1,8 +1,8 @@
 """The router without gradients, in two launches: logits, then the choice and its gates.
 
-`rooftile.moe.routing` defines it. A program of the product owns an expert and a few tokens, so that few tokens keep many processors
-busy; for many tokens PyTorch's product in fp32 is faster. A program of the choice owns a token. One launch for both would need a
-counter, which somebody has to set back to zero, or one processor that reads all centroids alone.
+`rooftile.moe.routing` defines it. A program of the product owns an expert and a few tokens, so that few tokens keep many
+processors busy; for many tokens PyTorch's product in fp32 is faster. A program of the choice owns a token. One launch for both
+would need a counter, which somebody has to set back to zero, or one processor that reads all centroids alone.
 
 Numbers are chosen by keys, integers that order like them: NaN is above all numbers, as in a sort, and 0 equals -0.
 """
@@ -167,7 +167,8 @@ def choice_constants(E: int, router: Router, least: float, bias: bool, device: t
     return {
         "E": E, "K": router.active, "GROUPS": groups, "ACTIVE_GROUPS": router.active_groups, "SCORE": router.score,
         "BEST_TWO": router.group_score == "sum of best two", "NORMALISE": router.normalise, "LEAST": least, "BIAS": bias,
-        "ROUND": router.round_gates, **blocks, "BLOCK_K": triton.next_power_of_2(router.active), **overlaps(device), "num_warps": 1,
+        "ROUND": router.round_gates, **blocks, "BLOCK_K": triton.next_power_of_2(router.active), **overlaps(device),
+        "num_warps": 1,
     }  # fmt: skip
 
 
@@ -181,7 +182,8 @@ def refusal(u: Tensor, centroids: Tensor) -> str | None:
 
 
 def route(
-    u: Tensor, centroids: Tensor, bias: Tensor | None, logit_bias: Tensor | None, router: Router, least: float, deterministic: bool
+    u: Tensor, centroids: Tensor, bias: Tensor | None, logit_bias: Tensor | None, router: Router, least: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the experts (N, K) in int32, their gates and all scores (N, E) of tokens (N, d), both in fp32.
 

@@ -19,13 +19,13 @@ import torch
 import triton
 from torch import Tensor
 
+from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.definition import Product, has_many_rows
 from rooftile.weights.formats import weight_format
 from rooftile.weights.hopper import counters
 from rooftile.weights.hopper.codes import product_of_codes
-from rooftile.runtime.early_weights import may_read_early
 from rooftile.weights.hopper.gated_codes import product_of_gates
 from rooftile.weights.hopper.many_rows import BLOCK_M, BLOCK_N, COLUMNS, product_of_many_rows
 from rooftile.weights.hopper.ordered import in_order

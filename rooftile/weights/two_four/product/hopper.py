@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
+from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 from rooftile.weights.hopper import launch
-from rooftile.runtime.early_weights import may_read_early
 from rooftile.weights.hopper.ordered import in_order
 from rooftile.weights.hopper.schedule import STEP, WARPGROUPS, ProductTile
 from rooftile.weights.hopper.two_four import product_of_two_four
