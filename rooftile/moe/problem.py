@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# the most tokens whose experts a GPU computes without sorting their choices, where no gradient is wanted
+FEW = 4
+
 
 class Weights(NamedTuple):
     """The weights of all experts, and of the one that every token uses."""

@@ -22,6 +22,7 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.layers import Layer
 from rooftile.models.projection import Multiply, Part
+from rooftile.moe.problem import FEW
 from rooftile.weights import QuantisedWeight
 
 # rows of products with quantised weights: one of each tile that the kernels have for a decode step and prompts
@@ -67,7 +68,8 @@ def jobs_of_products(layer: Layer, *, longest: int, deterministic: bool = False)
     with the tokens of each, so up to `longest` tokens are run for them.
     """
     multiply = linear if deterministic else functional.linear
-    more = {1 << n for n in range(longest.bit_length())} if _experts_of(layer) else set()
+    # the fewest tokens that are sorted, too: their tiles may be smaller than those of the next power of two
+    more = {FEW + 1, *(1 << n for n in range(longest.bit_length()))} if _experts_of(layer) else set()
     return [partial(_multiply, layer, M, multiply) for M in sorted({*PRODUCT_ROWS, *more}, reverse=True)]
 
 

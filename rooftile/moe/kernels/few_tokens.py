@@ -24,13 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rooftile.fused.kernels.one_row import numbers_of
 from rooftile.moe.activations import halves
 from rooftile.moe.kernels.activations import _activated
-from rooftile.moe.problem import Options, Weights
+from rooftile.moe.problem import FEW, Options, Weights
 from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 
-# the most tokens
-FEW = 4
 # rows of a program, and the most numbers of each that it reads at once
 ROWS, FIRST_NUMBERS, SECOND_NUMBERS = 2, 2048, 512
 # the most steps of a program, which are unrolled
