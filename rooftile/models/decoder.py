@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rooftile.fused.norm import add_norm, normalise
+from rooftile.fused.one_row import project
 from rooftile.fused.rope import Rotation
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
@@ -164,7 +165,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
         """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
-        scores = multiply(hidden, self.head, None)
+        scores = (project if multiply is linear else multiply)(hidden, self.head, None)
         if self.config.logit_divisor is not None:
             scores = scores / self.config.logit_divisor
         cap = self.config.logit_softcap

@@ -171,13 +171,28 @@ MODELS = {
 }  # fmt: skip
 
 
+FEW = [
+    *((name, "silu", torch.bfloat16) for name in MODELS),
+    ("gpt-oss", "clamped", torch.bfloat16), ("qwen3-next", "clamped", torch.float16), ("deepseek-16b", "relu2", torch.bfloat16),
+    ("deepseek-16b", "silu", torch.float32), ("gpt-oss", "silu", torch.float32),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
-@pytest.mark.parametrize("name", MODELS)
-def test_experts_of_few_tokens_compile(name: str, activation: str, sm: int) -> None:
+@pytest.mark.parametrize(("name", "activation", "dtype"), FEW, ids=str)
+def test_experts_of_few_tokens_compile(name: str, activation: str, dtype: torch.dtype, sm: int) -> None:
     from rooftile.moe.kernels.few_tokens import _first, _second, first_constants, second_constants
 
     sizes, full = MODELS[name], activation == "clamped"
-    for dtype in (torch.bfloat16, torch.float32) if activation == "silu" else (torch.bfloat16,):
-        compiled(_first, first_constants(*sizes, activation, full, dtype, CPU), sm, dtype)
-        compiled(_second, second_constants(*sizes, full, full and sizes[-1] > 0, CPU), sm, dtype)
+    compiled(_first, first_constants(*sizes, activation, full, dtype, CPU), sm, dtype)
+    compiled(_second, second_constants(*sizes, full, full and sizes[-1] > 0, CPU), sm, dtype)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(("out", "inner"), [(10576, 2560), (2560, 5120), (6144, 2048), (7168, 16384), (64, 12), (4096, 14336)])
+def test_products_of_one_row_compile(out: int, inner: int, sm: int) -> None:
+    from rooftile.fused.kernels.one_row import STEPS, _one_row, constants_of, steps
+
+    assert steps(inner) <= STEPS
+    for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
+        compiled(_one_row, constants_of(out, inner, bias, CPU), sm, dtype)

@@ -29,8 +29,8 @@ from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 
-# rows of a program, and the most numbers of each that it reads at once
-ROWS, FIRST_NUMBERS, SECOND_NUMBERS = 2, 2048, 512
+# the most numbers of a row that a program reads at once, and the rows of the first launch's programs
+FIRST_NUMBERS, SECOND_NUMBERS, ROWS = 2048, 512, 2
 # the most steps of a program, which are unrolled
 STEPS = 64
 
@@ -122,8 +122,7 @@ def _first(
 def _second(
     a_ptr, chosen_ptr, gates_ptr, down_ptr, bias_ptr, shared_ptr, u_ptr, shared_gate_ptr, y_ptr,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """y of a few columns of a token. A choice that is no expert gives NaN."""
@@ -145,7 +144,6 @@ def _second(
         sums = _add_products(sums, a + choice * H, w, gate, n < D, H, BLOCK_K)
         if BIAS:
             y += gate * tl.load(bias_ptr + expert * D + n, mask=n < D, other=0.0).to(tl.float32)
-    y += tl.sum(sums, 1)
     if S > 0:
         factor = 1.0
         if GATED:
@@ -155,9 +153,8 @@ def _second(
                 u = tl.load(u_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
                 logits += u * tl.load(shared_gate_ptr + d, mask=d < D, other=0.0).to(tl.float32)
             factor = tl.sigmoid(tl.sum(logits, 0))
-        shared = tl.zeros((BLOCK_N, BLOCK_S), tl.float32)
-        shared = _add_products(shared, a + K * H, shared_ptr + n.to(tl.int64) * S, factor, n < D, S, BLOCK_S)
-        y += tl.sum(shared, 1)
+        sums = _add_products(sums, a + K * H, shared_ptr + n.to(tl.int64) * S, factor, n < D, S, BLOCK_K)
+    y += tl.sum(sums, 1)
     tl.store(y_ptr + t * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
 
 
@@ -178,17 +175,18 @@ def first_constants(
 @cache
 def second_constants(E: int, K: int, d: int, h: int, s: int, bias: bool, gated: bool, device: torch.device) -> dict[str, Any]:
     sizes = {"E": E, "K": K, "D": d, "H": h, "S": s, "BIAS": bias, "GATED": gated}
-    blocks = {f"BLOCK_{name}": numbers_of(size, SECOND_NUMBERS) for name, size in (("K", h), ("S", s or h))}
-    own = blocks | {"BLOCK_N": ROWS, "BLOCK_D": numbers_of(d, FIRST_NUMBERS)}
-    # with more warps than 8 neighbours of a row for each thread, threads would exchange a
-    return sizes | own | {"num_warps": max(min(blocks["BLOCK_K"], blocks["BLOCK_S"]) // 256, 1)} | overlaps(device)
+    block = numbers_of(h, SECOND_NUMBERS)
+    own = {"BLOCK_N": max(SECOND_NUMBERS // max(block, 256), 1), "BLOCK_K": block, "BLOCK_D": numbers_of(d, FIRST_NUMBERS)}
+    # a step reads 512 numbers, of one row or two; a thread has 8 neighbours of each, so threads exchange no a
+    return sizes | own | {"num_warps": max(block // 256, 1)} | overlaps(device)
 
 
 def takes(u: Tensor, chosen: Tensor, weights: Weights, options: Options, keep: bool) -> bool:
     """Whether these kernels run a call: a few tokens, whose bits may differ from those among many, and no backward."""
     K, h = chosen.shape[1], weights.down.shape[2]
     s = 0 if weights.shared_down is None else weights.shared_down.shape[1]
-    steps = K * triton.cdiv(h, SECOND_NUMBERS) + triton.cdiv(s, SECOND_NUMBERS)
+    block = numbers_of(h, SECOND_NUMBERS)
+    steps = K * triton.cdiv(h, block) + triton.cdiv(s, block)
     return 0 < u.shape[0] <= FEW and not keep and not options.deterministic and steps <= STEPS
 
 
