@@ -314,6 +314,24 @@ def test_without_a_share_no_state_is_kept(decoder: Decoder) -> None:
     assert ", and 0 kept = 0 bytes" in str(llm.caches)
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_keeps_no_state(decoder: Decoder) -> None:
+    """No request could find it, so it would only drive out others."""
+    one, other = ([n, *prompts(1, seed=3)[0] * 30][:30] for n in (1, 2))
+    told = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=1)
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"state_share": 1e-9})
+    hits(llm, [one])
+    assert len(llm.generate([other], told)[0].prompt_logprobs) == 30
+    assert llm.engine.pool.snapshots.kept == 1
+    assert hits(llm, [one]) == [24]
+    # samples that begin later, and answers that are preempted, read such a prompt again
+    asked = prompts(9)
+    settings = {"max_model_len": 96, "num_blocks": 20, "max_num_seqs": 2}
+    (due,) = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), [one], SamplingParams(n=4, seed=1, max_tokens=9, ignore_eos=True))
+    llm = LLM(decoder, block_size=SIZE, **settings)
+    many = SamplingParams(n=4, seed=1, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
+    assert tokens_of(llm, [one, *asked], many)[0] == due
+
+
 def test_states_of_answers_are_not_kept(decoder: Decoder) -> None:
     """... neither of those that are preempted and read again, nor of the token that is read a step too far."""
     llm, asked = LLM(decoder, block_size=SIZE, max_model_len=96, num_blocks=20, max_batched_tokens=10), prompts(9)

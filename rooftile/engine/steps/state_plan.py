@@ -51,7 +51,8 @@ class StatePlan:
         Returns the rows to keep them in, by the number of tokens before the mark, rising. Blocks up to the last mark are sealed.
         """
         snapshots, table, size, prompt = self.pool.snapshots, answer.table, self.pool.size, len(answer.request.prompt)
-        if snapshots is None:
+        if snapshots is None or answer.request.params.prompt_logprobs is not None:
+            # a request that asks for logprobs of its prompt shares no prefix
             return {}
         assert table is not None
         # likely to be asked for, and others, which are bets
