@@ -71,7 +71,8 @@ class LLM:
         deterministic: whether tokens, logprobs and scores of a request are the same bits whatever runs beside it: alone or in
             any batch, its prompt read at once or in chunks, preempted, or with a prefix found in the cache. Sampled tokens need
             a seed besides. This holds on one machine with the same versions, dtypes and number of threads. It costs speed: a GPU
-            computes by Triton's kernels alone, a CPU reads the weights for each sequence.
+            computes by Triton's kernels alone, a CPU reads the weights for each sequence, and recurrences read a prompt token by
+            token.
         seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
             order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
@@ -88,8 +89,7 @@ class LLM:
         state_dtype: the dtype of the states of recurrences (Mamba): "fp32", or "bf16", which takes half the memory and rounds a
             state after each token.
         state_every: recurrences keep a state for later prompts after each `state_every` tokens of a prompt (rounded up to whole
-            blocks), besides where the prompt ends and where it leaves an earlier one. A step of a prompt ends there, so a small
-            number makes prompts slower.
+            blocks), besides after 256, 512, 1,024, ... tokens, where the prompt ends, and where it leaves an earlier one.
         state_share: the share of the caches' memory for these states, at least 0 and less than 1; the state that was used least
             recently gives way. 0 keeps no state, so no prefix is found.
 

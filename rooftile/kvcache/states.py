@@ -88,10 +88,14 @@ def sum_of(specs: Sequence[State]) -> str:
 
 
 class Snapshots:
-    """Books of the states that are kept, in plain Python without a tensor; the least recently used go first.
+    """Books of the states that are kept, in plain Python without a tensor.
 
     A state is known by the hash of all tokens before it (see `BlockPool`), so it stays true when blocks are evicted. One that a
     step writes is found from the next step on: within the step it is not there yet.
+
+    When all places are taken, the state that was used least recently gives way. A bet, a state that may never be asked for,
+    becomes a state like others when it is found. While bets have more than a quarter of the places, the oldest of them goes
+    first.
 
     Args:
         total: the most states that are kept.
@@ -114,41 +118,49 @@ class Snapshots:
         """Forgets all states."""
         self._free = list(range(self.total - 1, -1, -1))
         self._place: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._coming: dict[bytes, int] = {}  # states that the step writes which is being planned
+        self._bets: OrderedDict[bytes, int] = OrderedDict()  # oldest first; none was ever found
+        self._coming: dict[bytes, tuple[int, bool]] = {}  # the states that the step writes which is being planned; whether a bet
 
     @property
     def kept(self) -> int:
         """How many states are kept."""
-        return len(self._place) + len(self._coming)
+        return self.total - len(self._free)
 
     def next_step(self) -> None:
         """Tells that the next step is being planned: what the last one has written can be found."""
-        self._place |= self._coming
+        for digest, (place, bet) in self._coming.items():
+            (self._bets if bet else self._place)[digest] = place
         self._coming.clear()
 
     def has(self, digest: bytes) -> bool:
         """Whether a state can be found."""
-        return digest in self._place
+        return digest in self._place or digest in self._bets
 
     def find(self, digest: bytes) -> int | None:
         """Returns the place of a state, which counts as a use of it; None if there is none."""
+        if digest in self._bets:
+            self._place[digest] = self._bets.pop(digest)
         if digest not in self._place:
             return None
         self._place.move_to_end(digest)
         return self._place[digest]
 
-    def keep(self, digest: bytes) -> int | None:
+    def keep(self, digest: bytes, *, bet: bool = False) -> int | None:
         """Returns the place that a state is to be written to; None if it is kept already, or all places are being written."""
-        if digest in self._place or digest in self._coming:
+        if self.has(digest) or digest in self._coming:
             return None
         if not self._free:
-            if not self._place:
+            crowded = 4 * len(self._bets) > self.total or not self._place
+            first = self._bets if self._bets and crowded else self._place
+            if not first:
                 return None
-            self._free.append(self._place.popitem(last=False)[1])
-        place = self._coming[digest] = self._free.pop()
+            self._free.append(first.popitem(last=False)[1])
+        place = self._free.pop()
+        self._coming[digest] = place, bet
         return place
 
     def check(self) -> None:
         """Raises AssertionError, with the reason, if the bookkeeping is inconsistent."""
-        places = [*self._free, *self._place.values(), *self._coming.values()]
+        coming = [place for place, _ in self._coming.values()]
+        places = [*self._free, *self._place.values(), *self._bets.values(), *coming]
         assert sorted(places) == list(range(self.total)), "a place of a state is lost, or has two owners"

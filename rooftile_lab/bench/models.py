@@ -51,6 +51,18 @@ MODELS: dict[str, ModelConfig] = {
         max_len=131_072, scale=128**-0.5, windows=(None,) * 32, rotary=_llama3(8.0, 128), norm_eps=1e-5, eos_ids=(128_001,),
         dtype=torch.bfloat16,
     ),
+    # not published: attention of the size of Mamba-2 2.7B, and a hybrid as that paper's, with six layers of attention
+    "attention-2.7b": ModelConfig(
+        family="llama", vocab_size=50_288, layers=32, hidden=2560, heads=20, kv_heads=5, head_dim=128, ffn=8448,
+        max_len=262_144, scale=128**-0.5, windows=(None,) * 32, rotary=Rotary(dim=128, theta=5e6), norm_eps=1e-5, tie=True,
+        eos_ids=(0,), dtype=torch.bfloat16,
+    ),
+    "hybrid-2.7b": ModelConfig(
+        family="rooftile", vocab_size=50_288, layers=64, hidden=2560, heads=20, kv_heads=5, head_dim=128, max_len=262_144,
+        scale=128**-0.5, windows=(None,) * 64, rotary=Rotary(dim=128, theta=5e6), feed_forwards=(None,) * 64,
+        mixers=tuple("attention" if n % 10 == 9 else "mamba2" for n in range(64)),
+        mamba2=Mamba2Sizes(heads=80, head_dim=64), norm_eps=1e-5, tie=True, eos_ids=(0,), dtype=torch.bfloat16,
+    ),
     # Mamba-2 2.7B's
     "mamba2-2.7b": ModelConfig(
         family="mamba2", vocab_size=50_288, layers=64, hidden=2560, max_len=262_144, windows=(None,) * 64, rotary=None,

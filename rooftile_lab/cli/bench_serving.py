@@ -88,15 +88,20 @@ def _over_http(
 def engine(
     case: Annotated[
         list[str] | None,
-        typer.Option(help="start, W1, W10, W11, decode-step, idle, W8, peers; left out, all. May be given several times."),
+        typer.Option(
+            help="start, W1, W10, W11, decode-step, idle, W8, context, peers; left out, all. May be given several times."
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help=f"With random weights: {', '.join(MODELS)}.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the requests and of their lengths.")] = 1.0,
-    batch: Annotated[int | None, typer.Option(help="How many requests decode in decode-step; left out, 256.", min=1)] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="How many requests decode in decode-step and context; left out, 256 and 8.", min=1)
+    ] = None,
     weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, 2:4; auto takes the model's.")] = "auto",
     peer_requests: Annotated[int, typer.Option(help="How many of W1's requests the peers get.")] = 64,
     peer_limit: Annotated[float, typer.Option(help="Seconds after which a peer is stopped.")] = 90.0,
     w8_requests: Annotated[int, typer.Option(help="How many of W8's requests each allocator gets.")] = 200,
+    runs: Annotated[int, typer.Option(help="How often each part is measured, after a first run.", min=1)] = 2,
     device: DeviceOption = "auto",
     json: FileOption = None,
 ) -> None:
@@ -110,7 +115,7 @@ def engine(
     target = device_of(device)
     asked = EngineOptions(
         model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, batch=batch,
-        weights=weights, peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
+        weights=weights, peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests, runs=runs,
     )  # fmt: skip
     asked.check()
     measured(partial(measure, asked), target, json)

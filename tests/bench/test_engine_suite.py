@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile_lab.bench import results
+from rooftile.models import Decoder, Mamba2Sizes
+from rooftile_lab.bench import contexts, results
 from rooftile_lab.bench.models import MODELS, decoder_named
 from rooftile_lab.bench.suites import engine as suite
 from rooftile_lab.bench.suites.engine import PARTS, EngineOptions
@@ -70,6 +72,7 @@ def test_each_part_has_its_rows(rows, tmp_path) -> None:
         ("idle-5x13", "rooftile", "decode"),
         ("W8-first-4", "rooftile, contiguous", "serve"),
         ("W8-first-4", "rooftile, paged", "serve"),
+        *((f"context-8x{length}", "rooftile", "decode") for length in (33, 82, 328, 1311, 2621)),
         ("W1-first-3", "rooftile", "serve"),
         ("W1-first-3", "transformers, paged|sdpa", "serve"),
         ("W1-first-3", "transformers, paged|rooftile", "serve"),
@@ -144,8 +147,60 @@ def test_parts_are_chosen_by_name_and_others_refused() -> None:
     assert row.case == "W10-tiny-x0.02"
     with pytest.raises(InvalidInput, match="bench engine has no case 'W2'; has start, W1, W10"):
         next(suite.measure(EngineOptions(model="tiny", parts=[*PARTS, "W2"]), SESSION))
+    with pytest.raises(InvalidInput, match="runs is 0; must be at least 1"):
+        next(suite.measure(EngineOptions(model="tiny", runs=0), SESSION))
     with pytest.raises(InvalidInput, match=r"model is '0\.6b'; bench engine has tiny, 1b, 8b"):
         next(suite.measure(EngineOptions(model="0.6b"), SESSION))
+
+
+def hybrid() -> Decoder:
+    """A layer of Mamba-2 and one of attention."""
+    config = replace(
+        MODELS["tiny"], family="rooftile", mixers=("mamba2", "attention"), feed_forwards=(None, "dense"),
+        mamba2=Mamba2Sizes(heads=4, head_dim=16, state=32),
+    )  # fmt: skip
+    return Decoder.random(config, torch.float32, "cpu")
+
+
+def test_contexts_are_decoded_without_their_prompts(monkeypatch) -> None:
+    """The steps that are timed run the model on one token of each sequence, behind as many tokens as said."""
+    decoder, read = hybrid(), []
+    llm = contexts.engine_for(decoder, [300], 3)
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda tokens, places, *more: read.append(places.tolist()) or forward(tokens, places, *more)
+    )
+    assert contexts.milliseconds(llm, 3, 300) > 0
+    assert len(read) >= contexts.STEPS // 2
+    assert all(len(places) == 3 for places in read)
+    assert max(map(max, read)) in range(290, 325)
+    llm.engine.check_idle()
+    # a state's numbers, and 19 blocks of 16 tokens with 2 keys and values of 16
+    sizes = decoder.config.mamba2
+    due = 4 * (sizes.heads * sizes.head_dim * sizes.state + sizes.convolved * (sizes.kernel - 1)) + 19 * 16 * 2 * 2 * 16 * 4
+    assert contexts.sequence_bytes(llm, 300) == due
+    assert contexts.most_sequences(llm, 300) >= 3
+    # prompts are read again afterwards
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert any(places == [0, 1, 2] for places in read)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_contexts_that_do_not_fit_are_a_reason(monkeypatch) -> None:
+    monkeypatch.setattr(contexts, "most_sequences", lambda llm, context: 3 if context > 100 else 8)
+    rows = list(suite.measure(EngineOptions(model="tiny", scale=SCALE, parts=["context"], runs=1, batch=4), SESSION))
+    assert [row.case for row in rows] == [f"context-4x{length}-tiny-x0.02" for length in (33, 82, 328, 1311, 2621)]
+    assert [row.reason for row in rows] == ["", "", *["refused: 3 sequences fit"] * 3]
+    assert [row.samples for row in rows] == [1, 1, None, None, None] or rows[0].samples == 1
+    assert rows[0].measures["output_tok_s"] > 0
+    assert [row.measures["sequence_mb"] for row in rows[:2]] == [0.024576, 0.049152]
+
+
+@pytest.mark.parametrize("name", ["attention-2.7b", "hybrid-2.7b", "mamba2-2.7b"])
+def test_models_of_one_size(name: str) -> None:
+    decoder = Decoder(MODELS[name], dtype=torch.bfloat16, device="meta")
+    assert sum(weight.numel() for weight in decoder.parameters()) == pytest.approx(2.7e9, rel=0.06)
+    assert MODELS[name].max_len == 262_144
 
 
 def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:

@@ -176,16 +176,28 @@ def test_the_folder_says_what_the_module_is(name: str, trained) -> None:
     assert len(list(Decoder.from_folder(peer.folder).tensors())) == len(list(peer.model.tensors()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"state_dtype": "bf16"}, 'state_dtype is "bf16" and the model has linear layers; their sums grow with the text'),
-        ({"deterministic": True}, "deterministic is True and the model has linear layers"),
-    ],
-)
-def test_settings_that_sums_have_not_are_sentences(settings: dict, sentence: str, trained) -> None:
-    with pytest.raises(Unsupported, match=sentence):
-        LLM(trained("linear").folder, **ROOM | settings)
+def test_sums_in_bf16_are_refused(trained) -> None:
+    with pytest.raises(Unsupported, match='state_dtype is "bf16" and the model has linear layers; their sums grow with the text'):
+        LLM(trained("linear").folder, **ROOM, state_dtype="bf16")
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "performer, trigonometric", "hybrid", "experts, grouped"])
+def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str, trained) -> None:
+    peer, asked = trained(name), prompts(8)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    settings = {"block_size": SIZE, "deterministic": True}
+    alone = LLM(peer.folder, **settings, **ROOM, enable_prefix_caching=False)
+    due = [alone.generate([prompt], params)[0].outputs[0] for prompt in asked]
+    for prompt, answer in zip(asked, due, strict=True):
+        assert peer.likeliest(prompt, answer.token_ids) == answer.token_ids
+    for how in ("in chunks", "preempted, in chunks", "three at once"):
+        llm = LLM(peer.folder, **settings | SETTINGS[how])
+        for _ in range(2):
+            outputs = llm.generate(asked, params)
+            assert [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs] == [
+                (answer.token_ids, answer.logprobs) for answer in due
+            ]
+        assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
 
 
 def test_weights_in_few_bits(trained) -> None:

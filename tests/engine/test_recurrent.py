@@ -169,8 +169,6 @@ def test_states_in_bf16_take_half_and_change_little(name: str, peers) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "due"),
     [
-        ("mamba2", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
-        ("bamba", {"deterministic": True}, "deterministic is True and the model has mamba2 layers"),
         (
             "mamba2",
             {"approximate": LokiLayers([Loki.fit(torch.randn(50, 2, 8))] * 3)},

@@ -16,6 +16,7 @@ import pytest
 
 from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.steps import state_plan
 from rooftile.engine.steps.scheduler import Scheduler, StepPlan
 from rooftile.kvcache import BlockPool, BlockTable
 from rooftile.kvcache.states import Snapshots, StateRows
@@ -34,46 +35,49 @@ def state_of(tokens: Sequence[int]) -> int:
 
 
 class WatchedSnapshots(Snapshots):
-    """Compares each answer with a list: what is kept, least recently used first, and what the step writes."""
+    """Compares each answer with lists: what is kept, least recently used first, bets apart, and what the step writes."""
 
     counts: Counter[str]
 
     def reset(self) -> None:
         super().reset()
         self.order: list[tuple[bytes, int]] = []
-        self.coming: list[tuple[bytes, int]] = []
+        self.bets: list[tuple[bytes, int]] = []
+        self.coming: list[tuple[bytes, int, bool]] = []
 
     def next_step(self) -> None:
         super().next_step()
-        self.order += self.coming
+        self.order += [known[:2] for known in self.coming if not known[2]]
+        self.bets += [known[:2] for known in self.coming if known[2]]
         self.coming = []
 
     def find(self, digest: bytes) -> int | None:
         found = super().find(digest)
-        due = next((known for known in self.order if known[0] == digest), None)
+        due = next((known for known in (*self.order, *self.bets) if known[0] == digest), None)
         assert (found is None) == (due is None)
         if due is not None:
             assert found == due[1]
-            self.order.remove(due)
+            (self.bets if due in self.bets else self.order).remove(due)
             self.order.append(due)
             self.counts["hit"] += 1
         return found
 
-    def keep(self, digest: bytes) -> int | None:
-        place = super().keep(digest)
-        known = [*self.order, *self.coming]
-        if digest in dict(known) or (len(known) == self.total and not self.order):
+    def keep(self, digest: bytes, *, bet: bool = False) -> int | None:
+        place = super().keep(digest, bet=bet)
+        places = {known[0]: known[1] for known in (*self.order, *self.bets, *self.coming)}
+        if digest in places or (len(places) == self.total and len(self.coming) == self.total):
             assert place is None
             return place
         assert place is not None
-        if len(known) == self.total:
-            # the least recently used gives way
-            assert place == self.order.pop(0)[1]
+        if len(places) == self.total:
+            # the least recently used gives way, or the oldest bet where bets have more than a quarter
+            first = self.bets if self.bets and (4 * len(self.bets) > self.total or not self.order) else self.order or self.bets
+            assert place == first.pop(0)[1]
             self.counts["evict"] += 1
         else:
-            assert place not in dict(map(reversed, known))
-        self.coming.append((digest, place))
-        self.counts["checkpoint"] += 1
+            assert place not in places.values()
+        self.coming.append((digest, place, bet))
+        self.counts["bet" if bet else "checkpoint"] += 1
         return place
 
 
@@ -189,12 +193,20 @@ class World:
         self.copy(plan.states)
         self.counts["begin"] += len(plan.states)
         assert len({id(work.answer) for work in plan.work}) == len(plan.work), "two parts of one sequence in a step"
-        for answer, start, count, _ in plan.work:
+        for answer, start, count, _, kept in plan.work:
             assert answer.slot >= 0
+            rows = dict(kept)
+            assert all(start < end < start + count for end in rows), "a mark outside of a chunk"
             assert self.memory[answer.slot] == state_of(answer.ids[:start]), f"{answer.ids[:start]} has the state of other tokens"
             for place in range(start, start + count):
                 token = answer.ids[place] if place < len(answer.ids) else self.last[answer.slot]
                 self.memory[answer.slot] = hash((self.memory[answer.slot], token))
+                if (row := rows.get(place + 1)) is not None:
+                    assert row >= self.rows.first_snapshot
+                    assert place + 1 <= len(answer.request.prompt), "the state of an answer is kept"
+                    assert (place + 1) % self.setting.size == 0
+                    self.memory[row] = self.memory[answer.slot]
+                    self.counts["within"] += 1
             self.counts["extend"] += 1
         found = []
         for work in plan.work:
@@ -284,16 +296,18 @@ SETTINGS = {
     "few blocks": Setting(30, 5, 3, 8192, 13, ahead=False),
     "few blocks, ahead": Setting(30, 5, 3, 9, 13, ahead=True),
     "one state": Setting(25, 3, 1, 8192, 7, ahead=True),
+    "bets": Setting(200, 6, 12, 16, 40, ahead=True),
     "many states": Setting(60, 4, 60, 4, 30, ahead=True, size=2),
 }
 
 
 @pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_sequence_has_the_state_of_its_own_tokens(name: str, operations: int) -> None:
+def test_every_sequence_has_the_state_of_its_own_tokens(name: str, operations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_plan, "FIRST", 8)
     world = World(SETTINGS[name], seed=len(name))
     world.run(operations)
-    kinds = {"ask", "begin", "extend", "fork", "checkpoint", "hit", "cancel"}
+    kinds = {"ask", "begin", "extend", "fork", "checkpoint", "hit", "cancel", "bet", "within"}
     kinds |= {"preempt"} if SETTINGS[name].blocks < 50 else set()
     kinds |= {"evict"} if name != "many states" else set()
     assert {kind: world.counts[kind] for kind in kinds if world.counts[kind] < operations // 1000} == {}

@@ -20,6 +20,7 @@ from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.mixers import registry
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.steps import state_plan
 from rooftile.errors import Unsupported
 from rooftile.exact.spec import CallSettings
 from rooftile.fused.rope import Rotation, rotate
@@ -57,14 +58,22 @@ class DecayingSum(Mixer):
         self.sums = caches.states.memory["sum"]
 
     def on(self, step: StepTokens) -> Attend:
-        slots, positions = step.slots.tolist(), step.positions.tolist()
+        slots, positions, rounds = step.slots.tolist(), step.positions.tolist(), step.rounds()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
-            sums, o = self.sums[self.layers.index(layer)], torch.zeros_like(q)
-            for n, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-                if position >= 0:
-                    sums[slot].mul_(DECAY).add_(k[n][:, :, None] * v[n][:, None])
-                    o[n] = torch.einsum("hgd,hde->hge", q[n].unflatten(0, (k.shape[1], -1)), sums[slot]).flatten(0, 1)
+            sums, o, rows = self.sums[self.layers.index(layer)], torch.zeros_like(q), torch.arange(len(q))
+
+            def read(some: Tensor) -> None:
+                for n in some.tolist():
+                    if positions[n] >= 0:
+                        here = sums[slots[n]].mul_(DECAY).add_(k[n][:, :, None] * v[n][:, None])
+                        o[n] = torch.einsum("hgd,hde->hge", q[n].unflatten(0, (k.shape[1], -1)), here).flatten(0, 1)
+
+            # a state that is kept within a chunk is copied there
+            for part in () if rounds is None else rounds.parts:
+                read(rows[: step.split][part.rows])
+                part.keep(sums)
+            read(rows[step.split :])
             return o
 
         return attend
@@ -249,21 +258,55 @@ def test_prompts_that_branch_off_in_one_step_keep_a_state_there(decoder: Decoder
     assert hits(llm, [[*prefix[:40], 9, 9]]) == [40]
 
 
-@pytest.mark.parametrize("tokens", [96, 13, 1])
-def test_states_are_kept_at_marks_alone(tokens: int, decoder: Decoder) -> None:
-    """However a prompt is cut: after its last block, after each `state_every` tokens, and nowhere else."""
+@pytest.mark.parametrize("how", [{}, {"max_batched_tokens": 13}, {"max_batched_tokens": 1}, {"deterministic": True}], ids=str)
+def test_states_are_kept_at_marks_alone(how: dict, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a prompt is cut: after its last block, after 16, 32, 64, ... and each `state_every` tokens, and nowhere else."""
     prompt = (prompts(1, seed=3)[0] * 9)[:77]
-    for every, due in ((8192, [72]), (17, [24, 48, 72]), (16, [16, 32, 48, 64, 72]), (40, [40, 72]), (1, [*range(8, 73, 8)])):
-        llm = LLM(decoder, block_size=SIZE, state_every=every, **ROOM | {"max_batched_tokens": tokens, "num_blocks": 100})
+    room = ROOM | {"num_blocks": 100, "state_share": 0.9} | how
+    for first, every, due in (
+        (256, 8192, [72]), (256, 17, [24, 48, 72]), (16, 16, [16, 32, 48, 64, 72]), (256, 40, [40, 72]),
+        (256, 1, [*range(8, 73, 8)]), (16, 8192, [16, 32, 64, 72]),
+        (15, 40, [16, 32, 40, 72]), (9, 33, [16, 32, 40, 72]), (64, 64, [64, 72]),
+    ):  # fmt: skip
+        monkeypatch.setattr(state_plan, "FIRST", first)
+        llm = LLM(decoder, block_size=SIZE, state_every=every, **room)
         assert hits(llm, [prompt, [*prompt[:50], 1, 2]]) == [0, max((mark for mark in due if mark <= 48), default=0)]
         assert kept_by(llm, prompt) == sorted({*due, 48})
     # a prompt that ends with a block leaves two: a prompt that is the same begins before its last token
-    llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_batched_tokens": tokens})
+    monkeypatch.undo()
+    monkeypatch.setitem(mixers.MIXERS, "decaying_sum", 1)
+    monkeypatch.setitem(registry.MIXERS, "decaying_sum", DecayingSum)
+    llm = LLM(decoder, block_size=SIZE, **room)
     assert hits(llm, [prompt[:72], prompt[:72], prompt]) == [0, 64, 72]
 
 
+@pytest.mark.parametrize("shared", [8, 15, 16, 31, 32, 40, 63, 70])
+def test_a_second_prompt_begins_behind_more_than_half_of_what_it_shares(
+    shared: int, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... and the third behind all of it, but for a part of a block."""
+    monkeypatch.setattr(state_plan, "FIRST", 16)
+    prefix = (prompts(1, seed=3)[0] * 9)[:shared]
+    llm = LLM(decoder, block_size=SIZE, **ROOM)
+    first, second, third = hits(llm, [[*prefix, *range(n, n + 9)] for n in (1, 11, 31)])
+    assert (first, third) == (0, shared // SIZE * SIZE)
+    assert 2 * second > shared - 1 or shared < 16
+
+
+@pytest.mark.parametrize("tokens", [96, 13])
+def test_marks_cut_no_step(tokens: int, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt takes as many steps as it would without a state, whatever its length, alone and beside others."""
+    monkeypatch.setattr(state_plan, "FIRST", 8)
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for length in (1, 7, 8, 9, 24, 33, 64, 75):
+        llm = LLM(decoder, block_size=SIZE, **ROOM | {"max_batched_tokens": tokens})
+        prompt = (prompts(1, seed=3)[0] * 9)[:length]
+        llm.generate([prompt, [*prompt[::-1], 3]], one)
+        assert llm.engine.steps["steps"] == -(-(2 * length + 1) // tokens)
+
+
 def test_without_a_share_no_state_is_kept(decoder: Decoder) -> None:
-    """No prefix is found then, and no step is cut: a prompt is one."""
+    """No prefix is found then."""
     prompt = (prompts(1, seed=3)[0] * 9)[:45]
     llm = LLM(decoder, block_size=SIZE, state_share=0, **ROOM)
     assert hits(llm, [prompt, prompt]) == [0, 0]
@@ -271,12 +314,30 @@ def test_without_a_share_no_state_is_kept(decoder: Decoder) -> None:
     assert ", and 0 kept = 0 bytes" in str(llm.caches)
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_keeps_no_state(decoder: Decoder) -> None:
+    """No request could find it, so it would only drive out others."""
+    one, other = ([n, *prompts(1, seed=3)[0] * 30][:30] for n in (1, 2))
+    told = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=1)
+    llm = LLM(decoder, block_size=SIZE, **ROOM | {"state_share": 1e-9})
+    hits(llm, [one])
+    assert len(llm.generate([other], told)[0].prompt_logprobs) == 30
+    assert llm.engine.pool.snapshots.kept == 1
+    assert hits(llm, [one]) == [24]
+    # samples that begin later, and answers that are preempted, read such a prompt again
+    asked = prompts(9)
+    settings = {"max_model_len": 96, "num_blocks": 20, "max_num_seqs": 2}
+    (due,) = tokens_of(LLM(decoder, block_size=SIZE, **ROOM), [one], SamplingParams(n=4, seed=1, max_tokens=9, ignore_eos=True))
+    llm = LLM(decoder, block_size=SIZE, **settings)
+    many = SamplingParams(n=4, seed=1, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
+    assert tokens_of(llm, [one, *asked], many)[0] == due
+
+
 def test_states_of_answers_are_not_kept(decoder: Decoder) -> None:
     """... neither of those that are preempted and read again, nor of the token that is read a step too far."""
     llm, asked = LLM(decoder, block_size=SIZE, max_model_len=96, num_blocks=20, max_batched_tokens=10), prompts(9)
     llm.engine._ahead = True
     keep, kept = llm.engine.pool.snapshots.keep, []
-    llm.engine.pool.snapshots.keep = lambda digest: kept.append(digest) or keep(digest)
+    llm.engine.pool.snapshots.keep = lambda digest, **how: kept.append(digest) or keep(digest, **how)
     answers = [answer for (answer,) in tokens_of(llm, asked, GREEDY)]
     assert llm.engine.scheduler.preemptions > 0
     due = set()

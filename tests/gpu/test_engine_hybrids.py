@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.steps import state_plan
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.config import config_of
 from rooftile.runtime.launch import observe
@@ -94,6 +95,40 @@ def test_prefixes_forks_and_beams(name: str) -> None:
             same = [a.token_ids == b.token_ids for a, b in zip(due.outputs, found.outputs, strict=True)]
             assert sum(same) >= len(same) - 1
     assert_clean(there)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "granite"])
+def test_states_are_kept_within_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... of several prompts, whose chunks are read in rounds; other prompts begin with these states."""
+    monkeypatch.setattr(state_plan, "FIRST", 8)
+    here, there = engines(name)
+    prefixes = [prompt * 9 for prompt in prompts(5, seed=3)]
+    for end in (60, 27, 45):
+        asked = [[*prefix[:end], n] for n, prefix in enumerate(prefixes)]
+        due, found = here.generate(asked, GREEDY), there.generate(asked, GREEDY)
+        assert [one.num_cached_tokens for one in found] == [one.num_cached_tokens for one in due]
+        assert end == 60 or any(one.num_cached_tokens for one in found)
+        same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(due, found, strict=True)]
+        assert sum(same) >= 4
+    assert_clean(there)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba", "qwen3-next", "granite", "olmo hybrid"])
+def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str) -> None:
+    """One at a time in graphs of one row; together in graphs of more, in chunks, preempted, and with prefixes."""
+    decoder = engines(name)[1].engine.runner.decoder
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    asked = prompts(17)
+    alone = LLM(decoder, block_size=8, **ROOM, deterministic=True, enable_prefix_caching=False)
+    due = [alone.generate([prompt], params)[0].outputs[0] for prompt in asked]
+    for settings in ({}, {"enforce_eager": True, "max_batched_tokens": 13}, {"max_model_len": 96, "num_blocks": 40}):
+        llm = LLM(decoder, block_size=8, **ROOM | settings, deterministic=True)
+        for _ in range(2):
+            found = [output.outputs[0] for output in llm.generate(asked, params)]
+            assert [one.token_ids for one in found] == [one.token_ids for one in due]
+            assert [one.logprobs for one in found] == [one.logprobs for one in due]
+        assert ("num_blocks" in settings) == (llm.engine.scheduler.preemptions > 0)
+        assert_clean(llm)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])

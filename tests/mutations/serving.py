@@ -19,17 +19,33 @@ MUTATIONS = {
         ("tests/engine/test_state_mixer.py", "tests/engine/test_state_books.py", "-k", "beams or every_sequence"),
     ),
     "states, found in their step": Mutation(
-        "kvcache/states.py", "place = self._coming[digest]", "place = self._place[digest]",
+        "kvcache/states.py", "self._coming[digest] = place, bet", "self._place[digest] = place",
         (
             "tests/engine/test_state_mixer.py", "tests/engine/test_state_books.py", "tests/unit/test_snapshots.py",
             "-k", "alike or last or every_sequence",
         ),
     ),
     "states, kept in an answer": Mutation(
-        "engine/steps/state_plan.py", "if start < mark <= prompt", "if start < mark", ("tests/engine/test_state_books.py",),
+        "engine/steps/state_plan.py", "stop = min(prompt, answer.planned)", "stop = answer.planned",
+        ("tests/engine/test_state_books.py",),
     ),
     "states, where prompts part": Mutation(
-        "engine/steps/state_plan.py", "request.paged_tokens, ", "", ("tests/engine/test_state_mixer.py", "-k", "branch"),
+        "engine/steps/state_plan.py", ", answer.request.paged_tokens}", "}", ("tests/engine/test_state_mixer.py", "-k", "branch"),
+    ),
+    "states, kept after a whole chunk": Mutation(
+        "engine/steps/rounds.py", "ends = range(1, chunk.tokens + 1) if single else sorted({*rows, chunk.tokens})",
+        "ends = [chunk.tokens]", ("tests/engine/test_state_mixer.py", "-k", "marks or half"),
+    ),
+    "states, rounds in another order": Mutation(
+        "engine/steps/rounds.py", "self.order is None else", "True else", ("tests/engine/test_rounds.py",),
+    ),
+    "states, chunks under deterministic": Mutation(
+        "engine/steps/batch_invariant.py", "first=first, single=True)", "first=first)",
+        ("tests/engine/test_batch_invariant.py", "-k", "preemption and mamba2"),
+    ),
+    "states, a bet that is found": Mutation(
+        "kvcache/states.py", "self._place[digest] = self._bets.pop(digest)", "return self._bets[digest]",
+        ("tests/unit/test_snapshots.py", "tests/engine/test_state_books.py", "-k", "bets or every_sequence"),
     ),
     "states, a prefix without one": Mutation(
         "kvcache/blocks.py", "keep = self._complete(table.blocks)", "keep = len(table.blocks)",

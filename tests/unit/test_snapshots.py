@@ -46,6 +46,30 @@ def test_those_used_last_are_kept(total: int, seed: int) -> None:
         kept.check()
 
 
+def test_bets_have_a_quarter_of_the_places() -> None:
+    """... when all are taken; one that is found is a state like others."""
+    kept = Snapshots(8)
+
+    def keep(names: str, *, bet: bool) -> str:
+        for name in names:
+            assert kept.keep(name.encode(), bet=bet) is not None
+            kept.next_step()
+            kept.check()
+        return "".join(name for name in "abcdefghijklmnopqr" if kept.has(name.encode()))
+
+    keep("abcd", bet=True)
+    assert keep("efgh", bet=False) == "abcdefgh"
+    assert keep("ij", bet=False) == "cdefghij"
+    # a third bet takes the place of a state, a fourth the place of a bet
+    assert keep("k", bet=True) == "cdfghijk"
+    assert keep("l", bet=True) == "dfghijkl"
+    assert kept.find(b"d") is not None
+    assert kept.find(b"f") is not None
+    assert keep("m", bet=True) == "dfhijklm"
+    assert keep("nopq", bet=False) == "dflmnopq"
+    assert kept.kept == 8
+
+
 @pytest.mark.parametrize("kind", ["blocks", "windows"])
 def test_a_prefix_begins_at_a_state(kind: str) -> None:
     """... and, in a pool with rows, where the rows are complete that the next token sees."""

@@ -42,7 +42,8 @@ class Mixer(ABC):
 
     A layer with a `State` finds the state of the answer in slot n in row n of `Caches.states`, reads and writes it in place.
     Before the first token of a sequence the state is zero. After a prefix that was found, a fork, or a preemption it is the
-    state after the token before the step's first one of this sequence: the engine copies it there.
+    state after the token before the step's first one of this sequence: the engine copies it there. It reads the chunks of a step
+    in the rounds of `StepTokens.rounds`, and keeps states after each round where it says so (`Round.keep`).
 
     Args:
         shape: the model, with the dtype that it computes in.
@@ -60,7 +61,7 @@ class Mixer(ABC):
     separates_prompts: ClassVar[bool] = False
     """Whether a prompt's tokens are computed otherwise than an answer's, whatever a step reads together."""
 
-    captures: ClassVar[bool] = True
+    captures: bool = True
     """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rooftile.engine.steps.rounds import Round, Rounds
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 
 
@@ -23,11 +24,20 @@ class StepTokens(NamedTuple):
     single: tuple[Tensor, Tensor] | None  # block tables (B, N) and lengths (B,) of the single tokens
     on_host: StepInputs | None  # the same step on the host; None in a graph, which serves steps of all lengths
     rows: Tensor | None = None  # (blocks,) int32: the row of each block; None if a block is its own row
+    marked: Rounds | None = None  # the rounds of the chunks, where a state is kept within one of them
 
     @property
     def split(self) -> int:
         """How many tokens the chunks have."""
         return 0 if self.chunks is None else self.chunks.tokens
+
+    def rounds(self) -> Rounds | None:
+        """Returns the rounds in which recurrences read the chunks; None if there are no chunks."""
+        if self.marked is not None or self.chunks is None:
+            return self.marked
+        # all tokens of a chunk have the same slot
+        cu = self.chunks.cu_q
+        return Rounds((Round(slice(None), cu, self.slots[cu[:-1].long()]),))
 
     def rows_of(self, blocks: Tensor) -> Tensor:
         """Returns the row of each block; a block without a row gets an arbitrary one, which is never read."""

@@ -170,7 +170,7 @@ SETTINGS = {
         Setting("gpu_memory_utilization", float, 0.9, "Share of the GPU's memory for model and cache.", _share),
         Setting("kv_dtype", str, "auto", "Dtype of the KV cache: fp8; auto for the model's.", _kv_dtype, "kv_cache_dtype"),
         Setting("state_dtype", str, "fp32", "Dtype of the states of recurrences: fp32, bf16.", _one_of("fp32", "bf16")),
-        Setting("state_every", int, 8192, "Tokens of a prompt between two states that are kept for prefixes.", _whole(1)),
+        Setting("state_every", int, 8192, "Most tokens of a prompt between two states that are kept for prefixes.", _whole(1)),
         Setting("state_share", float, 0.1, "Share of the caches' memory for kept states; 0 keeps none.", _share_below_one),
         Setting("allocator", str, "paged", "paged, or contiguous for comparison.", _one_of("paged", "contiguous")),
         Setting("tensor_parallel_size", int, 1, "Must be 1.", _tensor_parallel),

@@ -11,17 +11,21 @@ PyTorch's operations on a CPU promise less: the order of their sums depends on s
 in memory a number lies. So a CPU computes one tile of TILE positions of one sequence at a time. A tile begins at a multiple of
 TILE and is filled up with padding: all shapes, and a token's row in them, follow from its position. Experts gather their rows
 from the whole tile, so products are `rooftile.fused.linear` here, too, which tells them that neighbours may not matter.
+
+A recurrence reads one token after the other on both (see `Rounds`), of a prompt, too: its kernels for chunks pass a state on at
+places that depend on where a chunk begins, and add otherwise than those for single tokens, which an answer is computed with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from rooftile.engine.steps.rounds import Mark, MarkedChunk, Rounds, rounds_of
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs
 
 TILE = 16
@@ -40,6 +44,18 @@ class SequenceTile(NamedTuple):
     positions: Tensor
     slots: Tensor
     chunks: Chunks
+
+    def rounds(self, kept: Collection[tuple[int, int, int]]) -> Rounds:
+        """Returns the rounds in which a recurrence reads the tile, of one token each.
+
+        Args:
+            kept: where states are kept: slots, tokens before it, and rows of states.
+        """
+        slot, first = int(self.slots[0]), int(self.places[0])
+        begin = int(self.positions[first])
+        marks = tuple(Mark(end - begin, row) for its, end, row in kept if its == slot and 0 < end - begin <= len(self.places))
+        chunk = MarkedChunk(len(self.places), slot, marks)
+        return rounds_of([chunk], self.slots.device, first=first, single=True)
 
 
 def tiles_of(inputs: StepInputs, table: Tensor, size: int) -> Iterator[SequenceTile]:

@@ -7,7 +7,7 @@ as CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from rooftile.engine.sampling.forbidden import banned_next
 from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.steps.graphs import DecodeGraphs
+from rooftile.engine.steps.rounds import Mark, MarkedChunk, Rounds, rounds_of
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs, in_reading_order, is_single, split_prompts
 from rooftile.exact.spec import CallSettings
@@ -172,24 +173,44 @@ class Runner:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
         on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.separates_prompts)
         if self._tile_by_tile:
-            return on_host, self._forward_tiles(on_host)
+            return on_host, self._forward_tiles(on_host, {(work.answer.slot, *kept) for work in works for kept in work.kept})
         inputs = on_host.to(self.device)
         chunks = None
         if len(on_host.chunk_slots):
             columns = -(-int(on_host.chunk_lengths.max()) // self.size)
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
-        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host)
+        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host, self._rounds(works, on_host))
 
-    def _forward_tiles(self, inputs: StepInputs) -> Tensor:
-        """Returns the hidden states of a step, computed tile by tile."""
-        found = []
+    def _rounds(self, works: list[ScheduledTokens], on_host: StepInputs) -> Rounds | None:
+        """Returns the rounds of a step; None if each chunk is read at once."""
+        if self.caches.states is None:
+            return None
+        chunks = [
+            MarkedChunk(work.tokens, work.answer.slot, tuple(Mark(end - work.start, row) for end, row in work.kept))
+            for work in in_reading_order(works)[: len(on_host.chunk_slots)]
+        ]
+        single = self.deterministic and any(chunk.tokens > 1 for chunk in chunks)
+        return rounds_of(chunks, self.device, single=single) if single or any(chunk.marks for chunk in chunks) else None
+
+    def _forward_tiles(self, inputs: StepInputs, kept: Collection[tuple[int, int, int]]) -> Tensor:
+        """Returns the hidden states of a step, computed tile by tile.
+
+        Args:
+            inputs: the step.
+            kept: where states are kept: slots, tokens before it, and rows of states.
+        """
+        found, rounds = [], None
         for tile in tiles_of(inputs, self.table, self.size):
-            found.append(self._forward(tile.tokens, tile.positions, tile.slots, tile.chunks)[tile.places])
+            if self.caches.states is not None:
+                rounds = tile.rounds(kept)
+            hidden = self._forward(tile.tokens, tile.positions, tile.slots, tile.chunks, rounds=rounds)
+            found.append(hidden[tile.places])
         return torch.cat(found)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, on_host: StepInputs | None = None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, on_host: StepInputs | None = None,
+        rounds: Rounds | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the hidden states of chunks, which come first, and of single tokens, one per sequence.
 
@@ -204,7 +225,8 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        attend = self.layers.on(StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, self.caches.rows))
+        rows = self.caches.rows
+        attend = self.layers.on(StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, rows, rounds))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 

@@ -31,6 +31,8 @@ class ScheduledTokens(NamedTuple):
     tokens: int
     outputs: tuple[Answer, ...]
     """The answers that get their next token from the last of these tokens; none while the prompt goes on."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """Where the state after some of these tokens is kept, the last one's apart: a position, and the row of states."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class StepPlan:
     states: dict[int, int] = field(default_factory=dict)
     """Rows of states to copy before the step, the source by its target: for sequences that begin, and beams."""
     states_after: dict[int, int] = field(default_factory=dict)
-    """Rows of states to copy after the step: for forks, and to keep them."""
+    """Rows of states to copy after the step: for forks, and to keep what it ends with."""
 
 
 class Scheduler:
@@ -249,10 +251,7 @@ class Scheduler:
         When the last token of a prompt is read, the request's other answers start from the same blocks, and the blocks are kept
         for those that have no slot yet.
         """
-        tokens = min(answer.unread, budget)
-        if self.states is not None:
-            tokens = self.states.to_a_mark(answer, tokens)
-        start = answer.planned
+        tokens, start = min(answer.unread, budget), answer.planned
         self._reserve_rows(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
@@ -266,6 +265,7 @@ class Scheduler:
                 if self.states is None:
                     self._keep_prompt(request, answer.table)
             request.prefilled = True
+        kept = {} if self.states is None else self.states.keep(answer, start)
         self.seal(answer, answer.planned)
         for output in outputs:
             output.pending += 1
@@ -273,9 +273,11 @@ class Scheduler:
                 output.table = self.pool.fork(answer.table)
                 output.planned = answer.planned
                 plan.entries |= entries_of(output)
-        plan.work.append(ScheduledTokens(answer, start, tokens, outputs))
         if self.states is not None:
-            plan.states_after |= self.states.after(answer, outputs)
+            plan.states_after |= {output.slot: answer.slot for output in outputs if output is not answer}
+            if (row := kept.pop(answer.planned, None)) is not None:
+                plan.states_after[row] = answer.slot
+        plan.work.append(ScheduledTokens(answer, start, tokens, outputs, tuple(kept.items())))
         return tokens
 
     def _keep_prompt(self, request: Request, table: BlockTable) -> None:

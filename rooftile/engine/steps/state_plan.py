@@ -5,19 +5,21 @@ state may be large: few are kept, and each at a *mark* of a prompt, where a bloc
 
     its end             the last full block; if the prompt ends with it, the block before, too, since a hit leaves a token to read
     where it branches   the last block that an earlier prompt had, if no state was kept there: a third prompt finds one
-    on the way          after each `every` tokens
+    on the way          after 256, 512, 1,024, ... tokens, and after each `every`: a second prompt finds one behind more than half
+                        of the tokens that both begin with
 
-A step of a prompt ends at its next mark, and what follows is the next step's. States of answers are not kept, since they would
-soon be all that is; an answer that was preempted is read again from the last state of its prompt.
+Marks cut no step: a recurrence reads a chunk in parts, from mark to mark (see `Rounds`). States of answers are not kept, since
+they would soon be all that is; an answer that was preempted is read again from the last state of its prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rooftile.engine.requests.request import Answer
 from rooftile.kvcache import BlockPool
 from rooftile.kvcache.states import StateRows
+
+# the first mark on the way: to read fewer tokens takes a GPU about as long as to read the weights, which it reads in any case
+FIRST = 256
 
 
 class StatePlan:
@@ -26,17 +28,12 @@ class StatePlan:
     Args:
         pool: the blocks, and which states are kept.
         rows: the rows of states.
-        every: the tokens between two marks on the way, rounded up to whole blocks.
+        every: the most tokens between two marks on the way, rounded up to whole blocks.
     """
 
     def __init__(self, pool: BlockPool, rows: StateRows, every: int) -> None:
         self.pool, self.rows = pool, rows
         self.every = pool.blocks_of(every) * pool.size
-
-    def to_a_mark(self, answer: Answer, tokens: int) -> int:
-        """Returns how many of an answer's next `tokens` tokens to read, so that the step ends at the prompt's next mark."""
-        mark = None if self.pool.snapshots is None else self._next_mark(answer, answer.planned)
-        return tokens if mark is None else min(tokens, mark - answer.planned)
 
     def before(self, answer: Answer) -> int:
         """Returns the row of the state that an answer begins with, after the prefix that was found for it."""
@@ -48,25 +45,35 @@ class StatePlan:
         assert place is not None, "a prefix without its state"
         return self.rows.first_snapshot + place
 
-    def after(self, answer: Answer, outputs: Sequence[Answer]) -> dict[int, int]:
-        """Returns the copies after a step that reads tokens of a prompt: to forks, and to keep the state for a prefix.
+    def keep(self, answer: Answer, start: int) -> dict[int, int]:
+        """Finds room for the states at the marks that an answer's next step reads, from `start` to `answer.planned` tokens.
 
-        Args:
-            answer: the answer that reads them.
-            outputs: the answers that go on from its last token.
+        Returns the rows to keep them in, by the number of tokens before the mark, rising. Blocks up to the last mark are sealed.
         """
-        copies = {output.slot: answer.slot for output in outputs if output is not answer}
-        snapshots, table = self.pool.snapshots, answer.table
-        if snapshots is not None and table is not None and self._next_mark(answer, answer.planned - 1) == answer.planned:
-            assert answer.planned == table.sealed * self.pool.size, "a mark that is no block's end"
-            place = snapshots.keep(table.digest)
+        snapshots, table, size, prompt = self.pool.snapshots, answer.table, self.pool.size, len(answer.request.prompt)
+        if snapshots is None or answer.request.params.prompt_logprobs is not None:
+            # a request that asks for logprobs of its prompt shares no prefix
+            return {}
+        assert table is not None
+        # likely to be asked for, and others, which are bets
+        likely = {(prompt - 1) // size * size, prompt // size * size, answer.request.paged_tokens}
+        found: dict[int, int] = {}
+        stop = min(prompt, answer.planned)
+        for mark in sorted({*likely, *self._on_the_way(start, stop)}):
+            if not start < mark <= stop:
+                continue
+            self.pool.seal(table, answer.ids[:mark])
+            assert mark == table.sealed * size, "a mark that is no block's end"
+            place = snapshots.keep(table.digest, bet=mark not in likely)
             if place is not None:
-                copies[self.rows.first_snapshot + place] = answer.slot
-        return copies
+                found[mark] = self.rows.first_snapshot + place
+        return found
 
-    def _next_mark(self, answer: Answer, start: int) -> int | None:
-        """Returns the first mark of an answer's prompt after `start` tokens; None if there is no other."""
-        size, request = self.pool.size, answer.request
-        prompt = len(request.prompt)
-        marks = ((prompt - 1) // size * size, prompt // size * size, request.paged_tokens, (start // self.every + 1) * self.every)
-        return min((mark for mark in marks if start < mark <= prompt), default=None)
+    def _on_the_way(self, start: int, stop: int) -> set[int]:
+        """Returns the marks on the way of a prompt after `start` tokens, up to `stop`."""
+        marks = set(range((start // self.every + 1) * self.every, stop + 1, self.every))
+        mark = self.pool.blocks_of(FIRST) * self.pool.size
+        while mark <= min(stop, self.every):
+            marks.add(mark)
+            mark *= 2
+        return marks

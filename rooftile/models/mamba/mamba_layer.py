@@ -63,13 +63,13 @@ class MambaLayer(Layer):
         draw_decays(self.A_log, self.dt_bias, generator)
         self.D.fill_(1.0)
 
-    def selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def selection(self, x: Tensor, multiply: Multiply = functional.linear) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""
         sizes = self.sizes
-        dt, B, C = functional.linear(x, self.select).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+        dt, B, C = multiply(x, self.select, None).split((sizes.rank, sizes.state, sizes.state), dim=-1)
         if self.selection_norms:
             dt, B, C = (normalise(part, norm) for part, norm in zip((dt, B, C), self.selection_norms, strict=True))
-        return functional.linear(dt, self.widen), B, C
+        return multiply(dt, self.widen, None), B, C
 
     def mix(
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear

@@ -2,11 +2,12 @@
 
     start          seconds from the weights to an engine that is ready, and how many kernels Triton compiled for it
     W1, W10, W11   output tokens per second of 256 requests, of one alone, and of four samples for each of 64 prompts:
-                   a whole run first, then RUNS that count
+                   a whole run first, then `runs` that count
     decode-step    milliseconds per step while all requests decode, each step begun before the last has ended
     idle           a second process, which finds Triton's cache filled: how long its engine takes to start, and how long
                    no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
+    context        decode steps of a few requests with 1k to 128k tokens each: output tokens per second, and a sequence's memory
     peers          the first requests of W1 on ours, then on Transformers on the same weights
 
 Weights are random, in bf16 on a GPU. On a CPU the idle time is absent: `--model tiny --device cpu --scale 0.03` tries the suite.
@@ -28,6 +29,7 @@ from rooftile.cost.session import Session
 from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
+from rooftile_lab.bench import contexts
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures
@@ -39,8 +41,7 @@ from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of
 from rooftile_lab.bench.workloads import Workload, named
 from rooftile_lab.bench.works import tidy, words_of_error
 
-PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "peers")
-RUNS = 2
+PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "peers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,15 @@ class EngineOptions:
     peer_requests: int = 64
     peer_limit_s: float = 90.0
     w8_requests: int = 200
+    runs: int = 2
 
     def check(self) -> None:
         """Raises InvalidInput for a part that there is not, and for a model that the peer has not."""
         for part in self.parts:
             if part not in PARTS:
                 raise InvalidInput(f"bench engine has no case {part!r}; has {', '.join(PARTS)}")
+        if self.runs < 1:
+            raise InvalidInput(f"runs is {self.runs}; must be at least 1")
         if "peers" in self.parts:
             check_llama("engine", self.model)
 
@@ -71,7 +75,8 @@ def measure(asked: EngineOptions, session: Session, say: Progress | None = None)
     run = _Run(asked, session, say or (lambda words: None))
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
-        "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "peers": run.peers,
+        "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "context": run.contexts,
+        "peers": run.peers,
     }  # fmt: skip
     for part in PARTS:
         if part in asked.parts:
@@ -134,7 +139,7 @@ class _Run:
 
     def rate(self, name: str) -> Iterator[Row]:
         workload = self.workloads[name]
-        yield self._rate(name, workload, *repeat(self.llm, workload, RUNS, costs=costs_of(self.llm, self.session)))
+        yield self._rate(name, workload, *repeat(self.llm, workload, self.asked.runs, costs=costs_of(self.llm, self.session)))
 
     def _rate(self, name: str, workload: Workload, first_s: float | None, found: list[Measures], **more: Any) -> Row:
         names = (
@@ -160,7 +165,7 @@ class _Run:
 
     def decode(self) -> Iterator[Row]:
         sizes, costs = self.sizes, costs_of(self.llm, self.session)
-        found = [decode_step.milliseconds(self.llm.engine, sizes) for _ in range(RUNS)]
+        found = [decode_step.milliseconds(self.llm.engine, sizes) for _ in range(self.asked.runs)]
         samples = [1e3 * ms for ms, _ in found]
         spreads = measured({"context_tokens": [context for _, context in found]})
         if costs is not None:
@@ -207,12 +212,37 @@ class _Run:
             del llm
             tidy(self.session.device)
 
+    def contexts(self) -> Iterator[Row]:
+        """A row for each context. Where the sequences do not fit into memory its reason says how many do."""
+        self.close()
+        lengths = contexts.contexts_for(self.asked.scale, self.decoder.config.max_len)
+        batch = contexts.BATCH if self.asked.batch is None else self.asked.batch
+        llm = contexts.engine_for(self.decoder, lengths, batch)
+        costs = costs_of(llm, self.session)
+        for length in lengths:
+            name = f"context-{batch}x{length}"
+            fit = min(contexts.most_sequences(llm, length), llm.engine.max_answers)
+            measures = {"sequence_mb": figures(contexts.sequence_bytes(llm, length) / 1e6)}
+            if fit < batch:
+                yield self.row(name, [], phase="decode", reason=f"refused: {fit} sequences fit", measures=measures)
+                continue
+            self.say(f"context {length:,}")
+            taken = [contexts.milliseconds(llm, batch, length) for _ in range(self.asked.runs)]
+            spreads = measured({"output_tok_s": [batch / ms * 1e3 for ms in taken]})
+            spreads["measures"] |= measures
+            if costs is not None:
+                floor_ms = 1e3 * costs.model.seconds(costs.rates, steps=1, cached=batch * length, running=batch)
+                spreads["measures"]["over_floor_ratio"] = figures(sum(taken) / len(taken) / floor_ms)
+            yield self.row(name, [1e3 * ms for ms in taken], phase="decode", **spreads)
+        del llm
+        tidy(self.session.device)
+
     def peers(self) -> Iterator[Row]:
         """Ours first; then a row for each peer. One that fails has a reason and no rate, and the others go on."""
         w1 = self.workloads["W1"]
         share = replace(w1, requests=w1.requests[: self.asked.peer_requests])
         name = f"W1-first-{len(share.requests)}"
-        ours = self._rate(name, share, *repeat(self.llm, share, RUNS, costs=costs_of(self.llm, self.session)))
+        ours = self._rate(name, share, *repeat(self.llm, share, self.asked.runs, costs=costs_of(self.llm, self.session)))
         yield ours
         self.close()
         for attention in ("paged|sdpa", "paged|rooftile"):

@@ -19,6 +19,7 @@ from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.recurrent.state_mixer import StateMixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.steps.rounds import Round
 from rooftile.errors import Unsupported
 from rooftile.exact.masks import CAUSAL
 from rooftile.exact.spec import CallSettings
@@ -35,15 +36,22 @@ class Sums(ABC):
 
     Args:
         memory: S (rows, Hk, F, D), z (rows, Hk, F), and what else a kind keeps.
+        deterministic: whether each token is read by itself.
     """
 
-    def __init__(self, memory: tuple[Tensor, ...]) -> None:
-        self.memory = memory
+    def __init__(self, memory: tuple[Tensor, ...], *, deterministic: bool = False) -> None:
+        self.memory, self.deterministic = memory, deterministic
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, cu: Tensor) -> Tensor:
-        """Returns the outputs of sequences back to back, whose sums are in the rows `slots`."""
-        o, state = self._read(q, k, v, self._found(slots), cu)
-        self._keep(slots, state)
+    def read(self, part: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns the outputs of the sequences of a round."""
+        if self.deterministic:
+            # the products of a step add in an order that depends on how many sequences there are
+            rows = [slice(n, n + 1) for n in range(len(q))]
+            o = torch.cat([self.step(q[n].clone(), k[n].clone(), v[n].clone(), part.slots[n]) for n in rows])
+        else:
+            o, state = self._read(q, k, v, self._found(part.slots), part.cu)
+            self._keep(part.slots, state)
+        part.keep(*self.memory)
         return o
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
@@ -72,8 +80,8 @@ class Sums(ABC):
 class LinearSums(Sums):
     """The sums of linear attention."""
 
-    def __init__(self, memory: tuple[Tensor, ...], sizes: LinearSizes) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: tuple[Tensor, ...], sizes: LinearSizes, *, deterministic: bool) -> None:
+        super().__init__(memory, deterministic=deterministic)
         self.options: dict[str, Any] = {"feature": sizes.feature, "normalise": sizes.normalise}
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, state: Any, cu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -86,8 +94,8 @@ class LinearSums(Sums):
 class PerformerSums(Sums):
     """The sums of Performer's features, and the largest exponents (rows, Hk)."""
 
-    def __init__(self, memory: tuple[Tensor, ...], layer: PerformerLayer, scale: float) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: tuple[Tensor, ...], layer: PerformerLayer, scale: float, *, deterministic: bool) -> None:
+        super().__init__(memory, deterministic=deterministic)
         self.options: dict[str, Any] = {"features": layer.features, "scale": scale}
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, state: Any, cu: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -113,19 +121,15 @@ class LinearStep:
     def __init__(self, sums: dict[int, Sums], step: StepTokens) -> None:
         self.sums, self.split = sums, step.split
         self.single = step.slots[step.split :]
-        self.cu: Tensor | None = None
-        if step.chunks is not None:
-            self.cu = step.chunks.cu_q
-            # all tokens of a chunk have the same slot
-            self.slots = step.slots[self.cu[:-1].long()]
+        self.rounds = step.rounds()
 
     def __call__(self, layer: int, /, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         """Mixes the tokens of one layer; see `rooftile.models.Attend`."""
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         one, split, found = self.sums[layer], self.split, []
-        if self.cu is not None:
-            found.append(one.read(q[:split], k[:split], v[:split], self.slots, self.cu))
+        if self.rounds is not None:
+            found.append(self.rounds.run(one.read, q[:split], k[:split], v[:split]))
         if split < len(q):
             found.append(one.step(q[split:], k[split:], v[split:], self.single))
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -138,6 +142,8 @@ class SumsMixer(StateMixer):
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
         super().__init__(shape, layers, config)
+        # tokens one by one would be a graph of many small kernels
+        self.captures = not config.deterministic
         if config.state_dtype != "fp32":
             raise Unsupported(
                 f'state_dtype is "{config.state_dtype}" and the model has {self.name} layers; their sums grow with the text, and '
@@ -188,7 +194,7 @@ class LinearMixer(SumsMixer):
         return self.shape.head_dim
 
     def sums(self, layer: Layer, memory: tuple[Tensor, ...]) -> Sums:
-        return LinearSums(memory, cast(LinearSizes, self.shape.linear))
+        return LinearSums(memory, cast(LinearSizes, self.shape.linear), deterministic=self.config.deterministic)
 
 
 class PerformerMixer(SumsMixer):
@@ -204,4 +210,4 @@ class PerformerMixer(SumsMixer):
         return *super().specs(), State(self.layers, "performer exponents", (self.shape.kv_heads,))
 
     def sums(self, layer: Layer, memory: tuple[Tensor, ...]) -> Sums:
-        return PerformerSums(memory, cast(PerformerLayer, layer), self.shape.scale)
+        return PerformerSums(memory, cast(PerformerLayer, layer), self.shape.scale, deterministic=self.config.deterministic)

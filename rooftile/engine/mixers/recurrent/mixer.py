@@ -50,9 +50,10 @@ class RecurrentMixer(StateMixer):
     def working_bytes(self, largest: Largest) -> int:
         """Returns the bytes of what the convolution and the recurrence write, and of the states of the chunks of a step.
 
-        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32.
+        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32. Where
+        chunks are read in rounds, a round's inputs are there twice, and the outputs of all rounds three times.
         """
-        written = largest.tokens * (self.sizes.convolved + self.sizes.width) * largest.computed.itemsize
+        written = largest.tokens * (2 * self.sizes.convolved + 3 * self.sizes.width) * largest.computed.itemsize
         kept = math.prod(self.state_shape) * 4 + self._tail.sequence_bytes() // len(self.layers)
         return written + 2 * largest.answers * kept
 
@@ -64,4 +65,4 @@ class RecurrentMixer(StateMixer):
         }
 
     def on(self, step: StepTokens) -> Attend:
-        return RecurrentStep(self.recurrences, step)
+        return RecurrentStep(self.recurrences, step, deterministic=self.config.deterministic)

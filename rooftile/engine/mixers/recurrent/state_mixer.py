@@ -22,16 +22,12 @@ class StateMixer(Mixer):
 
     def __init__(self, shape: ModelConfig, layers: tuple[int, ...], config: EngineConfig) -> None:
         super().__init__(shape, layers, config)
-        if config.deterministic:
-            raise Unsupported(
-                f"deterministic is True and the model has {self.name} layers; the last bits of their states depend on where "
-                "steps cut a prompt: leave deterministic out"
-            )
         if config.approximate is not None:
             raise Unsupported(f"approximate is given and the model has {self.name} layers; Loki has attention in all layers")
 
     @classmethod
     def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
         shape = replace(trial.small(cls.name), dtype=trial.dtype)
+        config = EngineConfig(block_size=trial.size, deterministic=trial.deterministic)
         decoder = Decoder(shape, dtype=trial.dtype, device=trial.device)
-        return RecurrentLayer(trial, cls(shape, (0,), EngineConfig(block_size=trial.size)), decoder).jobs(trial.longest)
+        return RecurrentLayer(trial, cls(shape, (0,), config), decoder).jobs(trial.longest)

@@ -1,14 +1,20 @@
-"""A recurrence in one step: prompts in chunks, from copies of their states, and single tokens in place."""
+"""A recurrence in one step: prompts in chunks, from copies of their states, and single tokens in place.
+
+Under `deterministic` all tokens are single ones: a state that a chunk leaves has other last bits than a state that single tokens
+leave, and others again if the chunk begins elsewhere.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rooftile import recurrent as rec
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.steps.rounds import Round
 
 
 class Recurrence(ABC):
@@ -45,32 +51,40 @@ class RecurrentStep:
     Args:
         recurrences: by the layer's number.
         step: where the tokens are.
+        deterministic: whether each token is read by itself.
     """
 
-    def __init__(self, recurrences: dict[int, Recurrence], step: StepTokens) -> None:
+    def __init__(self, recurrences: dict[int, Recurrence], step: StepTokens, *, deterministic: bool = False) -> None:
         self.recurrences, self.split = recurrences, step.split
         self.single = step.slots[step.split :]
-        self.cu: Tensor | None = None
-        if step.chunks is not None:
-            self.cu = step.chunks.cu_q
-            # all tokens of a chunk have the same slot
-            self.slots = step.slots[self.cu[:-1].long()]
+        self.rounds = step.rounds()
+        self.read = self._read_tokens if deterministic else self._read_chunks
 
     def __call__(self, layer: int, /, x: Tensor, *rest: Tensor) -> Tensor:
         """Mixes the tokens of one layer; see `rooftile.models.Attend`. The convolution reads x."""
         one, split, found = self.recurrences[layer], self.split, []
-        if self.cu is not None:
-            found.append(self._read_chunks(one, x[:split], tuple(given[:split] for given in rest), self.cu))
+        if self.rounds is not None:
+            found.append(self.rounds.run(partial(self.read, one), x[:split], *(given[:split] for given in rest)))
         if split < len(x):
-            y = rec.conv_step(one.tails, x[split:], one.conv_weight, one.conv_bias, activation="silu", slots=self.single)
-            found.append(one.step(y, tuple(given[split:] for given in rest), self.single))
+            found.append(self._step(one, self.single, x[split:], tuple(given[split:] for given in rest)))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _read_chunks(self, one: Recurrence, x: Tensor, rest: tuple[Tensor, ...], cu: Tensor) -> Tensor:
+    def _step(self, one: Recurrence, slots: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
+        y = rec.conv_step(one.tails, x, one.conv_weight, one.conv_bias, activation="silu", slots=slots)
+        return one.step(y, rest, slots)
+
+    def _read_tokens(self, one: Recurrence, part: Round, x: Tensor, *rest: Tensor) -> Tensor:
+        # contiguous: kernels are compiled for strides, and all must be the same
+        y = self._step(one, part.slots, x.contiguous(), tuple(given.contiguous() for given in rest))
+        part.keep(one.tails, one.states)
+        return y
+
+    def _read_chunks(self, one: Recurrence, part: Round, x: Tensor, *rest: Tensor) -> Tensor:
         # a chunk is summed in fp32, whatever dtype its state is kept in
-        tails, states = one.tails[self.slots], one.states[self.slots].float()
-        x, tails = rec.causal_conv(x, one.conv_weight, one.conv_bias, activation="silu", tail=tails, cu=cu)
-        y, states = one.read(x, rest, states, cu)
-        one.tails.index_copy_(0, self.slots, tails)
-        one.states.index_copy_(0, self.slots, states.to(one.states.dtype))
+        tails, states = one.tails[part.slots], one.states[part.slots].float()
+        x, tails = rec.causal_conv(x, one.conv_weight, one.conv_bias, activation="silu", tail=tails, cu=part.cu)
+        y, states = one.read(x, rest, states, part.cu)
+        one.tails.index_copy_(0, part.slots, tails)
+        one.states.index_copy_(0, part.slots, states.to(one.states.dtype))
+        part.keep(one.tails, one.states)
         return y

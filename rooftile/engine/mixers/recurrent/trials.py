@@ -32,6 +32,9 @@ class RecurrentLayer:
 
     def jobs(self, longest: int) -> list[Callable[[], None]]:
         """Returns runs of a prompt of each length, and of single tokens."""
+        if self.mixer.config.deterministic:
+            # prompts are single tokens, too
+            return [self.decode]
         lengths = dict.fromkeys((longest, USUAL, SHORT))
         return [*(partial(self.read_prompt, tokens) for tokens in lengths), self.decode]
 
