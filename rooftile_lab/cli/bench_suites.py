@@ -54,6 +54,17 @@ def recall(
     run_suite("recall", case, device, json, quick=quick, jobs=jobs)
 
 
+def expert_training(
+    case: CasesOption = None, quick: QuickOption = False, jobs: JobsOption = 1, device: DeviceOption = "auto",
+    json: FileOption = None,
+) -> None:  # fmt: skip
+    """Trains small decoders with experts beside a dense one of equal active width: loss, and the load of each expert.
+
+    Example: rooftile bench expert-training --jobs 3 --json results.jsonl
+    """
+    run_suite("expert-training", case, device, json, quick=quick, jobs=jobs)
+
+
 def diagnosis(
     case: CasesOption = None,
     quick: QuickOption = False,
