@@ -46,8 +46,8 @@ def train(
 ) -> Trained:  # fmt: skip
     """Trains a model in place.
 
-    `rate` is the highest learning rate, `alpha` the factor of the balance loss of experts, which is left out if it is 0; `after` is
-    called with the number of steps taken so far.
+    `rate` is the highest learning rate; `alpha` is the factor of the experts' balance loss, which is left out if it is 0; `after`
+    is called with the number of steps taken so far.
     """
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")

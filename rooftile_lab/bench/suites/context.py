@@ -1,10 +1,11 @@
-"""Memory and time per token against the length of the context, of one small model with attention, with a recurrence, and with both.
+"""Memory and time per token against the length of the context, of a small model with attention, a recurrence, or both.
 
     attention    attention in all layers
     hybrid       Mamba-2 in all layers but two, which attend
     mamba2       Mamba-2 in all layers
 
-The three have equally many parameters, to half a percent, and random weights, and are served by `rooftile.LLM`, one after another. In each case a batch of prompts with as many tokens as the case is called is read and then written on.
+The three have equally many parameters, to a percent, and random weights; `rooftile.LLM` serves them one after another. In the case
+`context-N` a batch of prompts of N tokens is read and then written on.
 
     read     the time of reading a prompt, without the first one, over its tokens: `read_us`
     write    the time of a step in which all write, over their number: `write_us`
@@ -65,8 +66,8 @@ PLANS = {
         contexts=tuple(1024 * 2**n for n in range(8)), batch=4, steps=24,
     ),
     "cpu": Plan(
-        layers=4, hidden=64, head_dim=16, group=2, ffn=192, state_size=32, vocab_size=256, contexts=(256, 512, 1024, 2048), batch=2,
-        steps=8,
+        layers=4, hidden=64, head_dim=16, group=2, ffn=192, state_size=32, vocab_size=256,
+        contexts=(256, 512, 1024, 2048), batch=2, steps=8,
     ),
 }  # fmt: skip
 
