@@ -4,8 +4,8 @@
     hybrid       Mamba-2 in all layers but two, which attend
     mamba2       Mamba-2 in all layers
 
-The three have equally many parameters, to a percent, and random weights; `rooftile.LLM` serves them one after another. In the case
-`context-N` a batch of prompts of N tokens is read and then written on.
+The three have equally many parameters, to a percent, and random weights; `rooftile.LLM` serves them one after another. In the
+case `context-N` a batch of prompts of N tokens is read and then written on.
 
     read     the time of reading a prompt, without the first one, over its tokens: `read_us`
     write    the time of a step in which all write, over their number: `write_us`

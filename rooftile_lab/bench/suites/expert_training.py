@@ -4,9 +4,9 @@
     balanced      experts, with the balance loss
     unbalanced    experts, without it
 
-`loss_nats` is in nats per byte of held-out text. `busiest_load_ratio` is the largest load of any expert of any layer over the mean
-load, `idle_experts` the number of experts with less than a tenth of it, and `loads` in the settings has all of them, by layer. With
-`jobs` several processes train at once, and times of steps are absent. There is one training of each, so differences of a
+`loss_nats` is in nats per byte of held-out text. `busiest_load_ratio` is the largest load of any expert of any layer over the
+mean load, `idle_experts` the number of experts with less than a tenth of it, and `loads` in the settings has all loads, by layer.
+With `jobs` several processes train at once, and times of steps are absent. There is one training of each, so differences of a
 hundredth of a nat mean nothing.
 """
 
@@ -37,8 +37,8 @@ PLANS = {
         rate=2e-3, tests=256,
     ),
     "cpu": ExpertPlan(
-        hidden=64, heads=2, layers=3, experts=16, active=3, shared=1, width=32, alpha=0.01, batch=8, length=64, steps=150, rate=5e-3,
-        tests=64,
+        hidden=64, heads=2, layers=3, experts=16, active=3, shared=1, width=32, alpha=0.01, batch=8, length=64, steps=150,
+        rate=5e-3, tests=64,
     ),
 }  # fmt: skip
 
@@ -72,7 +72,8 @@ def row_of(session: Session, plan: ExpertPlan, found: TrainedExperts) -> Row:
     measures = {"loss_nats": figures(found.loss)}
     if loads:
         measures |= {"busiest_load_ratio": figures(max(loads)), "idle_experts": sum(load < IDLE for load in loads)}
-    size = f"{plan.layers} layers of {plan.hidden}, active width {plan.active_width}, {plan.steps} steps of {plan.batch} x {plan.length}"
+    size = f"{plan.layers} layers of {plan.hidden}, active width {plan.active_width}"
+    size = f"{size}, {plan.steps} steps of {plan.batch} x {plan.length}"
     settings = {
         "experts": plan.experts, "active": plan.active, "shared": plan.shared, "width": plan.width, "alpha": plan.alpha,
         "rate": plan.rate, "parameters": found.parameters, "loads": [[round(load, 3) for load in layer] for layer in found.loads],

@@ -7,8 +7,8 @@
 `all_recall` is the share of right answers, `pairs_N_recall` in texts with N pairs, and `distance_N_recall` of questions
 up to N tokens behind their pair, and farther than the next smaller N. `chance_recall` is the share of a guess. The loss of
 English is in nats per byte, on text that no model was trained on; `frequencies_nats` is the loss of a guess by the frequencies of
-bytes. Times are of a training step, on a CPU on one core, and absent with `jobs`: then several processes train at once, one for all
-cases of a method. A method that fails is a row with a reason. There is one training per learning rate, so differences of a few
+bytes. Times are of a training step, on a CPU on one core, and absent with `jobs`: then several processes train at once, one for
+each method. A method that fails is a row with a reason. There is one training per learning rate, so differences of a few
 hundredths mean nothing.
 """
 
