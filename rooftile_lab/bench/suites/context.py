@@ -59,6 +59,10 @@ class Plan:
     def heads(self) -> int:
         return self.hidden // self.head_dim
 
+    def answer(self, context: int) -> int:
+        """The most tokens of an answer: the first prompts' answers go on while the last prompts are read, some thousand tokens a step."""
+        return self.steps + 32 + self.batch * (context // 4096)
+
 
 PLANS = {
     "cuda": Plan(
@@ -114,7 +118,8 @@ def parameters(config: ModelConfig) -> int:
 
 def _rows(session: Session, name: str, plan: Plan, say: Progress) -> Iterator[Row]:
     config = config_of(name, plan, torch.bfloat16 if session.device.type == "cuda" else torch.float32)
-    longest = max(plan.contexts) + 4 * plan.steps
+    longest = max(plan.contexts)
+    longest += plan.answer(longest)
     say(f"{name}: starting an engine")
     llm = LLM(
         Decoder.random(config, config.dtype, session.device), max_model_len=longest, max_num_seqs=plan.batch,
@@ -140,7 +145,7 @@ def _rows(session: Session, name: str, plan: Plan, say: Progress) -> Iterator[Ro
 def _timed(llm: LLM, plan: Plan, context: int) -> tuple[list[float], list[float], float]:
     """Microseconds of each prompt but the first, microseconds of each step of writing, and the bytes of a sequence."""
     engine, rng = llm.engine, Random(context)
-    wanted = SamplingParams(max_tokens=3 * plan.steps, temperature=0, ignore_eos=True)
+    wanted = SamplingParams(max_tokens=plan.answer(context), temperature=0, ignore_eos=True)
     requests: list[Request] = []
     read, written = [], []
     try:
@@ -157,6 +162,8 @@ def _timed(llm: LLM, plan: Plan, context: int) -> tuple[list[float], list[float]
             began = perf_counter()
             engine.step()
             written.append(1e6 * (perf_counter() - began))
+        # an answer that has ended has given back what it held
+        assert all(request.live for request in requests)
         nbytes = _sequence_bytes(llm, plan.batch)
     finally:
         _leave(engine, requests)

@@ -27,13 +27,14 @@ from rooftile_lab.bench.side_by_side import side_by_side
 from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.bench.works import tidy, words_of_error
 
-GPU, CPU, QUICK = KINDS, KINDS, KINDS
+GPU: tuple[str, ...] = KINDS
+CPU = QUICK = GPU
 # the share of the mean load below which an expert counts as idle
 IDLE = 0.1
 
 PLANS = {
     "cuda": ExpertPlan(
-        hidden=256, heads=4, layers=4, experts=32, active=4, shared=1, width=128, alpha=0.01, batch=64, length=256, steps=600,
+        hidden=256, heads=4, layers=4, experts=32, active=4, shared=1, width=128, alpha=0.01, batch=32, length=256, steps=600,
         rate=2e-3, tests=256,
     ),
     "cpu": ExpertPlan(
