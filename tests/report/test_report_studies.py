@@ -97,8 +97,8 @@ def test_a_model_that_fails_is_a_sentence_on_the_page() -> None:
 
 def test_the_title_on_experts_says_both_losses_and_both_loads() -> None:
     assert experts_section.claim(EXPERTS) == (
-        "Experts are 0.25 nats below a dense layer of equal active width; the busiest gets 1.5× the mean load, and 3.5× without the "
-        "balance loss"
+        "Experts are 0.25 nats below a dense layer of equal active width; the busiest gets 1.5× the mean load, and 3.5× without "
+        "the balance loss"
     )
     alike = (replace(EXPERTS[0], measures={"loss_nats": 1.252}), *EXPERTS[1:])
     assert experts_section.claim(alike).startswith("Experts equal the loss of a dense layer")

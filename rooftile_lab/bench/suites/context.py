@@ -60,8 +60,13 @@ class Plan:
         return self.hidden // self.head_dim
 
     def answer(self, context: int) -> int:
-        """The most tokens of an answer: the first prompts' answers go on while the last prompts are read, some thousand tokens a step."""
+        """The most tokens of an answer: the first answers go on while the last prompts are read, some thousands per step."""
         return self.steps + 32 + self.batch * (context // 4096)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence in tokens, prompt and answer together."""
+        return max(self.contexts) + self.answer(max(self.contexts))
 
 
 PLANS = {
@@ -98,7 +103,7 @@ def config_of(name: str, plan: Plan, dtype: torch.dtype = torch.float32) -> Mode
     mixers = tuple("attention" if n in attending else "mamba2" for n in range(layers))
     config = ModelConfig(
         family="rooftile", vocab_size=plan.vocab_size, layers=layers, hidden=plan.hidden, heads=plan.heads,
-        kv_heads=plan.heads // plan.group, head_dim=plan.head_dim, ffn=plan.ffn, max_len=2 * max(plan.contexts),
+        kv_heads=plan.heads // plan.group, head_dim=plan.head_dim, ffn=plan.ffn, max_len=plan.longest,
         scale=plan.head_dim**-0.5, windows=(None,) * layers, rotary=Rotary(dim=plan.head_dim), mixers=mixers,
         mamba2=Mamba2Sizes(heads=2 * plan.heads, head_dim=plan.head_dim, state=plan.state_size) if "mamba2" in mixers else None,
         dtype=dtype,
@@ -118,12 +123,10 @@ def parameters(config: ModelConfig) -> int:
 
 def _rows(session: Session, name: str, plan: Plan, say: Progress) -> Iterator[Row]:
     config = config_of(name, plan, torch.bfloat16 if session.device.type == "cuda" else torch.float32)
-    longest = max(plan.contexts)
-    longest += plan.answer(longest)
     say(f"{name}: starting an engine")
     llm = LLM(
-        Decoder.random(config, config.dtype, session.device), max_model_len=longest, max_num_seqs=plan.batch,
-        num_blocks=(plan.batch + 1) * (longest // BLOCK + 2), block_size=BLOCK, enable_prefix_caching=False, seed=0,
+        Decoder.random(config, config.dtype, session.device), max_model_len=plan.longest, max_num_seqs=plan.batch,
+        num_blocks=(plan.batch + 1) * (plan.longest // BLOCK + 2), block_size=BLOCK, enable_prefix_caching=False, seed=0,
     )  # fmt: skip
     settings = {
         "parameters": parameters(config), "batch": plan.batch, "attending_layers": config.mixers.count("attention"),
