@@ -27,8 +27,8 @@ class ExpertPlan:
     experts: int
     active: int
     shared: int
-    width: int  # of an expert
-    alpha: float  # of the balance loss
+    width: int  # an expert's
+    alpha: float  # the factor of the balance loss
     batch: int
     length: int
     steps: int

@@ -48,12 +48,12 @@ class Plan:
     hidden: int
     head_dim: int
     group: int  # query heads per key head
-    ffn: int  # of attention's model
+    ffn: int  # the width of the feed-forward beside attention
     state_size: int  # N of Mamba-2
     vocab_size: int
     contexts: tuple[int, ...]
     batch: int
-    steps: int  # of writing
+    steps: int  # tokens that each answer is timed for
 
     @property
     def heads(self) -> int:
