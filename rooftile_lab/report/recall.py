@@ -75,7 +75,7 @@ def measure(plan: Plan, device: str, step: Callable[[float, str], None]) -> Reca
     study = PLANS["cpu"]
     if plan.is_quick:
         study = replace(study, steps=3, tests=4)
-    return Recall(here=_here(study, device, step), committed=_committed(COMMITTED))
+    return Recall(here=_here(study, device, step), committed=committed(COMMITTED))
 
 
 def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curves:
@@ -105,7 +105,7 @@ def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curv
     )
 
 
-def _committed(path: Path) -> Curves | None:
+def committed(path: Path) -> Curves | None:
     """The last rows of a file that `rooftile bench recall --json` wrote; None if there is none."""
     if not path.is_file():
         return None

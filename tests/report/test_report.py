@@ -516,7 +516,7 @@ def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     assert list(plan.lengths) == sorted(set(plan.lengths))
     names = {
         "machine", "comparison", "tiling", "precision", "approximate", "training", "serving", "weights", "formats", "diagnosis",
-        "recall",
+        "recall", "context", "experts",
     }  # fmt: skip
     assert set(plan.seconds) == names
     assert plan.model.hidden % plan.model.heads == 0

@@ -118,11 +118,11 @@ def test_what_keeps_a_state_is_drawn_beside_what_attends() -> None:
 
 def test_committed_rows_are_read_if_they_are_there(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    assert recall._committed(path) is None
+    assert recall.committed(path) is None
     # a later row of the same method counts
     later = replace(recalled("linear", 0.5, 0.5), date="2027-01-01T00:00:00+00:00")
     results.append(path, [one.json() for one in [*ROWS, later]])
-    curves = recall._committed(path)
+    curves = recall.committed(path)
     assert curves is not None
     assert {one.method: one.recall for one in curves.curves}["linear"] == 0.5
 
