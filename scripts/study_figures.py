@@ -28,7 +28,7 @@ def contexts(results: Path) -> str:
     """Draws memory and time of writing against the length of the context."""
     rows = studies.committed(results / "h200-context.jsonl", "context")
     drawn = [context_section.context_chart(rows, *quantity) for quantity in context_section.QUANTITIES[:2]]
-    short = [chart._replace(title=chart.title.partition(",")[0]) for chart in drawn if chart is not None]
+    short = [chart._replace(title=chart.title.partition(":")[0]) for chart in drawn if chart is not None]
     return beside_each_other(short, context_section.claim(rows), source(rows))
 
 

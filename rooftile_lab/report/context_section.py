@@ -8,7 +8,7 @@ from typing import Any
 from rooftile.drawing import charts
 from rooftile.drawing.charts import Series
 from rooftile.drawing.page import Chart, Table, safe
-from rooftile.drawing.units import duration, size, times
+from rooftile.drawing.units import duration, size, tokens
 from rooftile_lab.bench.results import Row
 from rooftile_lab.report.studies import Study, machine_of
 
@@ -88,14 +88,15 @@ def context_chart(
     cells = [[f"{n:,}", *(write(points[n]) if n in points else "–" for points in found.values())] for n in lengths]
     picture = charts.log_chart(series, title=title, y_name=y_name, write=write, x_name="tokens of context", named=True)
     table = Table(["tokens", *(NAMES[name] for name in found)], cells)
-    return Chart(f"{title}{_ends(found)}", safe(picture), _crossing(found), table)
+    return Chart(f"{title}: {_ends(found, write)}", safe(picture), _crossing(found), table)
 
 
-def _ends(found: dict[str, dict[int, float]]) -> str:
-    """Says how much each grows from the shortest context to the longest."""
-    grown = [f"{NAMES[name]} {times(points[max(points)] / points[min(points)])}" for name, points in found.items()]
-    first = next(iter(found.values()))
-    return f", {min(first):,} to {max(first):,} tokens: {', '.join(grown)}"
+def _ends(found: dict[str, dict[int, float]], write: Callable[[float], str]) -> str:
+    """Names the numbers at the longest context of all models."""
+    last = max(set.intersection(*(set(points) for points in found.values())), default=0)
+    return (
+        f"at {tokens(last)} tokens {', '.join(f'{NAMES[name]} {write(points[last])}' for name, points in found.items() if last)}"
+    )
 
 
 def _crossing(found: dict[str, dict[int, float]]) -> str:
@@ -115,5 +116,7 @@ def _crossing(found: dict[str, dict[int, float]]) -> str:
             if below
             else "at none of these lengths"
         )
-        words.append(f"{'the ' * (name == 'hybrid')}{NAMES[name]} {where}")
+        # the name is not broken between its letters and its number
+        written = NAMES[name].replace("-", "\N{NON-BREAKING HYPHEN}")
+        words.append(f"{'the ' * (name == 'hybrid')}{written} {where}")
     return f"Below attention: {', '.join(words)}." if due and words else ""

@@ -78,7 +78,9 @@ def part(title: str, rows: Sequence[Row]) -> dict[str, Any]:
 def losses(found: dict[str, Row]) -> Chart:
     """Draws the losses of all kinds on one scale."""
     values = {kind: row.measures["loss_nats"] for kind, row in found.items()}
-    title = f"Loss on held-out English: {NAMES[min(values, key=values.__getitem__)]} has the least"
+    apart = max(values.values()) - min(values.values())
+    least = f"{NAMES[min(values, key=values.__getitem__)]} has the least"
+    title = f"Loss on held-out English: {f'all within {LITTLE} nats' if apart < LITTLE else least}"
     rows = [(NAMES[kind], MARKS[kind], value) for kind, value in values.items()]
     picture = charts.points(rows, title=title, x_name="nats per byte: less is better", write=lambda nats: f"{nats:.3f}")
     cells = [

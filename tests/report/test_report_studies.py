@@ -70,8 +70,8 @@ def test_context_has_a_chart_per_quantity_with_names_at_the_lines_and_where_they
     (part,) = shown["parts"]
     # nothing was read in these rows
     memory, write = part["charts"]
-    assert memory.title == "Memory of a sequence, 100 to 400 tokens: attention 4.0×, hybrid 2.5×, Mamba-2 1.0×"
-    assert write.note == "Below attention: the hybrid from 200 tokens on, Mamba-2 from 400 tokens on."
+    assert memory.title == "Memory of a sequence: at 400 tokens attention 400\xa0kB, hybrid 100\xa0kB, Mamba-2 50\xa0kB"
+    assert write.note == "Below attention: the hybrid from 200 tokens on, Mamba\N{NON-BREAKING HYPHEN}2 from 400 tokens on."
     assert write.table.rows[0] == ["100", "100\xa0µs", "150\xa0µs", "250\xa0µs"]
     picture = str(memory.picture)
     assert Page(picture).open == []
@@ -111,6 +111,8 @@ def test_loads_are_squares_sorted_by_layer_and_darker_where_an_expert_is_busier(
     (part,) = experts_section.section(Study(here=EXPERTS, committed=()))["parts"]
     losses, balanced, unbalanced = part["charts"]
     assert losses.title == "Loss on held-out English: experts, balance loss has the least"
+    near = tuple(replace(row, measures=row.measures | {"loss_nats": 1.5 + n / 1000}) for n, row in enumerate(EXPERTS))
+    assert experts_section.losses(experts_section.by_kind(near)).title == "Loss on held-out English: all within 0.01 nats"
     assert losses.table.rows[2] == ["experts without it", "1.3750", "1,234", "3.5×", "2"]
     assert balanced.title == "With the balance loss the busiest expert has 1.5× the mean load"
     assert "2 of 8 experts get less than a tenth" in unbalanced.note
