@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 torch.manual_seed(0)
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 text = torch.tensor(list(Path(__file__).read_bytes()))
 blocks = nn.ModuleList(Block() for _ in range(2))
 model = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256))

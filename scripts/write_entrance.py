@@ -58,12 +58,12 @@ def entrance() -> str:
     parts = {
         "**exact attention**": f"a causal forward of 16k tokens runs at {ours.tflops:.0f} TFLOP/s, "
         f"{us(cudnn) / us(ours):.2f} times cuDNN's speed",
+        "**recurrences and experts** (Mamba, gated delta nets, DeepSeekMoE), trained and served": "a layer of 64 experts trains "
+        f"{us(grouped) / us(experts):.2f} times as fast as with PyTorch's grouped product",
         "**diagnosis**": f"experiments say what bounds a program, for {share:.0f} % of its time (the median of {len(judged)} "
         "programs)",
         "**training** in 16 bits or for number formats": f"a 1B Llama trains {times:.2f} times as fast as with PyTorch's SDPA",
         "**serving** from a paged KV cache": f"{tokens:,.0f} tokens per second from a 1B Llama",
-        "**recurrences and experts** (Mamba, gated delta nets, DeepSeekMoE), trained and served": "a layer of 64 experts trains "
-        f"{us(grouped) / us(experts):.2f} times as fast as with PyTorch's grouped product",
         f"**approximate attention** by {len(METHODS)} methods": "linear attention's forward of 16k tokens takes "
         f"{us(linear) / us(exact):.2f} of exact attention's time",
     }

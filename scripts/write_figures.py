@@ -1,5 +1,5 @@
 """Writes the SVG figures of the pages: the schedule of the Hopper forward, a paged KV cache, what bounds a program,
-and the bars of measured speed.
+the bars of measured speed, and the studies of states, context and experts.
 
 The figures carry their own colours, for light and for dark pages.
 """
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import speed_figures
+import study_figures
 from speed_figures import RESULTS
 
 from rooftile.drawing.svg import svg, text
@@ -173,6 +174,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "concepts/paging.svg": paged_cache,
     "concepts/what-bounds-a-program.svg": three_regimes,
     "figures/formats.svg": trained_formats,
+    "figures/states.svg": partial(study_figures.states, RESULTS),
+    "figures/context.svg": partial(study_figures.contexts, RESULTS),
+    "figures/loads.svg": partial(study_figures.loads, RESULTS),
     # the README chooses by GitHub's setting, which may differ from the system's
     "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
     "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),

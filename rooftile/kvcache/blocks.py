@@ -266,16 +266,18 @@ class BlockPool:
         table.length = length
         return copies
 
-    def seal(self, table: BlockTable, tokens: Sequence[int]) -> None:
+    def seal(self, table: BlockTable, tokens: Sequence[int], length: int | None = None) -> None:
         """Enters the table's full blocks, which the model has written, into the prefix cache.
 
         Args:
             table: the sequence's table.
             tokens: the tokens of the whole sequence.
+            length: how many of them the model has written; None for all of them. Each step calls this, and a copy of the first
+                tokens of a long sequence would take longer than a step on a GPU.
         """
         if not self._prefixes:
             return
-        full = min(table.length, len(tokens)) // self.size
+        full = min(table.length, len(tokens), len(tokens) if length is None else length) // self.size
         if table.sealed == full:
             return
         words = array("q", tokens[table.sealed * self.size : full * self.size]).tobytes()

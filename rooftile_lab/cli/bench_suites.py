@@ -40,6 +40,31 @@ def run_suite(name: str, case: list[str] | None, device: str, json: Path | None,
     measured(lambda session, say: suite.load().measure(session, names, say, **options), target, json, refresh=suite.refresh)
 
 
+JobsOption = Annotated[int, typer.Option("--jobs", min=1, help="Processes that train at once; then steps are not timed.")]
+
+
+def recall(
+    case: CasesOption = None, quick: QuickOption = False, jobs: JobsOption = 1, device: DeviceOption = "auto",
+    json: FileOption = None,
+) -> None:  # fmt: skip
+    """Trains a small decoder with each approximate method, each recurrence and a hybrid: recall, loss on English, and a needle.
+
+    Example: rooftile bench recall --jobs 12 --json results.jsonl
+    """
+    run_suite("recall", case, device, json, quick=quick, jobs=jobs)
+
+
+def expert_training(
+    case: CasesOption = None, quick: QuickOption = False, jobs: JobsOption = 1, device: DeviceOption = "auto",
+    json: FileOption = None,
+) -> None:  # fmt: skip
+    """Trains small decoders with experts beside a dense one of equal active width: loss, and the load of each expert.
+
+    Example: rooftile bench expert-training --jobs 3 --json results.jsonl
+    """
+    run_suite("expert-training", case, device, json, quick=quick, jobs=jobs)
+
+
 def diagnosis(
     case: CasesOption = None,
     quick: QuickOption = False,

@@ -24,6 +24,7 @@ from rooftile_lab.report import (
     probe,
     recall,
     serving,
+    studies,
     tiles,
     training,
     weights,
@@ -51,6 +52,8 @@ class Report:
     formats: formats.Formats | None = None
     diagnosis: diagnosis.Diagnosed | None = None
     recall: recall.Recall | None = None
+    context: studies.Study | None = None
+    experts: studies.Study | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
     failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
     seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
@@ -88,6 +91,8 @@ class Report:
             "formats": self.formats and asdict(self.formats),
             "diagnosis": self.diagnosis and self.diagnosis.json(),
             "recall": self.recall and self.recall.json(),
+            "context": self.context and self.context.json(),
+            "experts": self.experts and self.experts.json(),
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -171,3 +176,5 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
             attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, trained, step("diagnosis")))
     attempt("formats", lambda: formats.measure(plan, device, step("formats")))
     attempt("recall", lambda: recall.measure(plan, device, step("recall")))
+    attempt("context", lambda: studies.contexts(plan, device, step("context")))
+    attempt("experts", lambda: studies.experts(plan, device, step("experts")))

@@ -15,7 +15,9 @@ from rooftile.drawing.units import duration, percent, power, size, times
 from rooftile_lab.report import (
     approximate_section,
     claims,
+    context_section,
     diagnosis_section,
+    experts_section,
     figures,
     formats_section,
     machine_section,
@@ -63,6 +65,8 @@ def render(report: Report) -> str:
         diagnosis=report.diagnosis
         and diagnosis_section.section(report.diagnosis, report.machine.ceilings if report.machine else None),
         recall=report.recall and recall_section.section(report.recall),
+        context=report.context and context_section.section(report.context),
+        experts=report.experts and experts_section.section(report.experts),
         machine=report.machine and machine_section.section(report.machine),
         not_shown=_not_shown(report),
         environment=_environment(report),

@@ -109,7 +109,8 @@ CPU = Plan(
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
         "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13, "training": 70, "serving": 7,
-        "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24,
+        "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24, "context": 6,
+        "experts": 18,
     },
 )  # fmt: skip
 
@@ -124,7 +125,8 @@ CPU_QUICK = Plan(
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
         "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4, "training": 10, "serving": 2,
-        "weights": 1, "diagnosis": 15, "formats": 2, "recall": 3,
+        "weights": 1, "diagnosis": 15, "formats": 2, "recall": 3, "context": 2,
+        "experts": 2,
     },
     is_quick=True,
 )  # fmt: skip
@@ -141,7 +143,8 @@ GPU = Plan(
     approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
     seconds={
         "machine": 3, "comparison": 65, "tiling": 13, "precision": 30, "approximate": 120, "training": 40, "serving": 8,
-        "weights": 46, "diagnosis": 32, "formats": 380, "recall": 21,
+        "weights": 46, "diagnosis": 32, "formats": 380, "recall": 21, "context": 60,
+        "experts": 20,
     },
 )  # fmt: skip
 

@@ -35,6 +35,7 @@ class Curve:
     recall: float
     by_pairs: dict[int, float]
     by_distance: dict[int, float]  # by the upper end of a range
+    by_rate: dict[float, float]  # over all tests, by the learning rate
     loss: float | None = None  # nats per byte of English
     parameters: int | None = None
     step_us: float | None = None
@@ -74,7 +75,7 @@ def measure(plan: Plan, device: str, step: Callable[[float, str], None]) -> Reca
     study = PLANS["cpu"]
     if plan.is_quick:
         study = replace(study, steps=3, tests=4)
-    return Recall(here=_here(study, device, step), committed=_committed(COMMITTED))
+    return Recall(here=_here(study, device, step), committed=committed(COMMITTED))
 
 
 def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curves:
@@ -90,7 +91,7 @@ def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curv
         with one_thread(torch.device(device)):
             learnt = learn_recall(method, study, torch.device(device), lambda words: None)
         curve = Curve(
-            method=method, recall=learnt.recall, by_pairs=learnt.by_pairs, by_distance=learnt.by_distance,
+            method=method, recall=learnt.recall, by_pairs=learnt.by_pairs, by_distance=learnt.by_distance, by_rate=learnt.by_rate,
             parameters=learnt.model.parameter_count, step_us=sorted(learnt.trained.step_us)[len(learnt.trained.step_us) // 2],
         )  # fmt: skip
         found.append(curve)
@@ -104,7 +105,7 @@ def _here(study: Study, device: str, step: Callable[[float, str], None]) -> Curv
     )
 
 
-def _committed(path: Path) -> Curves | None:
+def committed(path: Path) -> Curves | None:
     """The last rows of a file that `rooftile bench recall --json` wrote; None if there is none."""
     if not path.is_file():
         return None
@@ -124,7 +125,8 @@ def curves_of(rows: Iterable[Row]) -> Curves:
         curves.append(
             Curve(
                 method=row.backend, recall=row.measures["all_recall"], by_pairs=_numbers(row, "pairs"),
-                by_distance=_numbers(row, "distance"), loss=english.measures["loss_nats"] if english else None,
+                by_distance=_numbers(row, "distance"),
+                by_rate={float(rate): share for rate, share in row.settings.get("recall_by_rate", {}).items()}, loss=english.measures["loss_nats"] if english else None,
                 parameters=row.settings.get("parameters"), step_us=row.median_us,
             )
         )  # fmt: skip

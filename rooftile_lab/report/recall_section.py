@@ -6,19 +6,18 @@ from typing import Any
 
 from rooftile.drawing.charts import FEWEST
 from rooftile.drawing.page import Chart, Table, safe
-from rooftile.drawing.svg import Axis, marker, path, svg, text
 from rooftile.drawing.units import duration, percent
 from rooftile_lab.bench.learning.methods import EXACT
 from rooftile_lab.report.recall import Curve, Curves, Recall
+from rooftile_lab.report.recall_pictures import picture, states
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 260, 180, 42, 10, 10, 34
 # recall that two runs of one method differ by
 SURE = 0.05
 NAMES = {
     EXACT: "exact attention", "linear": "Linear attention", "performer": "Performer", "linformer": "Linformer",
     "strided": "Sparse Transformer, strided", "fixed": "Sparse Transformer, fixed", "reformer": "Reformer",
     "routing": "Routing Transformer", "native_sparse": "Native Sparse Attention", "mamba2": "Mamba-2",
-    "delta": "Gated delta net", "hybrid": "Mamba-2 and one layer of attention",
+    "delta": "Gated delta net", "hybrid": "Hybrid of Mamba-2 and attention",
 }  # fmt: skip
 
 
@@ -31,7 +30,8 @@ def section(found: Recall) -> dict[str, Any]:
         "setup": (
             "A method that compares fewer pairs, or keeps a state of fixed size, cannot look everything up. Small decoders, one per "
             "method, with equally many parameters and steps, learn to answer questions about pairs of keys and values that "
-            "the text gave before. Each chart has one method (circles) beside exact attention (diamonds) and chance (the dashed line)."
+            "the text gave before. Recurrences (Mamba-2, the gated delta net) keep a state in all layers; the hybrid attends in every second layer. Each "
+            "small chart has one method (circles) beside exact attention (diamonds) and chance (the dashed line)."
         ),
         "parts": [_part(title, curves) for title, curves in [*committed, here]],
         "note": (
@@ -72,12 +72,15 @@ def _part(title: str, curves: Curves) -> dict[str, Any]:
         else "Recall by the number of pairs, and time"
     )
     tables = [(recall, _table(curves)), ("Recall by the distance of a question from its pair", _distances(curves))]
+    if any(len(one.by_rate) > 1 for one in curves.curves):
+        tables.append(("Recall over all tests by the learning rate, of which the best counts", _rates(curves)))
     if curves.needles:
         tables.append(("A needle at ten depths, decoded with an eighth of the keys", _needles(curves)))
     return {
         "title": title,
         "note": f"{curves.machine[:1].upper()}{curves.machine[1:]}: {curves.problem}.",
         "failed": list(curves.failed),
+        "states": states(curves),
         "charts": [_chart(one, curves) for one in others if len(one.by_pairs) >= FEWEST],
         "tables": tables,
     }
@@ -85,29 +88,7 @@ def _part(title: str, curves: Curves) -> dict[str, Any]:
 
 def _chart(curve: Curve, curves: Curves) -> Chart:
     title = _name(curve)
-    return Chart(title, safe(picture(curve, curves.exact, curves.chance, title)))
-
-
-def picture(curve: Curve, exact: Curve | None, chance: float, title: str) -> str:
-    """Draws recall over the number of pairs: the method, exact attention, and chance."""
-    pairs = sorted(curve.by_pairs)
-    x = Axis(low=min(pairs) / 1.2, high=max(pairs[-1], 2 * pairs[0]) * 1.2, start=LEFT, stop=WIDTH - RIGHT, log=True)
-    y = Axis(low=0, high=1, start=HEIGHT - BOTTOM, stop=TOP, log=False)
-    parts = []
-    for share in (0.0, 0.5, 1.0):
-        parts.append(f'<path class="grid" d="M {LEFT} {y.place(share):.1f} H {WIDTH - RIGHT}"/>')
-        parts.append(text(LEFT - 6, y.place(share) + 4, percent(share), "tick", "end"))
-    parts += [text(x.place(n), HEIGHT - BOTTOM + 15, f"{n}", "tick", "middle") for n in pairs]
-    parts.append(text(WIDTH - RIGHT, HEIGHT - 4, "pairs", "axis", "end"))
-    ends = [(float(x.start), y.place(chance)), (float(x.stop), y.place(chance))]
-    parts.append(f'<polyline class="line due dashed" points="{path(ends)}"><title>chance: {percent(chance)}</title></polyline>')
-    for kind, one in (("other", exact), ("ours", curve)):
-        if one is not None:
-            points = [(x.place(n), y.place(one.by_pairs[n])) for n in sorted(one.by_pairs)]
-            words = [f"{_name(one)}, {n} pairs: {percent(one.by_pairs[n])}" for n in sorted(one.by_pairs)]
-            parts.append(f'<polyline class="line {kind}" points="{path(points)}"/>')
-            parts += [marker(kind, point, word) for point, word in zip(points, words, strict=True)]
-    return svg(title, "recall over the number of pairs, beside exact attention and chance", parts, width=WIDTH, height=HEIGHT)
+    return Chart(title, safe(picture(curve, curves.exact, curves.chance, title, NAMES)))
 
 
 def _table(curves: Curves) -> Table:
@@ -129,6 +110,14 @@ def _distances(curves: Curves) -> Table:
     rows = [[_name(one), *_shares(one.by_distance, ends)] for one in curves.curves]
     rows.append(["chance", *[percent(curves.chance)] * len(ends)])
     return Table(["", *(f"to {n} tokens" for n in ends)], rows)
+
+
+def _rates(curves: Curves) -> Table:
+    rates = sorted({rate for one in curves.curves for rate in one.by_rate})
+    rows = [
+        [_name(one), *(percent(one.by_rate[rate]) if rate in one.by_rate else "–" for rate in rates)] for one in curves.curves
+    ]
+    return Table(["", *(f"{rate:g}" for rate in rates)], rows)
 
 
 def _needles(curves: Curves) -> Table:

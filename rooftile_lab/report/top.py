@@ -13,7 +13,7 @@ CONTENTS = (
     ("machine", "This machine"), ("masks", "Masks as tiles"), ("comparison", "Without a mask"), ("why", "Why it works"),
     ("precision", "FP8 and INT8"), ("model", "A model, trained"), ("serving", "The model, served"), ("weights", "The model, in each format"),
     ("formats", "Training for a format"), ("diagnosis", "What bounds a program"), ("approximate", "Approximate attention"),
-    ("recall", "What a model loses by it"),
+    ("recall", "What a state forgets"), ("context", "Memory and time against context"), ("experts", "Experts"),
 )  # fmt: skip
 # the names of the experiments, for the reader
 PARTS = (("tiling", "Masks as tiles"), ("training", "A model, trained"), *CONTENTS)

@@ -153,6 +153,24 @@ def test_a_preempted_request_may_be_complete_before_it_is_admitted_again(peers) 
     assert tokens_of(llm, prompts(32), params) == due
 
 
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_no_step_copies_the_tokens_of_a_sequence(prefixes: bool, peers) -> None:
+    class Watched(list[int]):
+        def __getitem__(self, key):
+            read.append(len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1)
+            return super().__getitem__(key)
+
+    read: list[int] = []
+    llm = LLM(peers("llama").folder, **ROOM | {"enable_prefix_caching": prefixes})
+    request = llm.engine.add([7] * 60, SamplingParams(max_tokens=30, ignore_eos=True))
+    llm.engine.step()
+    request.answers[0].ids = Watched(request.answers[0].ids)
+    while not llm.engine.idle:
+        llm.engine.step()
+    # a full block at most, which is sealed
+    assert 1 <= max(read) <= llm.engine.pool.size
+
+
 def test_samples_share_the_blocks_of_their_prompt(peers) -> None:
     peer = peers("llama")
     llm = LLM(peer.folder, **ROOM)

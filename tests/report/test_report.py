@@ -115,7 +115,20 @@ def test_every_experiment_ran_and_the_quick_page_says_that_it_is_quick(made):
     text = made[0].read_text(encoding="utf-8")
     numbers = numbers_of(text)
     assert numbers["failures"] == {}
-    names = ("machine", "comparison", "tiling", "approximate", "training", "serving", "weights", "formats", "diagnosis", "recall")
+    names = (
+        "machine",
+        "comparison",
+        "tiling",
+        "approximate",
+        "training",
+        "serving",
+        "weights",
+        "formats",
+        "diagnosis",
+        "recall",
+        "context",
+        "experts",
+    )
     assert all(numbers[name] for name in names)
     assert "This is a quick run" in text
     assert numbers["reproduction"]["command"].startswith("rooftile report --out")
@@ -503,7 +516,7 @@ def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     assert list(plan.lengths) == sorted(set(plan.lengths))
     names = {
         "machine", "comparison", "tiling", "precision", "approximate", "training", "serving", "weights", "formats", "diagnosis",
-        "recall",
+        "recall", "context", "experts",
     }  # fmt: skip
     assert set(plan.seconds) == names
     assert plan.model.hidden % plan.model.heads == 0

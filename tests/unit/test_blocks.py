@@ -114,6 +114,24 @@ def test_what_a_sequence_wrote_it_reads_whatever_happens_around_it(size: int, pr
     assert pool.used_blocks == 0
 
 
+def test_only_what_is_written_is_sealed_and_a_long_sequence_is_not_copied() -> None:
+    class Watched(list[int]):
+        def __getitem__(self, key):
+            read.append(len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1)
+            return super().__getitem__(key)
+
+    read: list[int] = []
+    pool, tokens = BlockPool(300, 4), Watched(range(1000))
+    table = pool.begin(list(tokens))
+    pool.append(table, 1000)
+    for written in range(1, 1001):
+        pool.seal(table, tokens, written)
+        assert table.sealed == written // 4
+    # each token once, and a block at a time
+    assert (sum(read), max(read)) == (1000, 4)
+    pool.check()
+
+
 def test_a_prefix_is_found_while_its_room_is_not_needed() -> None:
     pool = BlockPool(6, 4)
     table = pool.begin(range(10))

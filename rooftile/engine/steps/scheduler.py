@@ -132,7 +132,7 @@ class Scheduler:
     def seal(self, answer: Answer, length: int) -> None:
         """Enters an answer's first `length` tokens, which the model has read or is about to read, into the prefix cache."""
         assert answer.table is not None
-        self.pool.seal(answer.table, answer.ids[: length if self.shares_answers else min(length, len(answer.request.prompt))])
+        self.pool.seal(answer.table, answer.ids, length if self.shares_answers else min(length, len(answer.request.prompt)))
 
     def finish(self, answer: Answer) -> None:
         """Takes back the blocks and the slot of a complete answer."""

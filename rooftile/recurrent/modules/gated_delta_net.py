@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from rooftile.recurrent.arguments import check_groups
 from rooftile.recurrent.convolution import causal_conv, conv_step
 from rooftile.recurrent.delta import gated_delta, gated_delta_step
-from rooftile.recurrent.modules.parts import GatedNorm, RecurrentLayer, RecurrentState, check_sizes, convolution, undecayed
+from rooftile.recurrent.modules.parts import (
+    GatedNorm,
+    RecurrentLayer,
+    RecurrentState,
+    check_sizes,
+    convolution,
+    first_dt_bias,
+    undecayed,
+)
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -55,7 +63,8 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj_b = nn.Linear(dim, value_heads, **made)  # type: ignore[arg-type]
         self.in_proj_a = nn.Linear(dim, value_heads, **made)  # type: ignore[arg-type]
         self.conv1d = convolution(sum(self._parts), conv, False, device, dtype)
-        self.dt_bias = undecayed(torch.ones(value_heads), device)
+        # as in Mamba-2; with the ones of Transformers' class, which only loads weights, a state forgets all within a token
+        self.dt_bias = undecayed(first_dt_bias(value_heads), device)
         self.A_log = undecayed(torch.log(torch.empty(value_heads).uniform_(0.01, 16)), device)
         self.norm = GatedNorm(value_dim, gate_first=False, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(self._parts[2], dim, **made)  # type: ignore[arg-type]

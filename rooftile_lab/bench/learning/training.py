@@ -42,9 +42,13 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def train(
     model: TrainableDecoder, draw: Draw, *, steps: int, rate: float, device: torch.device,
-    after: Callable[[int], None] = lambda steps: None,
+    after: Callable[[int], None] = lambda steps: None, alpha: float = 0.0,
 ) -> Trained:  # fmt: skip
-    """Trains a model in place. `rate` is the highest learning rate; `after` is called with the number of steps taken so far."""
+    """Trains a model in place.
+
+    `rate` is the highest learning rate; `alpha` is the factor of the experts' balance loss, which is left out if it is 0; `after`
+    is called with the number of steps taken so far.
+    """
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")
     losses: list[Tensor] = []
@@ -53,7 +57,7 @@ def train(
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = rate * _share(step, steps)
-        losses.append(_step(model, optimiser, *draw(), device))
+        losses.append(_step(model, optimiser, *draw(), device, alpha))
         after(step + 1)
         if (step + 1) % part == 0:
             marks.append(_now(device))
@@ -62,13 +66,13 @@ def train(
 
 
 def _step(
-    model: TrainableDecoder, optimiser: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, device: torch.device
+    model: TrainableDecoder, optimiser: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, device: torch.device, alpha: float
 ) -> Tensor:
     with autocast(device):
         logits = model(tokens)
     loss = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOTHING)
-    own = model.mixers_loss()
-    (loss if own is None else loss + own).backward()
+    others = [model.mixers_loss(), model.balance_loss(alpha) if alpha else None]
+    torch.stack([loss, *(other for other in others if other is not None)]).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)

@@ -114,6 +114,8 @@ SUITES = {
         Suite("server", "A server beside its engine alone."),
         Suite("ladder", "The forward, from standard attention to the Hopper kernel, one technique at a time.", refresh=True),
         Suite("ladder-counters", "The chip's counters for each rung of the ladder, by Nsight Compute."),
-        Suite("recall", "Small decoders trained with each approximate method: recall, loss on English, and a needle."),
+        Suite("recall", "Small decoders trained with each method: recall, loss on English, and a needle."),
+        Suite("context", "Memory and time per token against context: attention, a hybrid and Mamba-2, served."),
+        Suite("expert-training", "Small decoders trained with experts beside a dense one: loss, and the load of each expert."),
     )
 }

@@ -1,14 +1,15 @@
 """Small decoders trained with each method of attention, with equally many parameters and steps: how much each of them loses.
 
     recall-METHOD    associative recall, at three learning rates on a GPU and one on a CPU; the best counts
-    english-METHOD   the next byte of Python's language reference, at one learning rate
+    english-METHOD   the next byte of the docs of Python and its standard library, at one learning rate
     needle           the exact model, decoded by Loki with an eighth of the keys: a pair at ten depths of a text
 
 `all_recall` is the share of right answers, `pairs_N_recall` in texts with N pairs, and `distance_N_recall` of questions
 up to N tokens behind their pair, and farther than the next smaller N. `chance_recall` is the share of a guess. The loss of
 English is in nats per byte, on text that no model was trained on; `frequencies_nats` is the loss of a guess by the frequencies of
-bytes. Times are of a training step, on a CPU on one core. A method that fails is a row with a reason. There is one training
-per learning rate, so differences of a few hundredths mean nothing.
+bytes. Times are of a training step, on a CPU on one core, and absent with `jobs`: then several processes train at once, one for
+each method. A method that fails is a row with a reason. There is one training per learning rate, so differences of a few
+hundredths mean nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rooftile_lab.bench.learning.study import Plan, Read, Recalled, learn_englis
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
+from rooftile_lab.bench.side_by_side import side_by_side
 from rooftile_lab.bench.threads import one_thread
 from rooftile_lab.bench.works import tidy, words_of_error
 
@@ -41,8 +43,8 @@ QUICK = ("recall-exact", "recall-linear", "recall-native_sparse", "needle")
 
 PLANS = {
     "cuda": Plan(
-        task=Recall(length=256, pairs=(8, 16, 32, 64, 128), keys=128, values=8), hidden=256, heads=4, layers=2, batch=128,
-        steps=400, rates=(1e-3, 3e-3, 1e-2), tests=128, english_steps=400, english_rate=3e-3,
+        task=Recall(length=128, pairs=(4, 8, 16, 32, 64), keys=64, values=8), hidden=128, heads=4, layers=4, batch=64,
+        steps=600, rates=(1e-3, 3e-3, 1e-2), tests=128, english_steps=300, english_rate=2e-3,
     ),
     "cpu": Plan(
         task=Recall(length=64, pairs=(4, 8, 16, 32), keys=32, values=8), hidden=64, heads=2, layers=2, batch=16, steps=300,
@@ -51,8 +53,11 @@ PLANS = {
 }  # fmt: skip
 
 
-def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
-    """A row for each method and task, and for each way to decode the needle."""
+def measure(session: Session, names: Sequence[str], say: Progress, jobs: int = 1) -> Iterator[Row]:
+    """A row for each method and task, and for each way to decode the needle; with `jobs` so many processes train at once."""
+    if jobs > 1:
+        yield from side_by_side(session, "recall", groups_of(names), jobs, say)
+        return
     plan, made = PLANS[session.device.type], _Made()
     for number, name in enumerate(names, 1):
         say(f"{name}, {number} of {len(names)}")
@@ -71,6 +76,14 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         tidy(session.device)
 
 
+def groups_of(names: Sequence[str]) -> list[list[str]]:
+    """The cases of each method: recall and needle of the exact one share a model, and all share what was compiled."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("-")[2] or EXACT, []).append(name)
+    return list(groups.values())
+
+
 class _Made:
     """Keeps what several cases of a run share: the exact model that recalls, and the text."""
 
@@ -85,7 +98,7 @@ def _rows(session: Session, task: str, method: str, plan: Plan, made: _Made, say
         say(f"recall, {method}: {found.recall:.3f}")
         yield recall_row(session, plan, found)
     elif task == "english":
-        made.text = made.text or English.read(session.device)
+        made.text = made.text or English.read(session.device, long=True)
         read = learn_english(method, plan, made.text, session.device, say)
         say(f"English, {method}: {read.loss:.3f} nats per byte")
         yield english_row(session, plan, read)
