@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 
 from rooftile.cost.session import Session
+from rooftile_lab.bench import expert_peers
 from rooftile_lab.bench.suites import experts, recurrent
 from tests.bench.test_fused_suites import SESSION, quiet
 
@@ -18,7 +19,7 @@ def test_recurrences_beside_peers() -> None:
     assert {(f"small-{kind}", "rooftile", "fwd") for kind in recurrent.KINDS} <= timed
     assert ("small-conv", "torch", "fwd+bwd") in timed
     reasons = {row.backend: row.reason for row in found if row.reason}
-    assert set(reasons) <= {"mamba-ssm", "fla"}
+    assert set(reasons) <= {"mamba-ssm", "fla", "flash-qla"}
     assert all(reason.startswith("refused: ModuleNotFoundError") for reason in reasons.values())
 
 
@@ -26,10 +27,16 @@ def test_experts_beside_grouped_products() -> None:
     found = {(row.backend, row.phase): row for row in experts.measure(SESSION, experts.CPU, quiet)}
     assert found["rooftile", "fwd"].measures["of_fastest_peer_ratio"] > 0
     assert found["rooftile", "fwd+bwd"].tflops > 0
+    timed = {(who, phase) for (who, phase), row in found.items() if row.median_us is not None}
+    plain = ("grouped-mm", "hf-grouped-mm", "hf-batched-mm")
+    assert {(who, phase) for who in plain for phase in ("fwd", "fwd+bwd")} <= timed
+    # these need a GPU and their own packages
+    for who in set(expert_peers.PEERS) - set(plain):
+        assert found[who, "fwd"].reason.startswith("refused: ModuleNotFoundError"), found[who, "fwd"].reason
 
 
 def test_a_contestant_with_wrong_outputs_is_not_timed() -> None:
-    with mock.patch.object(experts, "_swiglu", lambda x: x.chunk(2, -1)[0]):
+    with mock.patch.object(expert_peers, "swiglu", lambda x: x.chunk(2, -1)[0]):
         found = {row.backend: row for row in experts.measure(SESSION, experts.CPU, quiet) if row.phase == "fwd"}
     assert "its error is" in found["grouped-mm"].reason
     assert found["grouped-mm"].median_us is None

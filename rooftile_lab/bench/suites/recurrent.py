@@ -7,9 +7,10 @@
     ssd-step-S, delta-step-S    one token of each of S sequences, states in fp32
     small-KIND            small sizes, for a CPU
 
-`rooftile` is the automatic choice. Peers are mamba-ssm's Triton kernels and fla's, where they can be imported. A contestant is
-timed only after its outputs were compared with plain operations in fp32. The roof counts each input and output once, and the
-products of the recurrence. A peer whose gradients raise or are wrong has no time in the phase "fwd+bwd".
+`rooftile` is the automatic choice. Peers are mamba-ssm's and fla's Triton kernels and flash-qla's in TileLang, where they can be
+imported; without nvcc TileLang needs `TILELANG_EXECUTION_BACKEND=nvrtc` in the environment. A contestant is timed only after its
+outputs were compared with plain operations in fp32. The roof counts each input and output once, and the products of the
+recurrence. A peer whose gradients raise or are wrong has no time in the phase "fwd+bwd".
 """
 
 from __future__ import annotations
@@ -155,8 +156,12 @@ def _delta(batch: int, tokens: int, heads: int | None, device: torch.device, dty
     def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return named("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
 
+    def flash_qla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return named("flash_qla", "chunk_gated_delta_rule")(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
     flops = states.delta_flops(v, v.new_empty(0, 2 * Hk, D, D), "fwd")
-    return Problem([q, k, v, g, beta], call, partial(call, backend="tiled"), {"fla": fla}, flops)
+    peers = {"fla": fla, "flash-qla": flash_qla}
+    return Problem([q, k, v, g, beta], call, partial(call, backend="tiled"), peers, flops)
 
 
 def _scan(batch: int, tokens: int, heads: int | None, device: torch.device, dtype: torch.dtype) -> Problem:
