@@ -33,7 +33,8 @@ class GatedDeltaNet(RecurrentLayer):
         conv: the taps of the causal convolution of queries, keys and values.
         eps: of the norm.
         backend: as in `rooftile.recurrent.gated_delta`.
-        device, dtype: of the projections, the convolution and the norm; A_log and dt_bias are float32.
+        device, dtype: of the projections, the convolution and the norm; A_log and dt_bias are float32 (float64 for
+            float64).
 
     Raises:
         InvalidInput: sizes do not go together.
@@ -64,13 +65,13 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj_a = nn.Linear(dim, value_heads, **made)  # type: ignore[arg-type]
         self.conv1d = convolution(sum(self._parts), conv, False, device, dtype)
         # as in Mamba-2; with the ones of Transformers' class, which only loads weights, a state forgets all within a token
-        self.dt_bias = undecayed(first_dt_bias(value_heads), device)
-        self.A_log = undecayed(torch.log(torch.empty(value_heads).uniform_(0.01, 16)), device)
+        self.dt_bias = undecayed(first_dt_bias(value_heads), device, dtype)
+        self.A_log = undecayed(torch.log(torch.empty(value_heads).uniform_(0.01, 16)), device, dtype)
         self.norm = GatedNorm(value_dim, gate_first=False, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(self._parts[2], dim, **made)  # type: ignore[arg-type]
 
     def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, tail = causal_conv(self.in_proj_qkv(x), self.conv1d.weight[:, 0], tail=tail, cu=cu)
+        qkv, tail = causal_conv(self.in_proj_qkv(x), self.conv1d.weight[:, 0], tail=tail, cu=cu, backend=self.backend)
         y, last = gated_delta(*self._inputs(x, qkv), state=first, cu=cu, backend=self.backend)
         return self._out(x, y), tail, last
 

@@ -26,7 +26,7 @@ class Mamba(RecurrentLayer):
         rank: of the projection that makes the steps; dim / 16, rounded up, if None.
         bias, conv_bias: whether in_proj and out_proj, and the convolution, have biases.
         backend: as in `rooftile.recurrent.selective_scan`.
-        device, dtype: of the projections and the convolution; A_log and D are float32.
+        device, dtype: of the projections and the convolution; A_log and D are float32 (float64 for float64).
 
     Example:
         >>> layer = Mamba(64)
@@ -55,13 +55,13 @@ class Mamba(RecurrentLayer):
             self.dt_proj.weight.uniform_(-(rank**-0.5), rank**-0.5)
             self.dt_proj.bias.copy_(first_dt_bias(self.width))
         self.dt_proj.bias._no_weight_decay = True  # type: ignore[attr-defined]
-        self.A_log = undecayed(torch.log(torch.arange(1.0, state_size + 1)).repeat(self.width, 1), device)
-        self.D = undecayed(torch.ones(self.width), device)
+        self.A_log = undecayed(torch.log(torch.arange(1.0, state_size + 1)).repeat(self.width, 1), device, dtype)
+        self.D = undecayed(torch.ones(self.width), device, dtype)
         self.out_proj = nn.Linear(self.width, dim, bias=bias, **made)  # type: ignore[arg-type]
 
     def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x, z = self.in_proj(x).chunk(2, -1)
-        x, tail = causal_conv(x, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
+        x, tail = causal_conv(x, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu, backend=self.backend)
         y, last = selective_scan(
             *self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias, state=first, cu=cu, backend=self.backend
         )

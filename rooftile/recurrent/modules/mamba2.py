@@ -38,7 +38,8 @@ class Mamba2(RecurrentLayer):
         bias, conv_bias: whether the projections and the convolution have biases.
         eps: of the norm.
         backend: as in `rooftile.recurrent.ssd`.
-        device, dtype: of the projections, the convolution and the norm; A_log, D and dt_bias are float32.
+        device, dtype: of the projections, the convolution and the norm; A_log, D and dt_bias are float32 (float64 for
+            float64).
 
     Raises:
         InvalidInput: sizes do not go together.
@@ -72,15 +73,15 @@ class Mamba2(RecurrentLayer):
         self._parts = width, width + 2 * groups * state_size, heads
         self.in_proj = nn.Linear(dim, sum(self._parts), bias=bias, device=device, dtype=dtype)
         self.conv1d = convolution(self._parts[1], conv, conv_bias, device, dtype)
-        self.dt_bias = undecayed(first_dt_bias(heads), device)
-        self.A_log = undecayed(torch.log(torch.empty(heads).uniform_(1, 16)), device)
-        self.D = undecayed(torch.ones(heads), device)
+        self.dt_bias = undecayed(first_dt_bias(heads), device, dtype)
+        self.A_log = undecayed(torch.log(torch.empty(heads).uniform_(1, 16)), device, dtype)
+        self.D = undecayed(torch.ones(heads), device, dtype)
         self.norm = GatedNorm(width, groups if norm_groups else 1, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
 
     def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         z, xBC, dt = self.in_proj(x).split(self._parts, -1)
-        xBC, tail = causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu)
+        xBC, tail = causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu, backend=self.backend)
         y, last = ssd(
             *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit, state=first, cu=cu,
             backend=self.backend,

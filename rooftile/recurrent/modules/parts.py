@@ -97,9 +97,13 @@ def first_dt_bias(count: int, low: float = 1e-3, high: float = 0.1, least: float
     return dt + torch.log(-torch.expm1(-dt))
 
 
-def undecayed(value: Tensor, device: torch.device | str | None) -> nn.Parameter:
-    """Returns a parameter in fp32 that no weight decay should touch: `_no_weight_decay` says so, as mamba-ssm's does."""
-    parameter = nn.Parameter(value.float().to(device))
+def undecayed(value: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
+    """Returns a parameter that no weight decay should touch: `_no_weight_decay` says so, as mamba-ssm's does.
+
+    It is in fp32, or in fp64 in a layer of that dtype.
+    """
+    wide = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
+    parameter = nn.Parameter(value.to(device, wide))
     parameter._no_weight_decay = True  # type: ignore[attr-defined]
     return parameter
 
