@@ -17,6 +17,7 @@ from rooftile.runtime.arguments import check_backend, check_choice, check_count,
 from rooftile.runtime.words import answers_with
 
 _WIDTH = "write width="
+_ROUTER = "write router=rooftile.moe.Router(active=..., {})"
 _ROUTING = "call routing = layer.route(x), and layer(x, routing)"
 
 
@@ -52,7 +53,13 @@ class DeepSeekMoE(torch.nn.Module):
 
     selection_bias: Tensor | None
 
-    @answers_with({"hidden_size": _WIDTH, "d_model": _WIDTH, "dim": _WIDTH, "embed_dim": _WIDTH})
+    @answers_with({
+        **dict.fromkeys(("hidden_size", "d_model", "dim", "embed_dim"), _WIDTH),
+        **dict.fromkeys(("norm_topk_prob", "normalise"), _ROUTER.format("normalise=True")),
+        **dict.fromkeys(("scoring_func", "score"), _ROUTER.format("score='sigmoid'")),
+        **dict.fromkeys(("routed_scaling_factor", "scale"), _ROUTER.format("scale=...")),
+        **dict.fromkeys(("n_group", "topk_group", "groups"), _ROUTER.format("groups=..., active_groups=...")),
+    })  # fmt: skip
     def __init__(
         self, width: int, experts: int, active: int | None = None, shared: int = 0, hidden: int | None = None, *,
         activation: str = "silu", backend: str | None = None, deterministic: bool | None = None,

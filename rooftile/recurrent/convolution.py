@@ -22,12 +22,13 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
+from rooftile.recurrent.words import CONVOLUTION
 from rooftile.runtime.arguments import check_backend, check_flag, shown
 from rooftile.runtime.tensors import check_offsets
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 
-@answers_foreign_words
+@answers_with(CONVOLUTION)
 def causal_conv(
     x: Tensor,  # (B, T, W)
     weight: Tensor,  # (W, K)
@@ -75,7 +76,7 @@ def causal_conv(
     return (y, last) if check_flag("return_tail", return_tail) else y
 
 
-@answers_foreign_words
+@answers_with(CONVOLUTION)
 def conv_step(
     tail: Tensor,  # (rows, W, K - 1)
     x: Tensor,  # (S, W)

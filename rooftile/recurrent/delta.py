@@ -30,15 +30,16 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag, shown
 from rooftile.runtime.tensors import check_offsets
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 # is added to the square of a key's length
 EPS = 1e-6
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def gated_delta(
     q: Tensor,  # (B, T, Hk, Dk)
     k: Tensor,  # (B, T, Hk, Dk)
@@ -97,7 +98,7 @@ def gated_delta(
     return (y, last) if check_flag("return_state", return_state) else y
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def gated_delta_step(
     state: Tensor,  # (rows, Hv, Dk, Dv)
     q: Tensor,  # (S, Hk, Dk)

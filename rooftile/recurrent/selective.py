@@ -27,12 +27,13 @@ from rooftile.recurrent.arguments import (
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
 from rooftile.recurrent.state_space import FREE, steps_of
+from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.tensors import check_offsets
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def selective_scan(
     x: Tensor,  # (B, T, W)
     dt: Tensor,  # (B, T, W)
@@ -95,7 +96,7 @@ def selective_scan(
     return (y, last) if check_flag("return_state", return_state) else y
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def selective_scan_step(
     state: Tensor,  # (rows, W, N)
     x: Tensor,  # (S, W)

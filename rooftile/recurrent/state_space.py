@@ -32,15 +32,16 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.tensors import check_offsets
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 # a step below 0 would let a state grow: it counts as 0, as in mamba-ssm's kernels; Mamba-1's scan bounds nothing
 UNLIMITED, FREE = (0.0, math.inf), (-math.inf, math.inf)
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def ssd(
     x: Tensor,  # (B, T, H, P)
     dt: Tensor,  # (B, T, H)
@@ -117,7 +118,7 @@ def ssd(
     return (y, last) if check_flag("return_state", return_state) else y
 
 
-@answers_foreign_words
+@answers_with(CALL)
 def ssd_step(
     state: Tensor,  # (rows, H, P, N)
     x: Tensor,  # (S, H, P)

@@ -136,9 +136,7 @@ def takes_names(renamed: Mapping[str, str], refused: Mapping[str, Refused]) -> C
 def unknown_word(owner: str, word: str, own: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> InvalidInput:
     """Returns the error for a keyword that a function does not have: what to write in its place, or what there is."""
     names = [name for name in own if name not in ("self", "cls")]
-    if word in more:
-        return InvalidInput(f"{owner} has no argument {word}: {more[word]}")
-    answer = ARGUMENTS.get(word)
+    answer = more.get(word, ARGUMENTS.get(word))
     due = re.match(r"write (\w+)=", answer or "")
     # the same word may be another thing elsewhere
     if answer is None or (due is not None and due[1] not in names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import mamba_ssm as ours
@@ -134,6 +134,27 @@ def test_layers_take_the_words_of_mamba_ssm() -> None:
     layer = ours.Mamba2(d_model=32, d_state=8, headdim=16, ngroups=2, chunk_size=64)
     assert layer(torch.randn(1, 5, 32)).shape == (1, 5, 32)
     assert layer.A_log.shape == (4,)
+    # by place, in mamba-ssm's order
+    layer = ours.Mamba2(32, 8, 4, 0.25, 2, 16, None, 1, (2, 3), False, True, False, 0.01, 0.02, 1e-4, (0.0, 1.0))
+    assert layer.conv1d.weight.abs().max() <= 0.25
+    assert layer.dt_limit == (0.0, 1.0)
+    for low, x, high in ((2, layer.A_log.exp(), 3), (0.01, nn.functional.softplus(layer.dt_bias), 0.02)):
+        assert ((low - 1e-5 <= x) & (x <= high + 1e-5)).all()
+    layer = ours.Mamba(32, 8, 4, 2, "auto", 0.01, 0.02, "constant", 0.5, 1e-4, True, False, True, 1)
+    assert layer.layer_idx == 1
+    assert (layer.dt_proj.weight == 0.5 * 2**-0.5).all()
+    steps = nn.functional.softplus(layer.dt_proj.bias)
+    assert ((steps >= 0.01 - 1e-5) & (steps <= 0.02 + 1e-5)).all()
+
+
+def test_a_layer_takes_rows_and_packed_sequences() -> None:
+    torch.manual_seed(1)
+    layer, u = ours.Mamba2(32, d_state=8, headdim=16), torch.randn(2, 9, 32)
+    close(layer(u.flatten(0, 1), seqlen=9), layer(u).flatten(0, 1))
+    apart = torch.cat((layer(u[:1, :4]), layer(u[:1, 4:])), 1)
+    close(layer(u[:1], seq_idx=torch.tensor([[0] * 4 + [1] * 5], dtype=torch.int32)), apart)
+    close(layer(u[:1], cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32)), apart)
+    close(layer(u[0], 9, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32)), apart[0])
 
 
 def test_refusals() -> None:
@@ -151,6 +172,13 @@ def test_refusals() -> None:
         (Unsupported, "cache_seqlens makes conv_state circular", lambda: ours.causal_conv1d_update(
             u[..., 0], torch.zeros(B, W, 3), rand(W, 4), cache_seqlens=torch.zeros(2))),
         (Unsupported, "norm_before_gate=True", lambda: ours.Mamba2(32, norm_before_gate=True)),
+        (Unsupported, "d_ssm=32 and process_group=None; has", lambda: ours.Mamba2(32, headdim=16, d_ssm=32)),
+        (InvalidInput, "dt_min is 0.2 and dt_max 0.1; must be", lambda: ours.Mamba2(32, headdim=16, dt_min=0.2)),
+        (InvalidInput, r"A_init_range is \(0, 1\); must be", lambda: ours.Mamba2(32, headdim=16, A_init_range=(0, 1))),
+        (InvalidInput, "dt_init is 'zero'; must be 'random' or 'constant'", lambda: ours.Mamba(32, dt_init="zero")),
+        (Unsupported, "inference_params; write y, state", lambda: ours.Mamba(32)(torch.randn(1, 2, 32), inference_params={})),
+        (Unsupported, r"packed sequences in u \(2, 2, 32\); has a batch of 1", lambda: ours.Mamba2(32, headdim=16)(
+            torch.randn(2, 2, 32), cu_seqlens=torch.tensor([0, 4]))),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             run()

@@ -110,6 +110,7 @@ def test_other_activations_have_their_shapes() -> None:
         ({"num_experts_per_tok": 2}, "DeepSeekMoE has no argument num_experts_per_tok: write active="),
         ({"hidden_size": 2}, "DeepSeekMoE has no argument hidden_size: write width="),
         ({"moe_intermediate_size": 2}, "DeepSeekMoE has no argument moe_intermediate_size: write hidden="),
+        ({"norm_topk_prob": True}, r"write router=rooftile.moe.Router\(active=..., normalise=True\)"),
     ],
 )
 def test_a_mistake_gets_a_sentence(options: dict, sentence: str) -> None:

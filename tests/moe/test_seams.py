@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -131,6 +133,41 @@ def test_a_mode_sees_one_operator_each_way() -> None:
     with watching() as watch, torch.no_grad():
         layer(*given)
     assert [x.numel() for x in watch.calls[0].results[1:]] == [0, 0]
+
+
+def kept_bytes(run: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
+    """The bytes of all memory that a forward keeps for its backward, without the weights."""
+    kept = {}
+    own = {x.untyped_storage().data_ptr() for x in weights}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = run()
+    assert y.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_activations_kept_are_no_more_than_those_of_a_dense_network_of_the_active_width(shared: int) -> None:
+    N, d, E, K, h = 200, 64, 8, 3, 32
+    u = torch.randn(N, d, requires_grad=True)
+    layer = rt.nn.DeepSeekMoE(d, E, K, shared, h)
+    routing = moe.Routing(*(x.detach() for x in layer.route(u)[:2]))
+    up, down = (torch.randn(shape, requires_grad=True) for shape in ((2 * (K + shared) * h, d), (d, (K + shared) * h)))
+
+    def dense() -> Tensor:
+        gate, value = torch.nn.functional.linear(u, up).chunk(2, -1)
+        return torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, down)
+
+    ours, due = kept_bytes(lambda: layer(u, routing), layer.parameters()), kept_bytes(dense, (up, down))
+    # the tokens, both halves before the activation, and an expert and a gate of each choice
+    assert ours == 4 * N * (d + 2 * (K + shared) * h + 2 * K)
+    assert ours < due
 
 
 def test_strides_and_leading_axes() -> None:

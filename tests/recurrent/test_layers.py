@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rooftile as rt
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.recurrent.modules.parts import RecurrentState
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "mamba": lambda: rt.nn.Mamba(24, state_size=5),
-    "mamba2": lambda: rt.nn.Mamba2(24, head_dim=8, state_size=6, groups=2),
-    "delta": lambda: rt.nn.GatedDeltaNet(24, key_heads=2, value_heads=4, key_dim=6, value_dim=5),
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "mamba": partial(rt.nn.Mamba, 24, state_size=5),
+    "mamba2": partial(rt.nn.Mamba2, 24, head_dim=8, state_size=6, groups=2),
+    "delta": partial(rt.nn.GatedDeltaNet, 24, key_heads=2, value_heads=4, key_dim=6, value_dim=5),
 }
 every = pytest.mark.parametrize("name", list(LAYERS))
 
@@ -153,3 +155,45 @@ def test_sizes_that_do_not_go_together() -> None:
         rt.nn.GatedDeltaNet(24, key_heads=3, value_heads=4)
     with pytest.raises(InvalidInput, match="state_size is 0; must be an int of at least 1"):
         rt.nn.Mamba(24, state_size=0)
+    for change, words in (
+        ({"backend": "cuda"}, "backend is 'cuda'; must be 'auto'"),
+        ({"dt_limit": (1.0, 0.5)}, r"dt_limit is \(1.0, 0.5\); must be two numbers from 0 on"),
+        ({"eps": "small"}, "eps is 'small'; must be a finite number"),
+        ({"bias": 1}, "bias is 1; must be True or False"),
+        ({"conv_bias": 1}, "conv_bias is 1; must be True or False"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            rt.nn.Mamba2(24, head_dim=8, **change)
+
+
+def test_sizes_of_numpy() -> None:
+    layer = rt.nn.Mamba2(np.int64(24), head_dim=np.int32(8), state_size=np.int16(4))
+    assert [type(x) for x in (layer.dim, layer.head_dim, layer.state_size, layer.heads)] == [int] * 4
+    assert layer(torch.randn(1, 3, 24)).shape == (1, 3, 24)
+    assert rt.nn.Mamba(24, rank=np.int64(3)).rank == 3
+
+
+@every
+@pytest.mark.parametrize("by_default", [False, True])
+def test_layers_of_float64(name: str, by_default: bool) -> None:
+    words = {} if by_default else {"dtype": torch.float64}
+    torch.set_default_dtype(torch.float64 if by_default else torch.float32)
+    try:
+        layer = LAYERS[name](**words)
+        x = torch.randn(1, 4, 24, dtype=torch.float64)
+        y, state = layer.with_state(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for t in (y, *state, *layer.parameters())} == {torch.float64}
+    assert {p.dtype for n, p in LAYERS[name](dtype=torch.bfloat16).named_parameters() if "A_log" in n} == {torch.float32}
+
+
+@every
+def test_derivatives_of_derivatives(name: str) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(1, 3, 24, dtype=torch.float64, requires_grad=True)
+    layer = LAYERS[name](dtype=torch.float64, backend="eager")
+    assert torch.autograd.gradgradcheck(lambda x: layer(x).sin(), x)
+    (dx,) = torch.autograd.grad(LAYERS[name](dtype=torch.float64)(x).sin().sum(), x, create_graph=True)
+    with pytest.raises(Unsupported, match="double backward through causal_conv; backend='eager' has it"):
+        dx.sum().backward()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftile.recurrent.arguments import check_groups
+from rooftile.recurrent.arguments import BACKENDS, check_groups
 from rooftile.recurrent.convolution import causal_conv, conv_step
 from rooftile.recurrent.delta import gated_delta, gated_delta_step
 from rooftile.recurrent.modules.parts import (
@@ -18,7 +18,9 @@ from rooftile.recurrent.modules.parts import (
     first_dt_bias,
     undecayed,
 )
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.recurrent.words import LAYER
+from rooftile.runtime.arguments import check_backend
+from rooftile.runtime.words import answers_with
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -47,16 +49,19 @@ class GatedDeltaNet(RecurrentLayer):
     Yang et al., Gated Delta Networks, arXiv:2412.06464.
     """
 
-    @answers_foreign_words
+    @answers_with(LAYER)
     def __init__(
         self, dim: int, *, key_heads: int = 16, value_heads: int = 32, key_dim: int = 128, value_dim: int = 128, conv: int = 4,
         eps: float = 1e-6, backend: str | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_sizes(dim=dim, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv=conv)
+        dim, key_heads, value_heads, key_dim, value_dim, conv = check_sizes(
+            dim=dim, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv=conv
+        )
         check_groups(value_heads, key_heads, "value_heads", "key_heads")
-        self.dim, self.key_heads, self.value_heads, self.backend = dim, key_heads, value_heads, backend
+        self.dim, self.key_heads, self.value_heads = dim, key_heads, value_heads
+        self.backend = check_backend(backend, BACKENDS)
         self._parts = key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
         made = {"bias": False, "device": device, "dtype": dtype}
         self.in_proj_qkv = nn.Linear(dim, sum(self._parts), **made)  # type: ignore[arg-type]

@@ -7,10 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from rooftile.recurrent.arguments import BACKENDS
 from rooftile.recurrent.convolution import causal_conv, conv_step
 from rooftile.recurrent.modules.parts import RecurrentLayer, RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
 from rooftile.recurrent.selective import selective_scan, selective_scan_step
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.recurrent.words import LAYER
+from rooftile.runtime.arguments import check_backend, check_count, check_flag
+from rooftile.runtime.words import answers_with
 
 
 class Mamba(RecurrentLayer):
@@ -36,18 +39,19 @@ class Mamba(RecurrentLayer):
     Gu and Dao, Mamba, arXiv:2312.00752.
     """
 
-    @answers_foreign_words
+    @answers_with(LAYER)
     def __init__(
         self, dim: int, *, expand: int = 2, state_size: int = 16, conv: int = 4, rank: int | None = None, bias: bool = False,
         conv_bias: bool = True, backend: str | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        rank = math.ceil(dim / 16) if rank is None else rank
-        check_sizes(dim=dim, expand=expand, state_size=state_size, conv=conv, rank=rank)
-        self.dim, self.width, self.state_size, self.rank, self.backend = dim, expand * dim, state_size, rank, backend
+        dim, expand, state_size, conv = check_sizes(dim=dim, expand=expand, state_size=state_size, conv=conv)
+        rank = math.ceil(dim / 16) if rank is None else check_count("rank", rank)
+        self.dim, self.width, self.state_size, self.rank = dim, expand * dim, state_size, rank
+        self.backend = check_backend(backend, BACKENDS)
         made = {"device": device, "dtype": dtype}
-        self.in_proj = nn.Linear(dim, 2 * self.width, bias=bias, **made)  # type: ignore[arg-type]
+        self.in_proj = nn.Linear(dim, 2 * self.width, bias=check_flag("bias", bias), **made)  # type: ignore[arg-type]
         self.conv1d = convolution(self.width, conv, conv_bias, device, dtype)
         self.x_proj = nn.Linear(self.width, rank + 2 * state_size, bias=False, **made)  # type: ignore[arg-type]
         self.dt_proj = nn.Linear(rank, self.width, **made)  # type: ignore[arg-type]

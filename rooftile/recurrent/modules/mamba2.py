@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.recurrent.arguments import BACKENDS, check_limits
 from rooftile.recurrent.convolution import causal_conv, conv_step
 from rooftile.recurrent.modules.parts import (
     GatedNorm,
@@ -17,7 +18,9 @@ from rooftile.recurrent.modules.parts import (
     undecayed,
 )
 from rooftile.recurrent.state_space import UNLIMITED, ssd, ssd_step
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.recurrent.words import LAYER
+from rooftile.runtime.arguments import check_backend, check_flag
+from rooftile.runtime.words import answers_with
 
 
 class Mamba2(RecurrentLayer):
@@ -52,7 +55,7 @@ class Mamba2(RecurrentLayer):
     Dao and Gu, Transformers are SSMs, arXiv:2405.21060.
     """
 
-    @answers_foreign_words
+    @answers_with(LAYER)
     def __init__(
         self, dim: int, *, expand: int = 2, head_dim: int = 64, state_size: int = 128, groups: int = 1, conv: int = 4,
         norm_groups: bool = True, dt_limit: tuple[float, float] = UNLIMITED, bias: bool = False, conv_bias: bool = True,
@@ -60,7 +63,9 @@ class Mamba2(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_sizes(dim=dim, expand=expand, head_dim=head_dim, state_size=state_size, groups=groups, conv=conv)
+        dim, expand, head_dim, state_size, groups, conv = check_sizes(
+            dim=dim, expand=expand, head_dim=head_dim, state_size=state_size, groups=groups, conv=conv
+        )
         width = expand * dim
         if width % head_dim or width // head_dim % groups:
             raise InvalidInput(
@@ -69,9 +74,9 @@ class Mamba2(RecurrentLayer):
             )
         heads = width // head_dim
         self.dim, self.heads, self.head_dim, self.groups, self.state_size = dim, heads, head_dim, groups, state_size
-        self.dt_limit, self.backend = dt_limit, backend
+        self.dt_limit, self.backend = check_limits(dt_limit), check_backend(backend, BACKENDS)
         self._parts = width, width + 2 * groups * state_size, heads
-        self.in_proj = nn.Linear(dim, sum(self._parts), bias=bias, device=device, dtype=dtype)
+        self.in_proj = nn.Linear(dim, sum(self._parts), bias=check_flag("bias", bias), device=device, dtype=dtype)
         self.conv1d = convolution(self._parts[1], conv, conv_bias, device, dtype)
         self.dt_bias = undecayed(first_dt_bias(heads), device, dtype)
         self.A_log = undecayed(torch.log(torch.empty(heads).uniform_(1, 16)), device, dtype)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rooftile.errors import InvalidInput
 from rooftile.fused.gated_norm import rms_norm_gated
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.recurrent.words import LAYER_CALL
+from rooftile.runtime.arguments import check_count, check_flag, check_number
+from rooftile.runtime.words import answers_with
 
 
 class RecurrentState(NamedTuple):
@@ -27,12 +29,12 @@ class RecurrentState(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer whose memory of earlier tokens is a `RecurrentState`; a kind of layer writes `_mixed`."""
 
-    @answers_foreign_words
+    @answers_with(LAYER_CALL)
     def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
         """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
         return self.with_state(x, cu=cu)[0]
 
-    @answers_foreign_words
+    @answers_with(LAYER_CALL)
     def with_state(
         self, x: Tensor, state: RecurrentState | None = None, *, cu: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:  # fmt: skip
@@ -73,7 +75,7 @@ class GatedNorm(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-        self.groups, self.gate_first, self.eps = groups, gate_first, eps
+        self.groups, self.gate_first, self.eps = groups, gate_first, check_number("eps", eps)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Normalises x (..., dim), with the gate z, in fp32; returns the dtype of x."""
@@ -87,7 +89,8 @@ def convolution(
     width: int, taps: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Conv1d:  # fmt: skip
     """Returns a module with the weights of a depthwise causal convolution, under the names that checkpoints have for them."""
-    return nn.Conv1d(width, width, taps, groups=width, padding=taps - 1, bias=bias, device=device, dtype=dtype)
+    has_bias = check_flag("conv_bias", bias)
+    return nn.Conv1d(width, width, taps, groups=width, padding=taps - 1, bias=has_bias, device=device, dtype=dtype)
 
 
 def first_dt_bias(count: int, low: float = 1e-3, high: float = 0.1, least: float = 1e-4) -> Tensor:
@@ -108,8 +111,6 @@ def undecayed(value: Tensor, device: torch.device | str | None, dtype: torch.dty
     return parameter
 
 
-def check_sizes(**sizes: int) -> None:
-    """Checks that sizes are whole numbers of at least 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidInput(f"{name} is {size}; must be an int of at least 1")
+def check_sizes(**sizes: int) -> Iterator[int]:
+    """Returns sizes as Python's whole numbers, in order; each must be at least 1."""
+    return (check_count(name, size) for name, size in sizes.items())

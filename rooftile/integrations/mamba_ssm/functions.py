@@ -1,10 +1,4 @@
-"""The names of mamba-ssm and causal-conv1d, with their arguments and layouts.
-
-from rooftile.integrations.mamba_ssm import Mamba2, selective_scan_fn    # was: from mamba_ssm import ...
-
-mamba-ssm's scan and causal-conv1d have channels before tokens, (B, D, L); Mamba-2's functions have (B, L, H, P). Nothing is
-compiled at installation. `selective_scan_fn` has gradients through its last state, which mamba-ssm's has not.
-"""
+"""mamba-ssm's and causal-conv1d's functions, with their arguments and layouts."""
 
 from __future__ import annotations
 
@@ -16,21 +10,9 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.recurrent.convolution import causal_conv, conv_step
-from rooftile.recurrent.modules.mamba import Mamba as _Mamba
-from rooftile.recurrent.modules.mamba2 import Mamba2 as _Mamba2
 from rooftile.recurrent.selective import selective_scan, selective_scan_step
 from rooftile.recurrent.state_space import ssd, ssd_step
 from rooftile.runtime.words import answers_foreign_words
-
-__all__ = [
-    "Mamba",
-    "Mamba2",
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "mamba_chunk_scan_combined",
-    "selective_scan_fn",
-    "selective_state_update",
-]
 
 
 @answers_foreign_words
@@ -123,7 +105,7 @@ def mamba_chunk_scan_combined(
         return (y, last) if return_final_states else y
     if x.shape[0] != 1:
         raise Unsupported(f"packed sequences in a batch of {x.shape[0]}; has a batch of 1: pack all into one row")
-    cu = cu_seqlens if cu_seqlens is not None else _offsets(seq_idx, x.shape[1])
+    cu = cu_seqlens if cu_seqlens is not None else offsets_of(seq_idx, x.shape[1])
     count = cu.shape[0] - 1
     if first is not None:
         first = torch.cat((first, first.new_zeros(count - 1, *first.shape[1:])))
@@ -198,7 +180,7 @@ def causal_conv1d_fn(
         if initial_states is not None or return_final_states:
             raise Unsupported("seq_idx is given with initial_states or return_final_states; has one or the other")
         rows = [
-            causal_conv(row.mT, weight, bias, activation=activation, cu=_offsets(own[None], x.shape[2]), return_tail=False).mT
+            causal_conv(row.mT, weight, bias, activation=activation, cu=offsets_of(own[None], x.shape[2]), return_tail=False).mT
             for row, own in zip(x, seq_idx, strict=True)
         ]
         return torch.stack(rows)
@@ -247,59 +229,12 @@ def causal_conv1d_update(
     return found[0] if x.ndim == 2 else torch.stack(found, -1)
 
 
-class Mamba(_Mamba):
-    """mamba-ssm's `Mamba` by its arguments: see `rooftile.nn.Mamba`. Arguments that are left out of a kernel change nothing.
-
-    Example:
-        >>> Mamba(64, d_state=16, d_conv=4, expand=2)(torch.randn(2, 30, 64)).shape
-        torch.Size([2, 30, 64])
-    """
-
-    @answers_foreign_words
-    def __init__(
-        self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: int | str = "auto",
-        conv_bias: bool = True, bias: bool = False, use_fast_path: bool = True, layer_idx: int | None = None, device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            d_model, state_size=d_state, conv=d_conv, expand=expand, rank=None if dt_rank == "auto" else int(dt_rank),
-            conv_bias=conv_bias, bias=bias, device=device, dtype=dtype,
-        )  # fmt: skip
-        self.layer_idx = layer_idx
-
-
-class Mamba2(_Mamba2):
-    """mamba-ssm's `Mamba2` by its arguments: see `rooftile.nn.Mamba2`. `chunk_size` changes no result.
-
-    Example:
-        >>> Mamba2(64, d_state=32, headdim=32)(torch.randn(2, 30, 64)).shape
-        torch.Size([2, 30, 64])
-    """
-
-    @answers_foreign_words
-    def __init__(
-        self, d_model: int, d_state: int = 128, d_conv: int = 4, expand: int = 2, headdim: int = 64, ngroups: int = 1,
-        rmsnorm: bool = True, norm_before_gate: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf), bias: bool = False,
-        conv_bias: bool = True, chunk_size: int = 256, use_mem_eff_path: bool = True, layer_idx: int | None = None,
-        device: Any = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        if not rmsnorm or norm_before_gate:
-            raise Unsupported(
-                "rmsnorm=False or norm_before_gate=True; has the norm of y silu(z), which every checkpoint was trained with"
-            )
-        super().__init__(
-            d_model, state_size=d_state, conv=d_conv, expand=expand, head_dim=headdim, groups=ngroups, dt_limit=dt_limit,
-            bias=bias, conv_bias=conv_bias, device=device, dtype=dtype,
-        )  # fmt: skip
-        self.layer_idx = layer_idx
-
-
 def _tokens_first(x: Tensor) -> Tensor:
     """Returns (B, ..., L) as (B, L, ...)."""
     return x.movedim(-1, 1)
 
 
-def _offsets(seq_idx: Any, length: int) -> Tensor:
+def offsets_of(seq_idx: Any, length: int) -> Tensor:
     """Returns the offsets of the sequences that seq_idx (1, L) numbers, in a row."""
     if not isinstance(seq_idx, Tensor) or seq_idx.shape != (1, length):
         raise InvalidInput(f"seq_idx is {tuple(getattr(seq_idx, 'shape', ()))}; must be (1, {length})")
