@@ -29,7 +29,6 @@ def _kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(walk, "backward", refuse)
     monkeypatch.setattr(selective, "CHUNK", 16)
     monkeypatch.setattr(selective, "_CHANNELS", 4)
-    monkeypatch.setattr(selective, "_WALK_CHANNELS", 4)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
