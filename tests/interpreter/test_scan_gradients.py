@@ -138,6 +138,13 @@ def test_no_token_knows_earlier_ones_or_neighbours() -> None:
     assert not found["state"][1].any()
 
 
+@pytest.mark.parametrize(("N", "channels"), [(1, 8), (2, 16), (5, 32)])
+def test_fewer_numbers_than_channels(N: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(10)
+    monkeypatch.setattr(selective, "_CHANNELS", channels)
+    check(cases.scan(7, batch=1, W=channels + 1, N=N), torch.float32)
+
+
 def test_a_wide_state_of_many_numbers() -> None:
     torch.manual_seed(8)
     check(cases.scan(9, batch=1, W=3, N=32), torch.float32)

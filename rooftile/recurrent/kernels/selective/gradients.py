@@ -93,7 +93,10 @@ def _gradients(
     dx_ptr += begin * W + w
     ddt_ptr += begin * W + w
     dz_ptr += begin * W + w
-    sums_ptr += (tl.program_id(1) * (T if PACKED else B.to(tl.int64) * T) + begin) * (2 * BLOCK_N) + lane * (2 * BLOCK_N // BLOCK_W)
+    sums_ptr += (tl.program_id(1) * (T if PACKED else B.to(tl.int64) * T) + begin) * (2 * BLOCK_N)
+    sums_ptr += lane * (2 * BLOCK_N) // BLOCK_W
+    # fewer rows than channels: some channels know the same sum
+    owner = lane * (2 * BLOCK_N) % BLOCK_W == 0
     state = tl.load(part_ptr + part + place, mask=inside, other=0.0)
     count = tl.minimum(CHUNK, length - start)
     tiles = tl.cdiv(count, TOKENS)
@@ -157,8 +160,8 @@ def _gradients(
             for i in tl.static_range(BLOCK_N):
                 sums = sums + (row(to_C, n, i),)
             sums = sums_over_channels(sums, lane, 2 * BLOCK_N, BLOCK_W)
-            for i in tl.static_range(2 * BLOCK_N // BLOCK_W):
-                tl.store(sums_ptr + t * (2 * BLOCK_N) + i, sums[i], mask=here)
+            for i in tl.static_range((2 * BLOCK_N + BLOCK_W - 1) // BLOCK_W):
+                tl.store(sums_ptr + t * (2 * BLOCK_N) + i, sums[i], mask=owner & here)
     tl.store(dA_ptr + part + place, dA, mask=inside)
     tl.store(dD_ptr + slot.to(tl.int64) * W + w, dD, mask=in_w)
     tl.store(dbias_ptr + slot.to(tl.int64) * W + w, dbias, mask=in_w)
