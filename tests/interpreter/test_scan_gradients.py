@@ -29,7 +29,6 @@ def _kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(walk, "backward", refuse)
     monkeypatch.setattr(selective, "CHUNK", 16)
     monkeypatch.setattr(selective, "_CHANNELS", 4)
-    monkeypatch.setattr(selective, "_WALK_CHANNELS", 4)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -137,6 +136,13 @@ def test_no_token_knows_earlier_ones_or_neighbours() -> None:
         assert not found[name][0, 20:].any()
         assert not found[name][1].any()
     assert not found["state"][1].any()
+
+
+@pytest.mark.parametrize(("N", "channels"), [(1, 8), (2, 16), (5, 32)])
+def test_fewer_numbers_than_channels(N: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(10)
+    monkeypatch.setattr(selective, "_CHANNELS", channels)
+    check(cases.scan(7, batch=1, W=channels + 1, N=N), torch.float32)
 
 
 def test_a_wide_state_of_many_numbers() -> None:

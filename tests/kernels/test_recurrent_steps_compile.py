@@ -19,8 +19,10 @@ ROOM = 32 if NEWER else 0
 
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 IN_FP32 = {"first_ptr", "g_ptr", "A_ptr", "D_ptr", "bias_ptr", "weight_ptr", "part_ptr", "total_ptr"} | {
-    f"{name}_ptr" for name in ("rates", "adjoint", "starts", "dB", "dC", "dA", "dD", "dbias")
+    f"{name}_ptr" for name in ("rates", "adjoint", "starts", "sums", "dA", "dD", "dbias")
 }
+# B and C too, where a thread walks tokens
+BY_TOKENS = ("_chunk_states", "_chunk_adjoints", "_outputs", "_wide_outputs", "_gradients", "_wide_gradients")
 # the numbers of strides that are a tuple, with the last one 1
 RANKS = {
     "_ssd_step": {"state": 4, "D": 2, "dt": 2},
@@ -67,8 +69,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         "_outputs": (selective._outputs, scan(PACKED=True, **both, **steps)),
         "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
-        "_gradients": (selective._gradients, selective._by_tiles(5120, 16, PACKED=True, **both, **steps)),
-        "_wide_gradients": (selective._gradients, selective._by_tiles(5120, 32, PACKED=False, **both, **steps)),
+        "_gradients": (selective._gradients, scan(PACKED=True, **both, **steps)),
+        "_wide_gradients": (selective._gradients, scan(32, PACKED=False, **both, **steps)),
         "_scan_step": (
             selective._scan_step,
             selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),
@@ -113,7 +115,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype, **own: 
             signature[argument] = "constexpr"
         elif argument.endswith("_ptr"):
             fp32 = WORDS[state] if argument == "state_ptr" else WORDS[dtype]
-            signature[argument] = "*fp32" if argument in IN_FP32 else {"cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, fp32)
+            wide = argument in IN_FP32 or (name in BY_TOKENS and argument in ("B_ptr", "C_ptr"))
+            signature[argument] = "*fp32" if wide else {"cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, fp32)
             even.append((n,))
         elif argument.endswith("_strides"):
             rank = RANKS.get(name, {}).get(stem, 3 if "step" in name else 2)

@@ -27,10 +27,8 @@ from rooftile.runtime.launch import Kernel
 # tokens of a chunk
 CHUNK = 256
 LARGEST_N = 32
-# channels of a program, which is one warp, where a thread walks tokens with all numbers of its channel
-_WALK_CHANNELS = 32
-# tokens of a tile, and channels of a program, which is one warp
-_TOKENS, _CHANNELS = 8, 32
+# channels of a program, which is one warp: a thread walks tokens with all numbers of its channel, some tokens at once
+_CHANNELS, _TOKENS = 32, 4
 # channels of a program that goes from chunk to chunk, and of a step's
 _SCAN_CHANNELS = _STEP_CHANNELS = 128
 _LOG2_E = 1.4426950408889634
@@ -45,12 +43,8 @@ def constants_of(W: int, N: int, block: int, warps: int, **own: int) -> dict[str
     return {"W": W, "N": N, "BLOCK_W": block, **own, "num_warps": warps}
 
 
-def _by_tiles(W: int, N: int, **own: bool) -> dict[str, Any]:
-    return constants_of(W, N, _CHANNELS, 1, CHUNK=CHUNK, TOKENS=_TOKENS, **own)
-
-
 def _by_tokens(W: int, N: int, **own: bool) -> dict[str, Any]:
-    return constants_of(W, N, _WALK_CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, **own)
+    return constants_of(W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS, **own)
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -91,19 +85,19 @@ def _chunks(tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | Non
     assert x is not None and dt is not None and B is not None and C is not None and A is not None
     (W, N), T, count, packed = A.shape, x.shape[-2], state.shape[0], cu is not None
     slots = T // CHUNK + count if packed else triton.cdiv(T, CHUNK) * count
-    own = [x, dt, B, C, x if z is None else z]
+    own = [x, dt, B.float(), C.float(), x if z is None else z]
     rates = (A.float() * _LOG2_E).t().contiguous()
     flags = {"SOFTPLUS": softplus, "HAS_BIAS": bias is not None, "PACKED": packed}
     chunks = _Chunks(
         own, [token_strides(given, packed) for given in own], [rates, A if D is None else D, A if bias is None else bias],
-        x if cu is None else cu, flags, triton.cdiv(W, _WALK_CHANNELS), slots,
+        x if cu is None else cu, flags, triton.cdiv(W, _CHANNELS), slots,
         torch.empty((slots, N, W), dtype=torch.float32, device=x.device),
         torch.empty((slots, W), dtype=torch.float32, device=x.device),
     )  # fmt: skip
     first = state.contiguous()
     last = torch.empty_like(first)
     if x.numel():
-        arguments = (x, dt, B, rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count, 1)
+        arguments = (x, dt, own[2], rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count, 1)
         _start_states((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **flags))
     if last.numel():
         _between(chunks, chunks.part, first, last, T)
@@ -148,8 +142,7 @@ def backward(
     )
     # not every slot of a packed batch has tokens
     dA, dD, d_bias = torch.zeros((slots, N, W), **wide), torch.zeros((slots, W), **wide), torch.zeros((slots, W), **wide)
-    blocks = triton.cdiv(W, _CHANNELS)
-    dB, dC = (torch.empty((blocks, rows, N), **wide) for _ in range(2))
+    sums = torch.empty((chunks.blocks, rows, 2, triton.next_power_of_2(N)), **wide)
     rates, D, bias = chunks.constants
     if x.numel():
         arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], T, count, 1)
@@ -158,13 +151,13 @@ def backward(
         _between(chunks, adjoint, None if d_last is None else d_last.contiguous(), d_first, T, reverse=True)
     if x.numel():
         starts = torch.empty((slots * (CHUNK // _TOKENS), N, W), **wide)
-        found = (dx, d_dt, dB, dC, dz, dA, dD, d_bias)
+        found = (dx, d_dt, sums, dz, dA, dD, d_bias)
         tensors = (dy, x, dt, B, C, z, rates, D, bias, chunks.part, adjoint, starts, *found, chunks.cu)
-        _start_gradients(
-            (slots, blocks, 1), (*tensors, *chunks.strides, T, count, 1), _by_tiles(W, N, HAS_D=constants[1] is not None, **has)
-        )
-    sums = dB.sum(0).view(B.shape), dC.sum(0).view(C.shape), dz, dA.sum(0).t(), dD.sum(0), d_bias.sum(0)
-    pairs = zip((*tokens, *constants), (dx, d_dt, *sums), strict=True)
+        own = _by_tokens(W, N, HAS_D=constants[1] is not None, **has)
+        _start_gradients((slots, chunks.blocks, 1), (*tensors, *chunks.strides, T, count, 1), own)
+    dB, dC = (d[:, :N].reshape(B.shape) for d in sums.sum(0).unbind(1))
+    found = (dx, d_dt, dB, dC, dz, dA.sum(0).t(), dD.sum(0), d_bias.sum(0))
+    pairs = zip((*tokens, *constants), found, strict=True)
     return [*(d.to(like.dtype).contiguous() for like, d in pairs if like is not None), d_first]
 
 

@@ -15,17 +15,7 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.parts import silu
-from rooftile.recurrent.kernels.selective.tiles import (
-    by_channel,
-    channels,
-    column,
-    decays,
-    row,
-    states_before,
-    states_behind,
-    steps,
-    tile,
-)
+from rooftile.recurrent.kernels.selective.tiles import by_channel, channels, rates_of, row, steps, sums_over_channels, token
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -35,7 +25,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit(do_not_specialize=["T", "B", "apart"])
 def _chunk_adjoints(
     dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -48,46 +38,35 @@ def _chunk_adjoints(
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
-    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
-    # the last token comes first
-    count = tl.minimum(CHUNK, length - start)
-    row = first + start + count - 1
+    rates = rates_of(rates_ptr, n, w, N, W)
+    row = first + start
     dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
     C_ptr += b * C_strides[0] + row * C_strides[1] + n
     z_ptr += b * z_strides[0] + row * z_strides[1] + w
     dy_ptr += ((0 if PACKED else b * T) + row) * W + w
     r = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-    for _ in range(0, count):
-        dt = steps(tl.load(dt_ptr, mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
-        dy = tl.load(dy_ptr, mask=in_w, other=0.0).to(tl.float32)
-        if HAS_Z:
-            dy *= silu(tl.load(z_ptr, mask=in_w, other=0.0).to(tl.float32))
-            z_ptr -= z_strides[1]
-        read = tl.load(C_ptr, mask=in_n, other=0.0).to(tl.float32)
-        r = tl.exp2(dt[None, :] * rates) * (r + dy[None, :] * read[:, None])
-        dy_ptr -= W
-        dt_ptr -= dt_strides[1]
-        C_ptr -= C_strides[1]
+    # the last token comes first
+    count = tl.minimum(CHUNK, length - start)
+    for number in range(0, tl.cdiv(count, TOKENS)):
+        for k in tl.static_range(TOKENS):
+            t, here = token(count - 1 - number * TOKENS - k, count)
+            raw = tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias
+            dt = steps(raw, in_w & here, SOFTPLUS)
+            dy = tl.load(dy_ptr + t * W, mask=in_w & here, other=0.0).to(tl.float32)
+            if HAS_Z:
+                dy *= silu(tl.load(z_ptr + t * z_strides[1], mask=in_w & here, other=0.0).to(tl.float32))
+            read = tl.load(C_ptr + t * C_strides[1], mask=in_n, other=0.0)
+            r = tl.exp2(dt[None, :] * rates) * (r + dy[None, :] * read[:, None])
     tl.store(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], r, mask=inside)
-
-
-@triton.jit
-def _start_of(part_ptr, starts_ptr, number, N: tl.constexpr, W: tl.constexpr):
-    """Returns where the states (N, W) before a tile are; the states before the first tile lie before the chunk."""
-    if number == 0:
-        found = part_ptr
-    else:
-        found = starts_ptr + (number - 1) * (N * W)
-    return found
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "apart"])
 def _gradients(
     dy_ptr, x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, rates_ptr, D_ptr, bias_ptr, part_ptr, adjoint_ptr, starts_ptr,
-    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, dA_ptr, dD_ptr, dbias_ptr, cu_ptr,
+    dx_ptr, ddt_ptr, sums_ptr, dz_ptr, dA_ptr, dD_ptr, dbias_ptr, cu_ptr,
     x_strides, dt_strides, B_strides, C_strides, z_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -96,76 +75,93 @@ def _gradients(
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
         return
-    t, w, b = tl.arange(0, TOKENS), channels(apart, BLOCK_W), b.to(tl.int64)
+    n, w, lane, b = tl.arange(0, BLOCK_N), channels(apart, BLOCK_W), tl.arange(0, BLOCK_W), b.to(tl.int64)
+    in_n, in_w = n < N, w < W
+    inside, place = in_n[:, None] & in_w[None, :], n[:, None] * W + w[None, :]
     bias, skip = by_channel(bias_ptr, w, W, HAS_BIAS), by_channel(D_ptr, w, W, HAS_D)
-    tiles = tl.cdiv(tl.minimum(CHUNK, length - start), TOKENS)
-    part_ptr += slot.to(tl.int64) * N * W
-    starts_ptr += slot.to(tl.int64) * (CHUNK // TOKENS) * N * W
-    for number in range(0, tiles - 1):
-        here, rows = start + number * TOKENS + t < length, first + start + number * TOKENS + t
-        inside = here[:, None] & (w < W)[None, :]
-        dt = steps(tile(dt_ptr, dt_strides, b, rows, w, inside) + bias[None, :], inside, SOFTPLUS)
-        moved = dt * tile(x_ptr, x_strides, b, rows, w, inside)
-        known_ptr = _start_of(part_ptr, starts_ptr, number, N, W)
-        for i in range(0, N):
-            a = decays(dt, tl.load(rates_ptr + i * W + w, mask=w < W, other=0.0), here)
-            state = moved * column(B_ptr, B_strides, b, rows, i, here)[:, None]
-            state += a * states_before(a, state, tl.load(known_ptr + i * W + w, mask=w < W, other=0.0), t)
-            next_ptr = _start_of(part_ptr, starts_ptr, number + 1, N, W)
-            tl.store(next_ptr + i * W + w, row(state, t, TOKENS - 1), mask=w < W)
+    rates = rates_of(rates_ptr, n, w, N, W)
+    part = slot.to(tl.int64) * N * W
+    starts_ptr += part * (CHUNK // TOKENS)
+    begin = first + start
+    x_ptr += b * x_strides[0] + begin * x_strides[1] + w
+    dt_ptr += b * dt_strides[0] + begin * dt_strides[1] + w
+    B_ptr += b * B_strides[0] + begin * B_strides[1] + n
+    C_ptr += b * C_strides[0] + begin * C_strides[1] + n
+    z_ptr += b * z_strides[0] + begin * z_strides[1] + w
+    begin += 0 if PACKED else b * T
+    dy_ptr += begin * W + w
+    dx_ptr += begin * W + w
+    ddt_ptr += begin * W + w
+    dz_ptr += begin * W + w
+    sums_ptr += (tl.program_id(1) * (T if PACKED else B.to(tl.int64) * T) + begin) * (2 * BLOCK_N)
+    sums_ptr += lane * (2 * BLOCK_N) // BLOCK_W
+    # fewer rows than channels: some channels know the same sum
+    owner = lane * (2 * BLOCK_N) % BLOCK_W == 0
+    state = tl.load(part_ptr + part + place, mask=inside, other=0.0)
+    count = tl.minimum(CHUNK, length - start)
+    tiles = tl.cdiv(count, TOKENS)
+    for number in range(0, tiles):
+        tl.store(starts_ptr + number * (N * W) + place, state, mask=inside)
+        for k in tl.static_range(TOKENS):
+            t, _ = token(number * TOKENS + k, count)
+            dt = steps(tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
+            x = tl.load(x_ptr + t * x_strides[1], mask=in_w, other=0.0).to(tl.float32)
+            own = tl.load(B_ptr + t * B_strides[1], mask=in_n, other=0.0)
+            state = tl.exp2(dt[None, :] * rates) * state + (dt * x)[None, :] * own[:, None]
     # the states are written before they are read
     tl.debug_barrier()
-    n_place = slot.to(tl.int64) * N
     dD, dbias = tl.zeros((BLOCK_W,), tl.float32), tl.zeros((BLOCK_W,), tl.float32)
+    dA = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+    r = tl.load(adjoint_ptr + part + place, mask=inside, other=0.0)
     for back in range(0, tiles):
         number = tiles - 1 - back
-        begin = start + number * TOKENS
-        here, rows = begin + t < length, first + begin + t
-        inside, every = here[:, None] & (w < W)[None, :], (0 if PACKED else b * T) + rows
-        own = every[:, None] * W + w[None, :]
-        raw = tile(dt_ptr, dt_strides, b, rows, w, inside) + bias[None, :]
-        dt, x = steps(raw, inside, SOFTPLUS), tile(x_ptr, x_strides, b, rows, w, inside)
-        dy = tl.load(dy_ptr + own, mask=inside, other=0.0).to(tl.float32)
-        if HAS_Z:
-            z = tile(z_ptr, z_strides, b, rows, w, inside)
-            dy *= silu(z)
-        y, moved = skip[None, :] * x, dt * x
-        written, ddt = tl.zeros((TOKENS, BLOCK_W), tl.float32), tl.zeros((TOKENS, BLOCK_W), tl.float32)
-        known_ptr = _start_of(part_ptr, starts_ptr, number, N, W)
-        out = (tl.program_id(1) * (T if PACKED else B.to(tl.int64) * T) + every) * N
-        for i in range(0, N):
-            rate = tl.load(rates_ptr + i * W + w, mask=w < W, other=0.0)
-            a, of_B = decays(dt, rate, here), column(B_ptr, B_strides, b, rows, i, here)[:, None]
-            kept = a * states_before(a, moved * of_B, tl.load(known_ptr + i * W + w, mask=w < W, other=0.0), t)
-            state_i, of_C = kept + moved * of_B, column(C_ptr, C_strides, b, rows, i, here)[:, None]
-            tl.store(dC_ptr + out + i, tl.sum(dy * state_i, 1), mask=here)
-            y += state_i * of_C
-            s = dy * of_C
-            # r and the sum of dA wait in memory, where a thread finds what it has written
-            place = (n_place + i) * W + w
-            later, r = states_behind(a, a * s, tl.load(adjoint_ptr + place, mask=w < W, other=0.0), t, TOKENS)
-            tl.store(adjoint_ptr + place, r, mask=w < W)
-            s += later
-            tl.store(dB_ptr + out + i, tl.sum(s * moved, 1), mask=here)
-            written += s * of_B
-            kept *= s
-            ddt += kept * (rate * LN_2)[None, :]
-            dA = tl.load(dA_ptr + place, mask=w < W, other=0.0) + tl.sum(dt * kept, 0)
-            tl.store(dA_ptr + place, dA, mask=w < W)
-        if HAS_Z:
-            z = tile(z_ptr, z_strides, b, rows, w, inside)
-            gate = 1 / (1 + tl.exp(-z))
-            dout = tl.load(dy_ptr + own, mask=inside, other=0.0).to(tl.float32)
-            dz = dout * y * gate * (1 + z * (1 - gate))
-            tl.store(dz_ptr + own, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-        dx = dt * written + skip[None, :] * dy
-        tl.store(dx_ptr + own, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-        ddt += x * written
-        if SOFTPLUS:
-            ddt *= 1 / (1 + tl.exp(-raw))
-        ddt = tl.where(inside, ddt, 0.0)
-        tl.store(ddt_ptr + own, ddt.to(ddt_ptr.dtype.element_ty), mask=inside)
-        dbias += tl.sum(ddt, 0)
-        dD += tl.sum(dy * x, 0)
-    tl.store(dD_ptr + slot.to(tl.int64) * W + w, dD, mask=w < W)
-    tl.store(dbias_ptr + slot.to(tl.int64) * W + w, dbias, mask=w < W)
+        states = (tl.load(starts_ptr + number * (N * W) + place, mask=inside, other=0.0),)
+        for k in tl.static_range(TOKENS):
+            t, here = token(number * TOKENS + k, count)
+            raw = tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias
+            dt = steps(raw, in_w & here, SOFTPLUS)
+            x = tl.load(x_ptr + t * x_strides[1], mask=in_w, other=0.0).to(tl.float32)
+            own = tl.load(B_ptr + t * B_strides[1], mask=in_n, other=0.0)
+            states = states + (tl.exp2(dt[None, :] * rates) * states[k] + (dt * x)[None, :] * own[:, None],)
+        for k in tl.static_range(TOKENS - 1, -1, -1):
+            t, here = token(number * TOKENS + k, count)
+            raw = tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias
+            dt = steps(raw, in_w & here, SOFTPLUS)
+            x = tl.load(x_ptr + t * x_strides[1], mask=in_w & here, other=0.0).to(tl.float32)
+            own = tl.load(B_ptr + t * B_strides[1], mask=in_n, other=0.0)
+            read = tl.load(C_ptr + t * C_strides[1], mask=in_n, other=0.0)
+            dy = tl.load(dy_ptr + t * W, mask=in_w & here, other=0.0).to(tl.float32)
+            if HAS_Z:
+                z = tl.load(z_ptr + t * z_strides[1], mask=in_w & here, other=0.0).to(tl.float32)
+                gate = 1 / (1 + tl.exp(-z))
+                y = tl.sum(states[k + 1] * read[:, None], 0) + skip * x
+                dz = dy * y * gate * (1 + z * (1 - gate))
+                tl.store(dz_ptr + t * W, dz.to(dz_ptr.dtype.element_ty), mask=in_w & here)
+                dy *= z * gate
+            a = tl.exp2(dt[None, :] * rates)
+            s = dy[None, :] * read[:, None] + r
+            r = a * s
+            written = tl.sum(s * own[:, None], 0)
+            kept = r * states[k]
+            dA += dt[None, :] * kept
+            ddt = tl.sum(kept * rates, 0) * LN_2 + x * written
+            if SOFTPLUS:
+                ddt *= 1 / (1 + tl.exp(-raw))
+            ddt = tl.where(in_w & here, ddt, 0.0)
+            tl.store(ddt_ptr + t * W, ddt.to(ddt_ptr.dtype.element_ty), mask=in_w & here)
+            dx = dt * written + skip * dy
+            tl.store(dx_ptr + t * W, dx.to(dx_ptr.dtype.element_ty), mask=in_w & here)
+            dbias += ddt
+            dD += dy * x
+            to_B, to_C = (dt * x)[None, :] * s, dy[None, :] * states[k + 1]
+            sums = ()
+            for i in tl.static_range(BLOCK_N):
+                sums = sums + (row(to_B, n, i),)
+            for i in tl.static_range(BLOCK_N):
+                sums = sums + (row(to_C, n, i),)
+            sums = sums_over_channels(sums, lane, 2 * BLOCK_N, BLOCK_W)
+            for i in tl.static_range((2 * BLOCK_N + BLOCK_W - 1) // BLOCK_W):
+                tl.store(sums_ptr + t * (2 * BLOCK_N) + i, sums[i], mask=owner & here)
+    tl.store(dA_ptr + part + place, dA, mask=inside)
+    tl.store(dD_ptr + slot.to(tl.int64) * W + w, dD, mask=in_w)
+    tl.store(dbias_ptr + slot.to(tl.int64) * W + w, dbias, mask=in_w)

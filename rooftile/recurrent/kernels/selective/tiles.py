@@ -1,8 +1,7 @@
-"""Parts of the selective scan's kernels: a tile has TOKENS tokens of a block of channels, and a thread owns whole columns of it.
+"""Parts of the selective scan's kernels: a thread owns a channel with all numbers of its state, and walks tokens, some at once.
 
-The recurrence of one number of the state, S <- a S + b, runs down a column in a thread's registers. Channels lie `apart` from each
-other, which is 1, but the compiler is not told: it would give a thread neighbouring channels, and the tokens of a column to several
-threads.
+Channels lie `apart` from each other, which is 1, but the compiler is not told: it would give a thread neighbouring channels, and the
+numbers of a state to several threads.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ def by_channel(ptr, w, W, IS_THERE: tl.constexpr):
 
 
 @triton.jit
-def tile(ptr, strides, b, rows, w, inside):
-    """Loads tokens (TOKENS, channels)."""
-    place = ptr + b * strides[0] + rows[:, None] * strides[1] + w[None, :]
-    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+def rates_of(ptr, n, w, N: tl.constexpr, W: tl.constexpr):
+    """Loads the rates (N, W) of a program, finite: a step of 0 keeps every state."""
+    rates = tl.load(ptr + n[:, None] * W + w[None, :], mask=(n < N)[:, None] & (w < W)[None, :], other=0.0)
+    return tl.clamp(rates, -3e38, 3e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def column(ptr, strides, b, rows, n, here):
-    """Loads number n of B or C of each token."""
-    return tl.load(ptr + b * strides[0] + rows * strides[1] + n, mask=here, other=0.0).to(tl.float32)
+def token(t, count):
+    """Returns the token that is read in the place of token t, which may lie behind the last one, and whether t is there."""
+    return tl.maximum(tl.minimum(t, count - 1), 0), (t >= 0) & (t < count)
 
 
 @triton.jit
@@ -54,30 +53,26 @@ def steps(raw, inside, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def decays(dt, rate, here):
-    """Computes exp(dt A), and 1 outside, where a rate may be infinite."""
-    return tl.where(here[:, None], tl.exp2(dt * rate[None, :]), 1.0)
+def _fold(rows, lane, BIT: tl.constexpr, HALF: tl.constexpr):
+    """Adds the channels that differ in a bit; one of the two keeps the first half of the rows, and one the second."""
+    folded = ()
+    if HALF > 0:
+        upper = (lane & BIT) != 0
+        for i in tl.static_range(HALF):
+            sent, kept = tl.where(upper, rows[i], rows[i + HALF]), tl.where(upper, rows[i + HALF], rows[i])
+            folded = folded + (kept + tl.gather(sent, lane ^ BIT, 0),)
+    else:
+        folded = folded + (rows[0] + tl.gather(rows[0], lane ^ BIT, 0),)
+    return folded
 
 
 @triton.jit
-def _join(through_a, a_a, before_a, b_a, through_b, a_b, before_b, b_b):
-    return through_b * a_a * through_a, a_b, before_b + through_b * (a_a * before_a + b_a), b_b
+def sums_over_channels(rows, lane, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sums each of the rows (LANES,), a tuple of a power of 2: place l of vector i holds the sum of row l * ROWS // LANES + i.
 
-
-@triton.jit
-def states_before(a, b, state, t):
-    """Computes S before each token of S <- a S + b."""
-    found = tl.where((t == 0)[:, None], state[None, :], tl.zeros_like(a))
-    _, _, found, _ = tl.associative_scan((tl.full(a.shape, 1.0, tl.float32), a, found, b), 0, _join)
-    return found
-
-
-@triton.jit
-def states_behind(a, b, state, t, TOKENS: tl.constexpr):
-    """Computes the same from the last token to the first one, and S before the first one."""
-    found = tl.zeros_like(a)
-    for k in tl.static_range(TOKENS):
-        j = TOKENS - 1 - k
-        found = tl.where((t == j)[:, None], state[None, :], found)
-        state = row(a, t, j) * state + row(b, t, j)
-    return found, state
+    A row costs one exchange between threads, where a sum that every thread knows takes five.
+    """
+    for level in tl.static_range(5):
+        if (LANES >> level) > 1:
+            rows = _fold(rows, lane, LANES >> (level + 1), ROWS >> (level + 1))
+    return rows
