@@ -60,7 +60,9 @@ def test_a_choice_that_is_no_expert_gives_nan_in_its_token_alone() -> None:
     for wrong in (-1, 7, -(2**31), 2**31 - 1):
         chosen = routing.experts.clone()
         chosen[1, 2] = wrong
-        y, _, _ = kernels.forward(u, chosen, routing.gates, weights, options, False)
+        # memory that was not written is not always NaN
+        with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
+            y, _, _ = kernels.forward(u, chosen, routing.gates, weights, options, False)
         assert y[1].isnan().all()
         assert torch.equal(y[0], due[0])
 

@@ -20,6 +20,8 @@ ROUTERS = {
     "qwen": (24, {"active": 8, "normalise": True, "round_gates": True}),
     "all": (7, {"active": 7, "scale": 2.0}),
     "one of one": (1, {"active": 1, "score": "sigmoid"}),
+    "all by logits": (9, {"active": 9, "score": "chosen softmax"}),
+    "whole groups": (12, {"active": 6, "groups": 4, "active_groups": 2, "score": "sigmoid"}),
     "gpt-oss": (32, {"active": 4, "score": "chosen softmax"}),
     "v2": (20, {"active": 3, "groups": 4, "active_groups": 2, "scale": 1.5}),
     "v3": (
@@ -80,27 +82,24 @@ def test_ties_go_to_the_lower_index(name: str) -> None:
     assert found.experts.tolist() == 3 * [list(range(1, 2 * words["active"], 2))]
 
 
-# numpy warns of infinity times 0
+# numpy warns of infinity less infinity
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_numbers_that_are_none_are_chosen_as_a_sort_chooses_them(name: str) -> None:
+def test_hostile_logits_are_chosen_as_a_sort_chooses_them(name: str, with_bias: bool) -> None:
+    """NaN is above all numbers, 0 equals -0, and with most of a group at -inf what was left out of the choice is as good."""
     E, words = ROUTERS[name]
-    u, centroids = torch.eye(8), torch.randn(E, 8)
-    # a token for each hostile logit; 0 and -0 tie
-    for row, value in enumerate((math.nan, math.inf, -math.inf, 0.0, 1e38, -1e38)):
-        centroids[:: row + 2, row] = value
-    centroids[1::2, 3] = -0.0
-    tensors = {"logit_bias": torch.zeros(E)}
-    tensors["bias"] = torch.where(torch.arange(E) % 5 == 3, -math.inf, 0.0)
-    for given in ({}, tensors):
-        for each in range(8):
-            # 0 times infinity is NaN, in all logits
-            token = u[each : each + 1]
-            c = torch.where(token > 0, centroids, 0.0)
-            found, due = moe.route(token, c, **words, **given), by_plain(token, c, **words, **given)
-            assert torch.equal(found.experts, due.experts)
-            torch.testing.assert_close(found.gates, due.gates, rtol=1e-6, atol=1e-7, equal_nan=True)
-            torch.testing.assert_close(found.scores, due.scores, rtol=1e-6, atol=1e-7, equal_nan=True)
+    u, centroids = torch.zeros(48, 1), torch.zeros(E, 1)
+    hostile = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 2.0, 1e38, -1e38])
+    rows = [hostile[torch.randint(first, 9, (16, E))] for first in (0, 1, 3)]
+    # a NaN or an infinity makes NaN of a whole softmax, so some rows have neither
+    z = torch.cat([*rows[1:], rows[0]])
+    tensors = {"bias": torch.where(torch.rand(E) < 0.8, -math.inf, 0.0)} if with_bias else {}
+    with mock.patch.object(kernels, "logits", return_value=z), mock.patch.object(plain, "one_weight", return_value=z):
+        found, due = moe.route(u, centroids, **words, **tensors), by_plain(u, centroids, **words, **tensors)
+    assert torch.equal(found.experts, due.experts)
+    torch.testing.assert_close(found.gates, due.gates, rtol=1e-6, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(found.scores, due.scores, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 def test_a_token_does_not_depend_on_neighbours() -> None:

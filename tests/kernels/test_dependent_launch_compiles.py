@@ -80,7 +80,7 @@ KERNELS = {
     "gate to codes": _gating_to_codes,
     "rows to codes": _quantising,
     "gated norm": _gated_norm,
-    **{name: partial(_routing, name) for name in ("_logits", "_choose", "_first", "_second")},
+    **{name: partial(_routing, name) for name in ("_logits", "_choose", "_second")},
     **{name: partial(_one_token, name) for name in ("_conv_step", "_ssd_step")},
     **{name: partial(_choosing_pages, name) for name in ("_page_sums", "_page_shares", "_choose")},
 }
@@ -90,6 +90,31 @@ KERNELS = {
 def test_they_wait_before_they_touch_memory(name: str) -> None:
     assert_waits(KERNELS[name]({"PDL": True}))
     assert "griddepcontrol" not in KERNELS[name]({"PDL": False})
+
+
+def test_products_that_read_weights_early_wait_before_they_read_x_and_write() -> None:
+    """`tests/gpu/test_decode_kernels.py` has the numbers of a chain of them."""
+    from rooftile.fused.kernels import one_row
+
+    pdl = {"PDL": True}
+    row = compiled_experts(one_row._one_row, one_row.constants_of(2560, 512, True, torch.device("cpu")) | pdl, 90, torch.bfloat16)
+    lines = row.asm["ptx"].splitlines()
+    places = {
+        what: [n for n, line in enumerate(lines) if re.search(what, line)]
+        for what in ("launch_dependents", r"griddepcontrol\.wait", r"ld\.global", r"st\.global", r"%ctaid")
+    }
+    begins, waits, loads, stores, _ = places.values()
+    # without permission it waits at once; with it when its rows are on their way
+    assert len(begins) == 1
+    assert len(waits) == 2
+    assert begins[0] < waits[0] < loads[0] < waits[1] < loads[-1] < stores[0]
+    # four rows of 512 numbers, 16 bytes for each of 64 threads; then x, of which a thread has 16 bytes, and the bias
+    assert sum(n < waits[1] for n in loads) == 4
+    for ptx in (_routing("_first", pdl),):
+        lines = ptx.splitlines()
+        waits = [n for n, line in enumerate(lines) if "griddepcontrol.wait" in line]
+        assert len(waits) == 2
+        assert min(n for n, line in enumerate(lines) if "ld.global" in line) > waits[0]
 
 
 def assert_waits(ptx: str) -> None:
