@@ -1,9 +1,9 @@
 """`Rounds`: how recurrences read the chunks of a step, so that states are kept after tokens in the middle of a chunk, too.
 
 The tokens up to a mark are read once more, as a sequence of their own, beside the chunk: both begin with the same state, and an
-operator reads both in one call. Only the recurrence reads them twice. Where that would be many tokens, the chunk ends there, and
-goes on in another *round*: another call, for which a host needs about as long as for all of a layer. Under `deterministic` a round
-has one token of each chunk (see `batch_invariant`).
+operator reads both in one call. Only the recurrence reads them twice. Where that would be many tokens, the chunk ends there,
+and goes on in another *round*, that is another call, for which a host needs about as long as for all of a layer. Under
+`deterministic` a round has one token of each chunk (see `batch_invariant`).
 """
 
 from __future__ import annotations
