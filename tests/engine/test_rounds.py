@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.engine.steps.rounds import Mark, MarkedChunk, Round, Rounds, rounds_of
+from rooftile.engine.steps.rounds import MOST, Mark, MarkedChunk, Round, Rounds, rounds_of
 
 ROWS = 30
 
@@ -17,12 +17,14 @@ def read_by(rounds: Rounds, x: Tensor, memory: Tensor) -> Tensor:
     """A recurrence S = S / 2 + x, y = S, on the rows of a memory."""
 
     def read(part: Round, x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
+        y, states = torch.empty_like(x), memory[part.slots]
         assert part.cu.dtype == torch.int32
-        for begin, end, slot in zip(part.cu[:-1].tolist(), part.cu[1:].tolist(), part.slots.tolist(), strict=True):
+        for begin, end, state in zip(part.cu[:-1].tolist(), part.cu[1:].tolist(), states, strict=True):
             assert begin < end
             for n in range(begin, end):
-                memory[slot] = y[n] = memory[slot] / 2 + x[n]
+                y[n] = state.div_(2).add_(x[n])
+        assert len(set(part.targets.tolist())) == len(part.targets)
+        memory.index_copy_(0, part.targets, states)
         part.keep(memory)
         return y
 
@@ -53,10 +55,28 @@ def test_parts_of_chunks_are_read_one_after_the_other(seed: int, single: bool) -
     rounds = rounds_of(chunks, torch.device("cpu"), single=single)
     assert torch.equal(read_by(rounds, x, memory), torch.stack(state))
     assert torch.equal(memory, due)
-    most = max(lengths) if single else max(len({*(mark.offset for mark in each.marks), each.tokens}) for each in chunks)
-    assert len(rounds.parts) == most
     if single:
+        assert len(rounds.parts) == max(lengths)
         assert all((part.cu.diff() == 1).all() for part in rounds.parts)
+    for part in rounds.parts:
+        assert len(part.rows) <= (1 + MOST) * part.tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "marks", "rounds", "read"),
+    [
+        (600, (256, 512, 592), 1, 600 + 256 + 512 + 592),
+        (1000, (256, 512, 992), 1, 1000 + 256 + 512 + 992),
+        (2000, (256, 512, 1024, 1984), 1, 2000 + 256 + 512 + 1024 + 1984),
+        # no mark behind more than 4,096 tokens is read once more: a second round begins there
+        (8000, (256, 512, 1024, 2048, 4096, 7984), 2, 8000 + 256 + 512 + 1024 + 2048 + 4096),
+        (8192, (4096, 8176), 2, 8192 + 4096),
+        (400, range(16, 400, 16), 5, 400 + 4 * 16 * (1 + 2 + 3 + 4 + 5)),
+    ],
+)
+def test_few_rounds_and_few_tokens_are_read_once_more(tokens: int, marks: tuple, rounds: int, read: int) -> None:
+    found = rounds_of([MarkedChunk(tokens, 0, tuple(Mark(mark, mark) for mark in marks))], torch.device("cpu"))
+    assert (len(found.parts), sum(len(part.rows) for part in found.parts)) == (rounds, read)
 
 
 def test_rows_of_padding_are_zeros() -> None:

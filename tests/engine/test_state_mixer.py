@@ -63,17 +63,21 @@ class DecayingSum(Mixer):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
             sums, o, rows = self.sums[self.layers.index(layer)], torch.zeros_like(q), torch.arange(len(q))
 
-            def read(some: Tensor) -> None:
+            def read(some: Tensor, state: Tensor) -> None:
                 for n in some.tolist():
                     if positions[n] >= 0:
-                        here = sums[slots[n]].mul_(DECAY).add_(k[n][:, :, None] * v[n][:, None])
-                        o[n] = torch.einsum("hgd,hde->hge", q[n].unflatten(0, (k.shape[1], -1)), here).flatten(0, 1)
+                        state.mul_(DECAY).add_(k[n][:, :, None] * v[n][:, None])
+                        o[n] = torch.einsum("hgd,hde->hge", q[n].unflatten(0, (k.shape[1], -1)), state).flatten(0, 1)
 
-            # a state that is kept within a chunk is copied there
+            # sequences begin with the states of some rows, and leave theirs in others
             for part in () if rounds is None else rounds.parts:
-                read(rows[: step.split][part.rows])
+                states, cu = sums[part.slots], part.cu.tolist()
+                for state, begin, end in zip(states, cu[:-1], cu[1:], strict=True):
+                    read(rows[: step.split][part.rows][begin:end], state)
+                sums.index_copy_(0, part.targets, states)
                 part.keep(sums)
-            read(rows[step.split :])
+            for n in rows[step.split :]:
+                read(n[None], sums[slots[int(n)]])
             return o
 
         return attend

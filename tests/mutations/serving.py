@@ -33,8 +33,8 @@ MUTATIONS = {
         "engine/steps/state_plan.py", ", answer.request.paged_tokens}", "}", ("tests/engine/test_state_mixer.py", "-k", "branch"),
     ),
     "states, kept after a whole chunk": Mutation(
-        "engine/steps/rounds.py", "ends = range(1, chunk.tokens + 1) if single else sorted({*rows, chunk.tokens})",
-        "ends = [chunk.tokens]", ("tests/engine/test_state_mixer.py", "-k", "marks or half"),
+        "engine/steps/rounds.py", "marks.append((first + offset, rows[offset]))",
+        "marks.append((first + chunk.tokens, rows[offset]))", ("tests/engine/test_state_mixer.py", "-k", "marks or half"),
     ),
     "states, rounds in another order": Mutation(
         "engine/steps/rounds.py", "self.order is None else", "True else", ("tests/engine/test_rounds.py",),

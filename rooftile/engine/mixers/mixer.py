@@ -43,7 +43,7 @@ class Mixer(ABC):
     A layer with a `State` finds the state of the answer in slot n in row n of `Caches.states`, reads and writes it in place.
     Before the first token of a sequence the state is zero. After a prefix that was found, a fork, or a preemption it is the
     state after the token before the step's first one of this sequence: the engine copies it there. It reads the chunks of a step
-    in the rounds of `StepTokens.rounds`, and keeps states after each round where it says so (`Round.keep`).
+    in the rounds of `StepTokens.rounds`: sequences that begin with the states of some rows and leave theirs in others.
 
     Args:
         shape: the model, with the dtype that it computes in.

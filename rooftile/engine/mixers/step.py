@@ -37,7 +37,8 @@ class StepTokens(NamedTuple):
             return self.marked
         # all tokens of a chunk have the same slot
         cu = self.chunks.cu_q
-        return Rounds((Round(slice(None), cu, self.slots[cu[:-1].long()]),))
+        slots = self.slots[cu[:-1].long()]
+        return Rounds((Round(slice(None), cu, slots, slots),))
 
     def rows_of(self, blocks: Tensor) -> Tensor:
         """Returns the row of each block; a block without a row gets an arbitrary one, which is never read."""

@@ -1,29 +1,38 @@
-"""`Rounds`: the parts of a step's chunks between the places where a state is kept.
+"""`Rounds`: how recurrences read the chunks of a step, so that states are kept after tokens in the middle of a chunk, too.
 
-A state is kept after tokens in the middle of a chunk, too. A recurrence then reads the chunk in parts, one after the other; the
-rest of the model reads it at once. The n-th parts of all chunks of a step are one round, which an operator reads together. Under
-`deterministic` a part has one token (see `batch_invariant`).
+The tokens up to a mark are read once more, as a sequence of their own, beside the chunk: both begin with the same state, and an
+operator reads both in one call. Only the recurrence reads them twice. Where that would be many tokens, the chunk ends there,
+and goes on in another *round*, that is another call, for which a host needs about as long as for all of a layer. Under
+`deterministic` a round has one token of each chunk (see `batch_invariant`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+# tokens that are read once more for a mark, at most: to read more takes a GPU longer than a host needs for another round
+LONGEST = 4096
+# the tokens that are read once more, at most, as a multiple of the tokens of a round
+MOST = 3
+
 
 class Round(NamedTuple):
-    """Parts of chunks, back to back, each of another sequence."""
+    """Sequences back to back. All begin with states from before the round."""
 
     rows: slice | Tensor
     """Their rows in the step."""
-    cu: Tensor  # (c + 1,) int32, the offsets of the parts
-    slots: Tensor  # (c,) the slots of their answers
+    cu: Tensor  # (c,) + 1, int32, the offsets of the sequences
+    slots: Tensor  # (c,) the rows of the states that they begin with
+    targets: Tensor  # (c,) the rows of the states that they leave
+    tokens: int | None = None
+    """How many of the rows have outputs; None for all. The others are read once more."""
     kept: Tensor | None = None
-    """(2, k): slots whose states are kept after the round, and the rows of states to copy them to."""
+    """(2, k): rows of states to copy after the round, and the rows to copy them to."""
 
     def keep(self, *memories: Tensor) -> None:
         """Copies the states that are kept after this round, in one layer's memories (rows, ...)."""
@@ -37,14 +46,14 @@ class Rounds(NamedTuple):
 
     parts: tuple[Round, ...]
     order: Tensor | None = None
-    """The step's row of each row of the rounds; None if they follow one another as in the step."""
+    """The step's row of each output of the rounds; None if they follow one another as in the step."""
 
     def run(self, read: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """Calls read(round, *tensors) for each round with its rows of `given`; returns all outputs in the order of the step.
 
         Rows of padding, which are in no round, are 0.
         """
-        found = [read(part, *(x[part.rows] for x in given)) for part in self.parts]
+        found = [read(part, *(x[part.rows] for x in given))[: part.tokens] for part in self.parts]
         y = found[0] if len(found) == 1 else torch.cat(found)
         return y if self.order is None else y.new_zeros(given[0].shape[0], *y.shape[1:]).index_copy_(0, self.order, y)
 
@@ -65,12 +74,13 @@ class MarkedChunk(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A chunk between two marks."""
+    """Tokens of a chunk in one round."""
 
     begin: int  # its first row in the step
     end: int
     slot: int
-    kept: int | None  # the row of states that its end is kept in
+    marks: tuple[tuple[int, int], ...]  # up to which row of the step it is read once more, and the row of the state
+    kept: int | None  # where the state after its last token is kept
 
 
 def rounds_of(chunks: Sequence[MarkedChunk], device: torch.device, *, first: int = 0, single: bool = False) -> Rounds:
@@ -80,29 +90,33 @@ def rounds_of(chunks: Sequence[MarkedChunk], device: torch.device, *, first: int
         chunks: the chunks.
         device: where the rounds are used; they reach it in one copy, which nobody waits for.
         first: the first row of the first chunk in the step.
-        single: whether a part has one token.
+        single: whether a round has one token of each chunk.
     """
     firsts = accumulate((chunk.tokens for chunk in chunks), initial=first)
     parts = [_parts_of(chunk, begin, single) for chunk, begin in zip(chunks, firsts, strict=False)]
     rounds = [[part for part in each if part is not None] for each in zip_longest(*parts)]
     arrays: list[list[int]] = []
     for each in rounds:
-        kept = [(part.slot, part.kept) for part in each if part.kept is not None]
+        copied = [(part.slot, part.kept) for part in each if part.kept is not None]
+        again = [(part.begin, end, part.slot, row) for part in each for end, row in part.marks]
+        sequences = [(part.begin, part.end, part.slot, part.slot) for part in each] + again
         arrays += [
-            [*accumulate((part.end - part.begin for part in each), initial=0)], [part.slot for part in each],
-            [slot for slot, _ in kept], [row for _, row in kept],
-            [row for part in each for row in range(part.begin, part.end)],
+            [*accumulate((end - begin for begin, end, *_ in sequences), initial=0)], [slot for _, _, slot, _ in sequences],
+            [target for *_, target in sequences], [slot for slot, _ in copied], [row for _, row in copied],
+            [row for begin, end, *_ in sequences for row in range(begin, end)],
         ]  # fmt: skip
     sent = _sent(arrays, device)
-    cu, slots, sources, targets, rows = (sent[n::5] for n in range(5))
-    made = [
-        Round(rows[n], cu[n].int(), slots[n], torch.stack((sources[n], targets[n])) if len(sources[n]) else None)
+    cu, slots, targets, copied_from, copied_to, rows = (sent[n::6] for n in range(6))
+    counts = [sum(part.end - part.begin for part in each) for each in rounds]
+    made = tuple(
+        Round(
+            rows[n], cu[n].int(), slots[n], targets[n], counts[n],
+            torch.stack((copied_from[n], copied_to[n])) if len(copied_to[n]) else None,
+        )
         for n in range(len(rounds))
-    ]
-    if len(chunks) == 1 and not single:
-        # the parts of one chunk follow one another
-        return Rounds(tuple(part._replace(rows=slice(one.begin, one.end)) for part, (one,) in zip(made, rounds, strict=True)))
-    return Rounds(tuple(made), torch.cat(rows))
+    )  # fmt: skip
+    in_order = not single and (len(rounds) == 1 or len(chunks) == 1)
+    return Rounds(made, None if in_order else torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)]))
 
 
 def _sent(arrays: Sequence[list[int]], device: torch.device) -> list[Tensor]:
@@ -116,5 +130,14 @@ def _sent(arrays: Sequence[list[int]], device: torch.device) -> list[Tensor]:
 
 def _parts_of(chunk: MarkedChunk, first: int, single: bool) -> list[_Part]:
     rows = {mark.offset: mark.row for mark in chunk.marks}
-    ends = range(1, chunk.tokens + 1) if single else sorted({*rows, chunk.tokens})
-    return [_Part(first + begin, first + end, chunk.slot, rows.get(end)) for begin, end in pairwise([0, *ends])]
+    found: list[_Part] = []
+    begin, again, marks = 0, 0, list[tuple[int, int]]()
+    for offset in range(1, chunk.tokens + 1) if single else sorted({*rows, chunk.tokens}):
+        tokens = offset - begin
+        if not single and offset < chunk.tokens and tokens <= LONGEST and again + tokens <= MOST * tokens:
+            marks.append((first + offset, rows[offset]))
+            again += tokens
+            continue
+        found.append(_Part(first + begin, first + offset, chunk.slot, tuple(marks), rows.get(offset)))
+        begin, again, marks = offset, 0, []
+    return found

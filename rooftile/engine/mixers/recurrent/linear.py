@@ -50,7 +50,7 @@ class Sums(ABC):
             o = torch.cat([self.step(q[n].clone(), k[n].clone(), v[n].clone(), part.slots[n]) for n in rows])
         else:
             o, state = self._read(q, k, v, self._found(part.slots), part.cu)
-            self._keep(part.slots, state)
+            self._keep(part.targets, state)
         part.keep(*self.memory)
         return o
 

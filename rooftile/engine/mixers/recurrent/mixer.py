@@ -11,6 +11,7 @@ from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.recurrent.state_mixer import StateMixer
 from rooftile.engine.mixers.recurrent.step import Recurrence, RecurrentStep
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.steps.rounds import MOST
 from rooftile.exact.spec import CallSettings
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.specs import CacheSpec, State
@@ -50,10 +51,11 @@ class RecurrentMixer(StateMixer):
     def working_bytes(self, largest: Largest) -> int:
         """Returns the bytes of what the convolution and the recurrence write, and of the states of the chunks of a step.
 
-        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32. Where
-        chunks are read in rounds, a round's inputs are there twice, and the outputs of all rounds three times.
+        A step has at most as many chunks as answers run, and their states are there twice, before and after, in fp32. Tokens
+        before marks are read once more, from copies (see `Rounds`).
         """
-        written = largest.tokens * (2 * self.sizes.convolved + 3 * self.sizes.width) * largest.computed.itemsize
+        tokens = largest.tokens * (1 + MOST)
+        written = tokens * (2 * self.sizes.convolved + self.sizes.width) * largest.computed.itemsize
         kept = math.prod(self.state_shape) * 4 + self._tail.sequence_bytes() // len(self.layers)
         return written + 2 * largest.answers * kept
 

@@ -84,7 +84,7 @@ class RecurrentStep:
         tails, states = one.tails[part.slots], one.states[part.slots].float()
         x, tails = rec.causal_conv(x, one.conv_weight, one.conv_bias, activation="silu", tail=tails, cu=part.cu)
         y, states = one.read(x, rest, states, part.cu)
-        one.tails.index_copy_(0, part.slots, tails)
-        one.states.index_copy_(0, part.slots, states.to(one.states.dtype))
+        one.tails.index_copy_(0, part.targets, tails)
+        one.states.index_copy_(0, part.targets, states.to(one.states.dtype))
         part.keep(one.tails, one.states)
         return y
