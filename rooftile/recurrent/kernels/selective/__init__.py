@@ -97,7 +97,20 @@ def _chunks(tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | Non
     first = state.contiguous()
     last = torch.empty_like(first)
     if x.numel():
-        arguments = (x, dt, own[2], rates, chunks.constants[2], chunks.part, chunks.total, chunks.cu, *chunks.strides[:3], T, count, 1)
+        arguments = (
+            x,
+            dt,
+            own[2],
+            rates,
+            chunks.constants[2],
+            chunks.part,
+            chunks.total,
+            chunks.cu,
+            *chunks.strides[:3],
+            T,
+            count,
+            1,
+        )
         _start_states((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **flags))
     if last.numel():
         _between(chunks, chunks.part, first, last, T)
