@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent.kernels.parts import readable
 from rooftile.recurrent.kernels.state_space.call import Call, Tile, some
+from rooftile.recurrent.kernels.state_space.copies import state_box, token_box
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
 from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums
@@ -33,7 +33,7 @@ def backward(
     dy: Tensor, d_last: Tensor | None, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given
 ) -> list[Tensor]:
     """Returns the gradients of the tensors that are there, in order, and of the first state."""
-    call = Call(tokens, constants, state, cu, options, back=True)
+    call = Call(tokens, constants, state, cu, options, dy)
     d_last = torch.zeros_like(state) if d_last is None else d_last
     # a sequence without tokens hands its gradient on
     d_state = d_last.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -42,7 +42,8 @@ def backward(
             d_state
         ]
     call.prepare()
-    g, gates = readable(dy), []
+    assert call.dy is not None
+    g, gates = call.dy, []
     if call.z is not None:
         # in fp32: what a small gate brings into the range of fp16 may be outside of it
         y, _ = forward((*tokens[:-1], None), constants, state, cu, options, torch.float32)
@@ -56,14 +57,15 @@ def backward(
 
 
 def _walk(call: Call, v: Tensor, first: Tensor, d_state: Tensor, back: bool) -> Tensor:
-    """Returns the state with which a walk enters each chunk, (slots, chunks, H, P, N); `d_state` is written on the way back."""
+    """Returns the state with which a walk enters each chunk, (slots chunks, H, P, N); `d_state` is written on the way back."""
     start = call.starts(first, v, back)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    kept = torch.empty((call.slots, call.chunks, call.H, call.P, call.N), dtype=dtype, device=v.device)
+    kept = torch.empty((call.slots * call.chunks, call.H, call.P, call.N), dtype=dtype, device=v.device)
     tensors, strides = call.walked(v, back)
-    arguments = (*tensors, start, kept, d_state, call.cu, *strides, call.T, call.count, call.size, call.slots)
+    arguments = (*tensors[:2], kept, *tensors[2:], start, d_state, call.cu, *strides, call.T, call.count, call.size, call.slots)
     own = some(_start_chunk_states, call.key, BACK=back, WHOLE=call.whole)
-    _start_chunk_states((call.slots, call.H, call.parts), arguments, own)
+    tiles = token_box(call.block, call.columns), token_box(call.block, call.numbers), state_box(call.columns, call.numbers)
+    call.start(_start_chunk_states, (call.slots, call.H, call.parts), arguments, own, *tiles)
     return kept
 
 
@@ -92,16 +94,20 @@ def _summed(
     span = -(-share // spans)
     own = some(_start_inputs, call.key, SPAN=span, SKIP=call.D is not None, **pairs)
     given: tuple[Any, ...] = (
-        x, call.B, g, skip, call.cb, *call.steps, d_states, dx, of_skip, d_cb, *of_pairs[:3], call.cu, of_x, of_b, of_g, d_strides,
+        x, call.B, g, d_states, skip, call.cb, *call.steps, dx, of_skip, d_cb, *of_pairs[:3], call.cu, of_x, of_b, of_g, d_strides,
         *sizes,
     )  # fmt: skip
-    _start_inputs((cells * stripes, call.G, spans), given, own)
+    rows, columns = tile.rows, call.columns
+    tiles = token_box(rows, columns), token_box(rows, call.numbers), token_box(call.block, columns)
+    call.start(_start_inputs, (cells * stripes, call.G, spans), given, own, *tiles, state_box(columns, call.numbers))
     parts = floats(2, spans, cells, call.G, call.block, call.N)
     of_states, through = floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks)
     given = (
-        x, call.B, call.C, g, *call.steps, states, d_states, *parts, *of_states, through, call.cu, of_x, of_b, of_c, of_g, *sizes,
+        x, call.B, call.C, g, states, d_states, *call.steps, *parts, *of_states, through, call.cu, of_x, of_b, of_c, of_g, *sizes,
     )  # fmt: skip
-    _start_maps((cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps))
+    of_values, of_rows = token_box(call.block, columns), token_box(call.block, maps["BLOCK_S"])
+    tiles = of_values, of_rows, of_rows, of_values, *[state_box(columns, maps["BLOCK_S"])] * 2
+    call.start(_start_maps, (cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps), *tiles)
     dB, dC = torch.empty((2, *call.B.shape), dtype=x.dtype, device=device)
     given = (call.B, call.C, d_cb, *parts, dB, dC, call.cu, of_b, of_c, *sizes)
     _start_map_sums((cells, call.G, parts_n), given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=spans, **sums))

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import readable
+from rooftile.recurrent.kernels.state_space.copies import Box, copying, is_aligned, token_box
 from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
@@ -18,8 +19,8 @@ from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
 
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
-# tokens of a segment where a sequence is cut, and numbers of a state that a program of the scan carries
-_SEGMENT, _SCANNED = 2048, 1024
+# tokens of a segment where a sequence is cut, numbers of a state that a program of the scan carries, heads of a program of steps
+_SEGMENT, _SCANNED, _STEPPED = 2048, 1024, 16
 
 
 class Tile(NamedTuple):
@@ -59,21 +60,26 @@ _BACKWARD = {
 }
 
 
-def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False) -> Tile:
+# bf16 on Hopper with up to 128 numbers of state, tiles copied by the chip's copy engine: forward and backward
+_COPIED = (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3, 64, 4, 2, 64, 8, 3))
+
+
+def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False, copies: bool = False) -> Tile:
     """Returns the tile of a call with N numbers of state."""
-    return (_BACKWARD if back else _FORWARD)[dtype, hopper][N > 128]
+    return _COPIED[back] if copies else (_BACKWARD if back else _FORWARD)[dtype, hopper][N > 128]
 
 
 @cache
 def constants_of(
-    P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False, **own: Any
-) -> dict[str, Any]:
+    P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False,
+    copies: bool = False, **own: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Returns what every kernel may take; one dictionary for the same arguments: a launch is recognised by it."""
-    tile = tile_of(N, dtype, hopper, back)
+    tile = tile_of(N, dtype, hopper, back, copies)
     # a tile of z beside the others spills in four warps
     warps = 8 if own.get("GATED") else tile.warps
     return {
-        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed,
+        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed, "COPIES": copies, "BLOCK_H": _STEPPED,
         "BLOCK": tile.block, "BLOCK_P": min(max(triton.next_power_of_2(P), 16), tile.columns),
         "BLOCK_N": max(triton.next_power_of_2(N), 16), "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "num_warps": warps, "num_stages": tile.stages,
@@ -96,7 +102,7 @@ class Call:
     """The sizes of a call, and its steps, sums and products of B and C."""
 
     def __init__(
-        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, back: bool = False
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, dy: Tensor | None = None
     ) -> None:
         x, dt, B, C, z = tokens
         assert x is not None
@@ -105,6 +111,9 @@ class Call:
         assert C is not None
         self.x, self.B, self.C = (readable(given) for given in (x, B, C))
         self.z = None if z is None else readable(z)
+        # the gradient of the output where a backward is called
+        self.dy, back = None if dy is None else readable(dy), dy is not None
+        copied = (self.x, self.B, self.C) if self.dy is None else (self.x, self.B, self.C, self.dy)
         self.dt, (A, self.D, self.bias), self.options = dt, constants, options
         assert A is not None
         self.A = A
@@ -112,11 +121,15 @@ class Call:
         self.G, self.N = B.shape[-2:]
         self.count = state.shape[0]
         self.cu = x if cu is None else cu
-        self.key = self.P, self.N, x.dtype, is_hopper(x.device), self.H, self.G, self.packed, back
+        hopper = is_hopper(x.device)
+        # packed sequences end inside of tiles
+        self.copies = hopper and x.dtype == torch.bfloat16 and self.N <= 128 and not self.packed and all(map(is_aligned, copied))
+        self.key = self.P, self.N, x.dtype, hopper, self.H, self.G, self.packed, back, self.copies
         constants = constants_of(*self.key)
-        self.tile = tile_of(self.N, x.dtype, self.key[3], back)
+        self.tile = tile_of(self.N, x.dtype, hopper, back, self.copies)
         self.block: int = constants["BLOCK"]
-        self.parts: int = triton.cdiv(self.P, constants["BLOCK_P"])
+        self.columns, self.numbers = constants["BLOCK_P"], constants["BLOCK_N"]
+        self.parts: int = triton.cdiv(self.P, self.columns)
         self.size = self._segment()
         self.slots = self.T // self.size + self.count if self.packed else -(-self.T // self.size) * self.count
         self.chunks = self.size // self.block
@@ -154,13 +167,21 @@ class Call:
             self.dt, bias, self.A, self.steps[0], self.steps[1], self.cu, self.strides(self.dt), self.T, self.count, self.size,
             self.slots, float(low), float(high),
         )  # fmt: skip
-        _start_steps((self.slots, self.H, 1), given, some(_start_steps, self.key, **own))
+        _start_steps((self.slots * self.chunks, triton.cdiv(self.H, _STEPPED), 1), given, some(_start_steps, self.key, **own))
         kept = x.dtype if x.dtype == torch.bfloat16 else torch.float32
         self.cb = torch.empty((self.slots, self.chunks, self.G, self.block, self.block), dtype=kept, device=x.device)
         given = (
             self.B, self.C, self.cb, self.cu, self.strides(self.B), self.strides(self.C), self.T, self.count, self.size,
         )  # fmt: skip
         _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
+
+    def start(
+        self, kernel: Kernel, grid: tuple[int, int, int], given: tuple[Any, ...], own: dict[str, Any], *boxes: Box
+    ) -> None:  # fmt: skip
+        """Launches a kernel that reads or writes its first tensors, of four axes each, in such boxes."""
+        if self.copies:
+            kernel = copying(kernel, boxes)
+        kernel(grid, given, own)
 
     def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
         """Returns what a walk over states reads, and its strides."""
@@ -176,7 +197,8 @@ class Call:
         tensors, strides = self.walked(v, back)
         sizes = self.T, self.count, self.size
         given: tuple[Any, ...] = (*tensors, part, decay, self.cu, *strides, *sizes, self.slots)
-        _start_sums((self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back))
+        tiles = token_box(self.block, self.columns), token_box(self.block, self.numbers)
+        self.start(_start_sums, (self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back), *tiles)
         size = self.P * self.N
         own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, BACK=back)
         _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
