@@ -42,8 +42,12 @@ def copying(kernel: Kernel, boxes: tuple[Box, ...]) -> Kernel:
 
 
 def _described(x: Tensor, box: Box) -> TensorDescriptor:
-    # the axes of a tile come last: only then does Triton take it as a matrix without going through registers
+    return TensorDescriptor(x, *axes_of(x, box))
+
+
+def axes_of(x: Tensor, box: Box) -> tuple[list[int], list[int], list[int]]:
+    """Sizes, strides and a tile's sizes of the axes of x, those of the tile last: only then does Triton take it as a matrix."""
     axes = sorted(range(4), key=lambda axis: box[axis] > 1)
     # an axis of one element is never stepped over, and may have any stride
     strides = [x.stride(axis) if x.shape[axis] > 1 else _UNIT for axis in axes[:-1]]
-    return TensorDescriptor(x, [x.shape[axis] for axis in axes], [*strides, 1], [box[axis] for axis in axes])
+    return [x.shape[axis] for axis in axes], [*strides, 1], [box[axis] for axis in axes]
