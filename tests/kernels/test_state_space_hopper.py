@@ -1,8 +1,10 @@
-"""The walk over pairs of heads on Hopper, run in Python: against the definition, and what it leaves to the other kernels."""
+"""The kernels of Mamba-2's recurrence in Gluon, run in Python: the outputs against the definition, gradients against formulas."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ from rooftile import recurrent as rec
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.recurrent.kernels.state_space import launch_hopper, outputs_hopper  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from rooftile.recurrent.kernels.state_space import gradients_hopper, launch_hopper, outputs_hopper  # noqa: E402
 from rooftile.recurrent.kernels.state_space.call import Call  # noqa: E402
 from rooftile.recurrent.kernels.state_space.copies import axes_of  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
@@ -69,45 +73,56 @@ class Buffer(Shared):
     def permute(self, dims: tuple[int, ...]) -> Buffer:
         return Buffer(self.x.permute(dims))
 
+    def slice(self, start: int, length: int, dim: int) -> Buffer:
+        return Buffer(self.x.narrow(dim, start, length))
+
 
 @pytest.fixture
-def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = SimpleNamespace(program=0)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    current = SimpleNamespace(program=(0, 0, 0))
     none = lambda *about, **more: None  # noqa: E731
     language = SimpleNamespace(
-        program_id=lambda axis: held(current.program), load=emulated.load, store=emulated.store,
+        program_id=lambda axis: held(current.program[axis]), load=emulated.load, store=emulated.store,
         minimum=lambda a, b: held(torch.minimum(torch.as_tensor(a), torch.as_tensor(b))),
         arange=lambda start, stop, layout: held(torch.arange(start, stop, dtype=torch.int32)),
         expand_dims=lambda x, dim: x.unsqueeze(dim), convert_layout=lambda x, layout: x, exp2=lambda x: held(torch.exp2(x)),
-        where=lambda where, a, b: held(torch.where(where, a, b)),
+        where=lambda where, a, b: held(torch.where(where, a, b)), sum=lambda x, dim: held(x.sum(dim)),
         zeros=lambda shape, dtype, layout: held(torch.zeros(shape, dtype=dtype)),
         allocate_shared_memory=lambda dtype, shape, layout: Buffer(torch.full(shape, float("nan"), dtype=dtype)),
         warp_specialize=emulated.specialise, int64=torch.int64, float32=torch.float32, static_range=range, constexpr=None,
         SliceLayout=none, DotOperandLayout=none, NVMMASharedLayout=SimpleNamespace(get_default_for=none),
     )  # fmt: skip
-    for name, value in {
-        "gl": language, "ring": Slots, "Ring": None, "mbarrier": SimpleNamespace(expect=emulated.expect), "tma_load": tma_load,
-        "tma_store": tma_store, "tma_store_wait": none, "wait_for_store": none, "barrier": none, "fence_async_shared": none,
-        "warpgroup_mma": emulated.mma, "warpgroup_mma_wait": emulated.wait, "CHUNK": 64, "_accumulator": none,
-        "Shape": lambda N, SKIP: SimpleNamespace(N=N, SKIP=SKIP), "_load": outputs_hopper._load.fn,
-        "_walk": outputs_hopper._walk.fn,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(outputs_hopper, name, value)
-    kernel, described = outputs_hopper._outputs_of_pairs.fn, launch_hopper._kernel
+    kernels = {fn: fn.fn for fn in (outputs_hopper._outputs_of_pairs, gradients_hopper._chunk_gradients)}
+    for module in (outputs_hopper, gradients_hopper):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, value.fn)
+        for name, value in {
+            "gl": language, "ring": Slots, "Ring": None, "mbarrier": SimpleNamespace(expect=emulated.expect),
+            "tma_load": tma_load, "tma_store": tma_store, "tma_store_wait": none, "wait_for_store": none, "barrier": none, "fence_async_shared": none,
+            "warpgroup_mma": emulated.mma, "warpgroup_mma_wait": emulated.wait, "CHUNK": 64, "PIECE": 32, "accumulator": none,
+            "Shape": lambda N, SKIP: SimpleNamespace(N=N, SKIP=SKIP),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(module, name, value, raising=False)
 
-    def started(N: int) -> Any:
-        boxes = [*(each.keywords["box"] for each in described(N)._describe[:-1]), 64]
+    class Emulated:
+        def __init__(self, kernel: Any, describe: tuple[Any, ...]) -> None:
+            self.run, self.boxes = kernels[kernel], [one.keywords.get("box", 64) for one in describe]
 
-        def start(grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-            made = [Box(x, box) for x, box in zip(arguments, boxes, strict=False)]
+        def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+            made = [Box(x, box) for x, box in zip(arguments, self.boxes, strict=False)]
             rest = [flat(x) if isinstance(x, Tensor) else x for x in arguments[len(made) :]]
             given = {name: value for name, value in constants.items() if name != "num_warps"}
-            for current.program in random.Random(0).sample(range(grid[0]), grid[0]):
-                kernel(*made, *rest, **given)
+            programs = list(product(*map(range, grid)))
+            for current.program in random.Random(0).sample(programs, len(programs)):
+                self.run(*made, *rest, **given)
 
-        return start
-
-    monkeypatch.setattr(launch_hopper, "_kernel", started)
+    monkeypatch.setattr(launch_hopper, "Kernel", Emulated)
+    for made in (launch_hopper._outputs_kernel, launch_hopper._gradients_kernel):
+        made.cache_clear()
+    yield
+    for made in (launch_hopper._outputs_kernel, launch_hopper._gradients_kernel):
+        made.cache_clear()
 
 
 def prepared(call: Call, tokens: tuple[Tensor, ...], rates: Tensor) -> None:
@@ -166,3 +181,64 @@ def test_nothing_is_read_or_written_outside_of_a_sequence() -> None:
     assert y[0].isfinite().all()
     assert last[0].isfinite().all()
     assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize(("batch", "T", "N", "G", "D"), [(2, 130, 128, 2, True), (1, 61, 64, 1, False), (1, 192, 128, 1, True)])
+def test_gradients_of_a_chunk_equal_their_formulas(batch: int, T: int, N: int, G: int, D: bool) -> None:
+    torch.manual_seed(0)
+    H, P, span = 6, 64, 2
+    x, g, dt, B, C = (torch.randn(batch, T, *rest).bfloat16() for rest in ((H, P), (H, P), (H,), (G, N), (G, N)))
+    A, skip = -torch.rand(H) * 4, torch.randn(H) if D else None
+    call = Call((x, dt, B, C, None), (A, skip, None), torch.zeros(batch, H, P, N), None, (True, 0.0, float("inf")), g)
+    prepared(call, (x, dt, B, C), A)
+    cells, spans = call.slots * call.chunks, -(-(H // G) // span)
+    S, Q = (torch.randn(cells, H, P, N).bfloat16() for _ in range(2))
+    nan = float("nan")
+    dx, of_skip, d_cb = torch.full_like(x, nan), torch.full((cells, H, 1), nan), torch.full((spans, cells, G, 64, 64), nan)
+    maps, of_tokens = torch.full((2, spans, cells, G, 64, N), nan), torch.full((4, H, call.slots, call.size), nan)
+    through = torch.full((H, call.slots, call.chunks), nan)
+    launch_hopper.write_gradients(call, g, S, Q, span, dx, of_skip, d_cb, maps, (*of_tokens, through))
+
+    def cut(one: Tensor) -> Tensor:
+        padded = torch.zeros(batch, call.chunks * 64, *one.shape[2:], dtype=torch.float64)
+        padded[:, :T] = one.double()
+        return padded.view(cells, 64, *one.shape[2:])
+
+    X, Gy = cut(x), cut(g)
+    Bh, Ch = (cut(one).repeat_interleave(H // G, 2) for one in (B, C))
+    d, e = (one.double().reshape(H, cells, 64).permute(1, 2, 0) for one in call.steps)
+    cb = call.cb.double().view(cells, G, 64, 64).repeat_interleave(H // G, 1)
+    lower = torch.ones(64, 64, dtype=torch.bool).tril()[None, :, :, None]
+    L = torch.where(lower, e[:, :, None] - e[:, None], -torch.inf).exp2().permute(0, 3, 1, 2)
+    left = (e[:, -1:] - e).exp2()
+    S, Q = S.double(), Q.double()
+    pairs = torch.einsum("cthp,cshp->chts", Gy, X)
+    M = pairs * cb * L
+    due_dx = torch.einsum("chts,cthp->cshp", cb * L, Gy) + left[..., None] * torch.einsum("cshn,chpn->cshp", Bh, Q)
+    due_dx *= d[..., None]
+    if skip is not None:
+        due_dx += skip[:, None] * Gy
+    passing = M * d.permute(0, 2, 1)[:, :, None]
+    # the pairs of the tokens before r with r and the tokens after it
+    own = torch.stack([passing[:, :, r:, :r].sum((2, 3)) for r in range(64)], -1)
+    read = e.exp2()[..., None] * torch.einsum("cthp,chpn->cthn", Gy, S)
+    moved = left[..., None] * torch.einsum("cshp,chpn->cshn", X, Q)
+
+    def of_spans(one: Tensor, dim: int) -> Tensor:
+        """Sums over the heads of a span, (spans, cells, G, ...)."""
+        one = one.movedim(dim, 1).unflatten(1, (G, H // G))
+        return torch.stack([one[:, :, n * span : (n + 1) * span].sum(2) for n in range(spans)])
+
+    due = {
+        "dx": (cut(dx), due_dx), "d_cb": (d_cb, of_spans(pairs * L * d.permute(0, 2, 1)[:, :, None], 1)),
+        "dB": (maps[0], of_spans(moved * d[..., None], 2)), "dC": (maps[1], of_spans(read, 2)),
+        "to_step": (of_tokens[0], M.sum(2)), "own": (of_tokens[1], own), "read": (of_tokens[2], (read * Ch).sum(-1).mT),
+        "moved": (of_tokens[3], (moved * Bh).sum(-1).mT), "through": (through, (S * Q).sum((2, 3)) * e[:, -1].exp2()),
+    }  # fmt: skip
+    if skip is not None:
+        due["dD"] = of_skip, (X * Gy).sum((1, 3))
+    for name, (found, right) in due.items():
+        if name in ("to_step", "own", "read", "moved", "through"):
+            right = right.movedim(0, 1)
+        error = (found.double().reshape(right.shape) - right).norm() / right.norm()
+        assert error <= 8e-3, (name, float(error))

@@ -6,7 +6,7 @@ every chunk is computed by itself (`gradients.py`). What is summed over chunks o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -69,53 +69,93 @@ def _walk(call: Call, v: Tensor, first: Tensor, d_state: Tensor, back: bool) -> 
     return kept
 
 
+class Sums(NamedTuple):
+    """The gradient of x, and what the heads of a group or the tokens of a chunk give other gradients."""
+
+    dx: Tensor
+    of_skip: Tensor  # (chunks, H, P), or one number of a head
+    d_cb: Tensor  # (spans, chunks, G, BLOCK, BLOCK)
+    of_pairs: Tensor  # (kinds, H parts, slots, size)
+    maps: Tensor  # (2, spans, chunks, G, BLOCK, N)
+    of_states: Tensor  # (2, H parts, slots, size)
+    through: Tensor  # (H parts, slots, chunks)
+
+
 def _summed(
     call: Call, g: Tensor, states: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
     """Returns the gradients of x, B, C and D (none, where there is no D), and what is to be summed for steps."""
-    x, H, device = call.x, call.H, call.x.device
-    share, tile = H // call.G, call.tile
-    spans = triton.cdiv(share, SPAN)
-    pairs, maps, sums = (constants_of_sums(tile, call.N, name) for name in ("_input_gradients", "_map_gradients", "_map_sums"))
-    parts_n = triton.cdiv(call.N, maps["BLOCK_S"])
-    stripes = call.block // tile.rows
-    cells, heads = call.slots * call.chunks, H * call.parts
-    sizes = call.T, call.count, call.size, call.slots
-    of_x, of_b, of_c, of_g = map(call.strides, (x, call.B, call.C, g))
+    sums = constants_of_sums(call.tile, call.N, "_map_sums")
+    made = _on_hopper(call, g, states, d_states) if call.suits_warpgroups(g) else _in_two_kernels(call, g, states, d_states)
+    dB, dC = torch.empty((2, *call.B.shape), dtype=call.x.dtype, device=call.x.device)
+    given = (
+        call.B, call.C, made.d_cb, *made.maps, dB, dC, call.cu, call.strides(call.B), call.strides(call.C), call.T, call.count,
+        call.size, call.slots,
+    )  # fmt: skip
+    grid = call.slots * call.chunks, call.G, triton.cdiv(call.N, sums["BLOCK_S"])
+    _start_map_sums(grid, given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=len(made.d_cb), **sums))
+    D = []
+    if call.D is not None:
+        summed = made.of_skip.sum(0)
+        D = [(summed if call.D.ndim == 2 else summed.sum(1)).to(call.D.dtype)]
+    return made.dx, dB, dC, D, (*made.of_pairs[:3], *made.of_states, made.through)
+
+
+def _sums(call: Call, stripes: int, parts_n: int, skipped: int) -> Sums:
+    """Returns empty sums: a head's rows of `parts` of P and `parts_n` of N, its pairs in `stripes`, its D in `skipped` numbers."""
+    x, heads, cells = call.x, call.H * call.parts, call.slots * call.chunks
+    spans = triton.cdiv(call.H // call.G, SPAN)
 
     def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
     # chunks that no sequence has add nothing
-    of_skip = x if call.D is None else torch.zeros((cells * stripes, H, call.P), dtype=torch.float32, device=device)
-    d_cb, of_pairs = floats(spans, cells, call.G, call.block, call.block), floats(2 + stripes, heads, call.slots, call.size)
+    of_skip = x if call.D is None else torch.zeros((cells * stripes, call.H, skipped), dtype=torch.float32, device=x.device)
+    return Sums(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device), of_skip, floats(spans, cells, call.G, call.block, call.block),
+        floats(2 + stripes, heads, call.slots, call.size), floats(2, spans, cells, call.G, call.block, call.N),
+        floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks),
+    )  # fmt: skip
+
+
+def _on_hopper(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
+    from rooftile.recurrent.kernels.state_space.launch_hopper import write_gradients
+
+    made = _sums(call, 1, 1, 1)
+    spans = len(made.d_cb)
+    write_gradients(
+        call, g, states, d_states, -(-(call.H // call.G) // spans), made.dx, made.of_skip, made.d_cb, made.maps,
+        (*made.of_pairs[:2], *made.of_states, made.through),
+    )  # fmt: skip
+    return made
+
+
+def _in_two_kernels(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
+    x, tile = call.x, call.tile
+    pairs, maps = (constants_of_sums(tile, call.N, name) for name in ("_input_gradients", "_map_gradients"))
+    stripes, parts_n = call.block // tile.rows, triton.cdiv(call.N, maps["BLOCK_S"])
+    made = _sums(call, stripes, parts_n, call.P)
+    cells, spans = call.slots * call.chunks, len(made.d_cb)
+    sizes = call.T, call.count, call.size, call.slots
+    of_x, of_b, of_c, of_g = map(call.strides, (x, call.B, call.C, g))
     skip, d_strides = call.skip
-    span = -(-share // spans)
+    span = -(-(call.H // call.G) // spans)
     own = some(_start_inputs, call.key, SPAN=span, SKIP=call.D is not None, **pairs)
     given: tuple[Any, ...] = (
-        x, call.B, g, d_states, skip, call.cb, *call.steps, dx, of_skip, d_cb, *of_pairs[:3], call.cu, of_x, of_b, of_g, d_strides,
-        *sizes,
+        x, call.B, g, d_states, skip, call.cb, *call.steps, made.dx, made.of_skip, made.d_cb, *made.of_pairs[:3], call.cu, of_x, of_b,
+        of_g, d_strides, *sizes,
     )  # fmt: skip
     rows, columns = tile.rows, call.columns
     tiles = token_box(rows, columns), token_box(rows, call.numbers), token_box(call.block, columns)
     call.start(_start_inputs, (cells * stripes, call.G, spans), given, own, *tiles, state_box(columns, call.numbers))
-    parts = floats(2, spans, cells, call.G, call.block, call.N)
-    of_states, through = floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks)
     given = (
-        x, call.B, call.C, g, states, d_states, *call.steps, *parts, *of_states, through, call.cu, of_x, of_b, of_c, of_g, *sizes,
+        x, call.B, call.C, g, states, d_states, *call.steps, *made.maps, *made.of_states, made.through, call.cu, of_x, of_b, of_c,
+        of_g, *sizes,
     )  # fmt: skip
     of_values, of_rows = token_box(call.block, columns), token_box(call.block, maps["BLOCK_S"])
     tiles = of_values, of_rows, of_rows, of_values, *[state_box(columns, maps["BLOCK_S"])] * 2
     call.start(_start_maps, (cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps), *tiles)
-    dB, dC = torch.empty((2, *call.B.shape), dtype=x.dtype, device=device)
-    given = (call.B, call.C, d_cb, *parts, dB, dC, call.cu, of_b, of_c, *sizes)
-    _start_map_sums((cells, call.G, parts_n), given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=spans, **sums))
-    D = []
-    if call.D is not None:
-        summed = of_skip.sum(0)
-        D = [(summed if call.D.ndim == 2 else summed.sum(1)).to(call.D.dtype)]
-    return dx, dB, dC, D, (*of_pairs[:3], *of_states, through)
+    return made
 
 
 def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:

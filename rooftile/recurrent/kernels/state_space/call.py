@@ -16,6 +16,7 @@ from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.devices import capability, lack_of_gluon
 from rooftile.runtime.launch import Kernel
 
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
@@ -51,7 +52,7 @@ _FORWARD = {
     (torch.float32, False): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _BACKWARD = {
-    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 32, 4, 1, 64, 4, 2), Tile(32, 64, 8, 2, 32)),
+    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 64, 4, 1, 64, 4, 3), Tile(32, 64, 8, 2, 32)),
     (torch.bfloat16, False): (Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 2, 32)),
     (torch.float16, True): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
     (torch.float16, False): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
@@ -61,7 +62,7 @@ _BACKWARD = {
 
 
 # bf16 on Hopper with up to 128 numbers of state, tiles copied by the chip's copy engine: forward and backward
-_COPIED = (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3, 64, 4, 2, 64, 8, 3))
+_COPIED = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 64, 4, 2, 64, 4, 3))
 
 
 def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False, copies: bool = False) -> Tile:
@@ -182,6 +183,11 @@ class Call:
         if self.copies:
             kernel = copying(kernel, boxes)
         kernel(grid, given, own)
+
+    def suits_warpgroups(self, y: Tensor) -> bool:
+        """Whether the kernels of Hopper's warpgroups run: heads of 64, one number of D a head in a backward, y or its gradient."""
+        sizes = self.P == 64 and self.N in (64, 128) and self.steps.numel() < 1 << 31 and (self.D is None or self.D.ndim == 1)
+        return self.copies and sizes and y.dtype == torch.bfloat16 and capability(y.device) == (9, 0) and not lack_of_gluon()
 
     def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
         """Returns what a walk over states reads, and its strides."""

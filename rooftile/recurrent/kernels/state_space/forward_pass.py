@@ -9,7 +9,6 @@ from rooftile.recurrent.kernels.state_space.call import Call, some
 from rooftile.recurrent.kernels.state_space.copies import token_box
 from rooftile.recurrent.kernels.state_space.outputs import _outputs
 from rooftile.recurrent.rule import Given, Tensors
-from rooftile.runtime.devices import capability, lack_of_gluon
 from rooftile.runtime.launch import Kernel
 
 _start_outputs = Kernel(_outputs)
@@ -28,7 +27,7 @@ def forward(
         return y.zero_(), last
     call.prepare()
     start = call.starts(state, x)
-    if _takes_pairs(call, y):
+    if call.suits_warpgroups(y) and call.z is None and call.H // call.G % 2 == 0:
         from rooftile.recurrent.kernels.state_space.launch_hopper import write_outputs
 
         write_outputs(call, start, y, last)
@@ -43,10 +42,3 @@ def forward(
     of_x, of_rows = token_box(call.block, call.columns), token_box(call.block, call.numbers)
     call.start(_start_outputs, (call.slots, call.H, call.parts), arguments, own, of_x, of_rows, of_rows, of_x)
     return y, last
-
-
-def _takes_pairs(call: Call, y: Tensor) -> bool:
-    """Whether a program of Hopper takes two heads: of 64 numbers, in one group."""
-    sizes = call.P == 64 and call.N in (64, 128) and call.H // call.G % 2 == 0 and call.steps.numel() < 1 << 31
-    plain = call.copies and call.z is None and y.dtype == torch.bfloat16
-    return sizes and plain and capability(y.device) == (9, 0) and not lack_of_gluon()

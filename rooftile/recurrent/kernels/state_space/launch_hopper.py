@@ -1,4 +1,4 @@
-"""Launches `outputs_hopper.py`. It is imported on Hopper alone."""
+"""Launches `outputs_hopper.py` and `gradients_hopper.py`. It is imported on Hopper alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.state_space.call import Call
 from rooftile.recurrent.kernels.state_space.copies import Box, axes_of, state_box, token_box
+from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
 from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
 from rooftile.runtime.launch import Kernel
@@ -19,27 +20,55 @@ STAGES = 3
 def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
     """Writes y, and the last states, from the states with which segments start."""
     skip, d_strides = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, call.whole)
-    cells = call.cb.view(-1, *call.cb.shape[2:])
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole)
     given = (
-        call.x, call.B, call.C, y, cells, call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
+        call.x, call.B, call.C, y, _cells(call), call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
     )  # fmt: skip
-    _kernel(call.N)((call.slots * call.H // 2, 1, 1), given, own)
+    _outputs_kernel(call.N)((call.slots * call.H // 2, 1, 1), given, own)
+
+
+def write_gradients(
+    call: Call, g: Tensor, states: Tensor, d_states: Tensor, span: int, dx: Tensor, of_skip: Tensor, d_cb: Tensor, maps: Tensor,
+    of_steps: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
+    skip, (d_stride, _) = call.skip
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span)
+    given = (
+        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
+        d_stride, call.T, call.size, call.slots,
+    )  # fmt: skip
+    _gradients_kernel(call.N)((call.slots * call.chunks, call.G, len(d_cb)), given, own)
+
+
+def _cells(call: Call) -> Tensor:
+    return call.cb.view(-1, *call.cb.shape[2:])
 
 
 @cache
-def _kernel(N: int) -> Kernel:
-    chunk: int = CHUNK.value
-    values, rows = token_box(chunk, chunk), token_box(chunk, N)
-    boxes = values, rows, rows, values, state_box(chunk, chunk)
-    return Kernel(_outputs_of_pairs, (*(partial(_tile, box=box) for box in boxes), partial(_line, count=chunk)))
+def _outputs_kernel(N: int) -> Kernel:
+    values, rows = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N)
+    return _described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value))
 
 
 @cache
-def _constants(H: int, share: int, N: int, skip: bool, whole: bool) -> dict[str, Any]:
+def _gradients_kernel(N: int) -> Kernel:
+    values, rows, states = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N), state_box(CHUNK.value, N)
+    pairs = state_box(CHUNK.value, CHUNK.value)
+    return _described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs)
+
+
+def _described(kernel: Any, *boxes: Box) -> Kernel:
+    """A kernel that takes tiles of its first tensors, and then a line of numbers."""
+    return Kernel(kernel, (*(partial(_tile, box=box) for box in boxes), partial(_line, count=CHUNK.value)))
+
+
+@cache
+def _constants(H: int, share: int, N: int, skip: bool, **own: Any) -> dict[str, Any]:
+    """One dictionary for the same arguments: a launch is recognised by it."""
     return {
-        "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "WHOLE": whole, "STAGES": STAGES, "WALK_REGISTERS": 240,
-        "LOAD_REGISTERS": 24, "num_warps": 4,
+        "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24,
+        "num_warps": 4, **own,
     }  # fmt: skip
 
 

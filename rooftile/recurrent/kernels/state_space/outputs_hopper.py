@@ -42,7 +42,7 @@ class Shape:
 
 
 @gluon.constexpr_function
-def _accumulator(columns):
+def accumulator(columns):
     """The layout of 64 rows of sums in a warpgroup."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
@@ -79,8 +79,8 @@ def _walk(
     """A warpgroup's role: head h + K."""
     N: gl.constexpr = shape.N
     dtype: gl.constexpr = values.buffers.dtype
-    square: gl.constexpr = _accumulator(CHUNK)
-    wide: gl.constexpr = _accumulator(N)
+    square: gl.constexpr = accumulator(CHUNK)
+    wide: gl.constexpr = accumulator(N)
     down: gl.constexpr = gl.SliceLayout(1, square)
     across: gl.constexpr = gl.SliceLayout(0, square)
     n_s = gl.arange(0, CHUNK, down)
@@ -140,7 +140,7 @@ def _walk(
 def _outputs_of_pairs(
     x_desc, b_desc, c_desc, y_desc, cb_desc, line_desc, start_ptr, last_ptr, d_ptr, step_ptr, d_strides, T, size, slots,
     HEADS: gl.constexpr, SHARE: gl.constexpr, N: gl.constexpr, SKIP: gl.constexpr, WHOLE: gl.constexpr, STAGES: gl.constexpr,
-    WALK_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
     """Writes y of a segment of two heads, and their last states where a sequence ends. WHOLE: a segment is a sequence."""
@@ -178,5 +178,5 @@ def _outputs_of_pairs(
         start + size >= T, Shape(N, SKIP),
     )  # fmt: skip
     gl.warp_specialize(
-        [(_walk, (0,) + args), (_walk, (1,) + args), (_load, load)], [4, 1], [WALK_REGISTERS, LOAD_REGISTERS]
+        [(_walk, (0,) + args), (_walk, (1,) + args), (_load, load)], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS]
     )  # fmt: skip
