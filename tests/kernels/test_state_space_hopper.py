@@ -99,7 +99,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(module, name, value.fn)
         for name, value in {
             "gl": language, "ring": Slots, "Ring": None, "mbarrier": SimpleNamespace(expect=emulated.expect),
-            "tma_load": tma_load, "tma_store": tma_store, "tma_store_wait": none, "wait_for_store": none, "barrier": none, "fence_async_shared": none,
+            "tma_load": tma_load, "tma_store": tma_store,
+            "tma_store_wait": none, "wait_for_store": none, "barrier": none, "fence_async_shared": none,
             "warpgroup_mma": emulated.mma, "warpgroup_mma_wait": emulated.wait, "CHUNK": 64, "PIECE": 32, "accumulator": none,
             "Shape": lambda N, SKIP: SimpleNamespace(N=N, SKIP=SKIP),
         }.items():  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import Call, Tile, some
+from rooftile.recurrent.kernels.state_space.call import STEPPED, Call, Tile, some
 from rooftile.recurrent.kernels.state_space.copies import state_box, token_box
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
@@ -172,7 +172,9 @@ def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of dt, A and the bias from what pairs and states gave."""
     softplus, low, high = call.options
     d_dt = torch.empty(call.dt.shape, dtype=call.dt.dtype, device=call.dt.device)
-    sums = torch.zeros((2, call.slots, call.H), dtype=torch.float32, device=call.dt.device)
+    cells = call.slots * call.chunks
+    # chunks that no sequence has add nothing
+    sums = torch.zeros((2, cells, call.H), dtype=torch.float32, device=call.dt.device)
     bias = call.A if call.bias is None else call.bias
     arguments = (
         call.dt, bias, call.A, call.steps[0], *given, d_dt, sums[0], sums[1], call.cu, call.strides(call.dt), call.T,
@@ -185,6 +187,7 @@ def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "SOFTPLUS": bool(softplus),
         "BIAS": call.bias is not None,
     }
-    _start_step_gradients((call.slots, call.H, 1), arguments, some(_start_step_gradients, call.key, **own))
+    grid = cells, triton.cdiv(call.H, STEPPED), 1
+    _start_step_gradients(grid, arguments, some(_start_step_gradients, call.key, **own))
     d_rate, d_bias = sums.sum(1)
     return d_dt, d_rate.to(call.A.dtype), d_bias.to(bias.dtype)

@@ -21,7 +21,7 @@ from rooftile.runtime.launch import Kernel
 
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
 # tokens of a segment where a sequence is cut, numbers of a state that a program of the scan carries, heads of a program of steps
-_SEGMENT, _SCANNED, _STEPPED = 2048, 1024, 16
+_SEGMENT, _SCANNED, STEPPED = 2048, 1024, 16
 
 
 class Tile(NamedTuple):
@@ -80,7 +80,7 @@ def constants_of(
     # a tile of z beside the others spills in four warps
     warps = 8 if own.get("GATED") else tile.warps
     return {
-        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed, "COPIES": copies, "BLOCK_H": _STEPPED,
+        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed, "COPIES": copies, "BLOCK_H": STEPPED,
         "BLOCK": tile.block, "BLOCK_P": min(max(triton.next_power_of_2(P), 16), tile.columns),
         "BLOCK_N": max(triton.next_power_of_2(N), 16), "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "num_warps": warps, "num_stages": tile.stages,
@@ -168,7 +168,7 @@ class Call:
             self.dt, bias, self.A, self.steps[0], self.steps[1], self.cu, self.strides(self.dt), self.T, self.count, self.size,
             self.slots, float(low), float(high),
         )  # fmt: skip
-        _start_steps((self.slots * self.chunks, triton.cdiv(self.H, _STEPPED), 1), given, some(_start_steps, self.key, **own))
+        _start_steps((self.slots * self.chunks, triton.cdiv(self.H, STEPPED), 1), given, some(_start_steps, self.key, **own))
         kept = x.dtype if x.dtype == torch.bfloat16 else torch.float32
         self.cb = torch.empty((self.slots, self.chunks, self.G, self.block, self.block), dtype=kept, device=x.device)
         given = (
