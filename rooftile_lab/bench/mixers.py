@@ -1,7 +1,7 @@
 """Mamba-2's mixer beside other libraries' kernels for the same, and a whole layer beside a layer of attention, by length.
 
 The mixer without its projections takes [z, x, B, C, dt] as the first projection gives it, through the convolution, the recurrence
-and the gated norm, to what the last projection takes. Sizes are those of Mamba-2 2.7B: width 2,560, 80 heads of 64, N = 128.
+and the gated norm, to what the last projection takes. Sizes are of Mamba-2 2.7B: width 2,560, 80 heads of 64, N = 128.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _described(x: Tensor, box: Box) -> TensorDescriptor:
 
 
 def axes_of(x: Tensor, box: Box) -> tuple[list[int], list[int], list[int]]:
-    """Sizes, strides and a tile's sizes of the axes of x, those of the tile last: only then does Triton take it as a matrix."""
+    """Sizes, strides and a tile's sizes of the axes of x, the tile's axes last: only then does Triton take it as a matrix."""
     axes = sorted(range(4), key=lambda axis: box[axis] > 1)
     # an axis of one element is never stepped over, and may have any stride
     strides = [x.stride(axis) if x.shape[axis] > 1 else _UNIT for axis in axes[:-1]]

@@ -7,7 +7,7 @@ both states are read once:
     pairs    dX, d(C B^T), and what pairs of tokens give steps and exponents
     maps     what S and Q give dB and dC, and the gradients of steps and exponents
 
-Letters and formulas are those of `gradients.py`.
+Letters and formulas stand in `gradients.py`.
 """
 
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, Shape, accumulator
