@@ -50,7 +50,7 @@ def compiled(
     tile = call.tile_of(N, dtype, sm >= 90, back, copies)
     constants = constants | {
         "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back,
-        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "STRIPES": tile.block // tile.rows if back else 1,
+        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "THROUGH_ROWS": False, "STRIPES": tile.block // tile.rows if back else 1,
     }  # fmt: skip
     if name in ("_input_gradients", "_map_gradients", "_map_sums"):
         constants |= backward_pass.constants_of_sums(tile, N, name)

@@ -73,12 +73,12 @@ class Sums(NamedTuple):
     """The gradient of x, and what the heads of a group or the tokens of a chunk give other gradients."""
 
     dx: Tensor
-    of_skip: Tensor  # (chunks, H, P), or one number of a head
+    of_skip: Tensor  # (chunks, H, P), or for one D a head (chunks, H, BLOCK)
     d_cb: Tensor  # (spans, chunks, G, BLOCK, BLOCK)
     of_pairs: Tensor  # (kinds, H parts, slots, size)
     maps: Tensor  # (2, spans, chunks, G, BLOCK, N)
     of_states: Tensor  # (2, H parts, slots, size)
-    through: Tensor  # (H parts, slots, chunks)
+    through: Tensor  # (H parts, slots, chunks), or BLOCK numbers of a chunk
 
 
 def _summed(
@@ -101,8 +101,8 @@ def _summed(
     return made.dx, dB, dC, D, (*made.of_pairs[:3], *made.of_states, made.through)
 
 
-def _sums(call: Call, stripes: int, parts_n: int, skipped: int) -> Sums:
-    """Returns empty sums: a head's rows of `parts` of P and `parts_n` of N, its pairs in `stripes`, its D in `skipped` numbers."""
+def _sums(call: Call, stripes: int, parts_n: int, skipped: int, through: int = 1) -> Sums:
+    """Returns empty sums: pairs in `stripes`, states in `parts_n` of N, and of a head's chunk numbers of D and of what goes through."""
     x, heads, cells = call.x, call.H * call.parts, call.slots * call.chunks
     spans = triton.cdiv(call.H // call.G, SPAN)
 
@@ -114,14 +114,14 @@ def _sums(call: Call, stripes: int, parts_n: int, skipped: int) -> Sums:
     return Sums(
         torch.empty(x.shape, dtype=x.dtype, device=x.device), of_skip, floats(spans, cells, call.G, call.block, call.block),
         floats(2 + stripes, heads, call.slots, call.size), floats(2, spans, cells, call.G, call.block, call.N),
-        floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks),
+        floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks * through),
     )  # fmt: skip
 
 
 def _on_hopper(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
     from rooftile.recurrent.kernels.state_space.launch_hopper import write_gradients
 
-    made = _sums(call, 1, 1, 1)
+    made = _sums(call, 1, 1, call.block, call.block)
     spans = len(made.d_cb)
     write_gradients(
         call, g, states, d_states, -(-(call.H // call.G) // spans), made.dx, made.of_skip, made.d_cb, made.maps,
@@ -184,6 +184,7 @@ def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "PARTS": call.parts,
         "STRIPES": call.block // call.tile.rows,
         "PARTS_N": given[-1].shape[0] // (call.H * call.parts),
+        "THROUGH_ROWS": given[-1].shape[2] == call.size,
         "SOFTPLUS": bool(softplus),
         "BIAS": call.bias is not None,
     }

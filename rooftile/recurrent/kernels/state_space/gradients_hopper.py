@@ -91,15 +91,15 @@ def _pairs(
         decay = gl.exp2(gl.where(row <= column, decay, float("-inf")))
         m = warpgroup_mma_wait(1, deps=(m,))
         if shape.SKIP:
-            # the gradient of a head's D is the trace of X G^T
-            gl.store(dd_ptr + i, gl.sum(gl.sum(gl.where(row == column, m, 0.0), 1), 0))
+            # the gradient of a head's D is the trace of X G^T; a sum over rows would make the warps meet
+            gl.store(dd_ptr + i * CHUNK + n_s, gl.sum(gl.where(row == column, m, 0.0), 1))
         m = m * decay
         d_cb += m * step
         weights = cb.to(gl.float32)
         m = m * weights
         weights = (weights * decay).to(dtype)
         gl.store(to_step_ptr + head + n_s, gl.sum(m, 1))
-        passing.store(gl.where(row == column, 0.0, m * step).to(dtype))
+        passing.store((m * step).to(dtype))
         fence_async_shared()
         barrier()
         passed = warpgroup_mma(triangle, passing, none, use_acc=False, is_async=True)
@@ -140,6 +140,7 @@ def _maps(
     piece: gl.constexpr = accumulator(PIECE)
     down: gl.constexpr = gl.SliceLayout(1, square)
     n = gl.arange(0, CHUNK, down)
+    n_p = gl.arange(0, CHUNK, gl.SliceLayout(1, piece))
     none = gl.zeros([CHUNK, CHUNK], gl.float32, square)
     of_group.wait_full(0)
     b = of_group.buffer(0).reshape([CHUNK, N])
@@ -164,7 +165,7 @@ def _maps(
         for k in gl.static_range(N // PIECE):
             part = state.slice(k * PIECE, PIECE, 1).load(piece).to(gl.float32)
             through += part * back.slice(k * PIECE, PIECE, 1).load(piece).to(gl.float32)
-        gl.store(through_ptr + head // CHUNK, gl.sum(gl.sum(through, 1), 0) * gl.exp2(end))
+        gl.store(through_ptr + head + n_p, gl.sum(through, 1) * gl.exp2(end))
         reading = gl.exp2(total)
         moving = gl.exp2(end - total)
         one = reading * 0.0 + 1.0
@@ -213,7 +214,10 @@ def _chunk_gradients(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    """Writes what `_input_gradients` and `_map_gradients` write, with one part of P and N, and dD as a number of a head."""
+    """Writes what `_input_gradients` and `_map_gradients` write, with one part of P and N.
+
+    Of dD there is a number for each token, and of what goes through a chunk one for each row of the states: 64 of each.
+    """
     dtype: gl.constexpr = x_desc.dtype
     groups: gl.constexpr = HEADS // SHARE
     of_group = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, CHUNK, N], b_desc.layout), 1, 2)
@@ -249,7 +253,7 @@ def _chunk_gradients(
     )  # fmt: skip
     shape = Shape(N, SKIP)
     pairs = (
-        of_group, products, values, grads, backs, steps, totals, passing, output, dx_desc, d_ptr, dd_ptr + (cell * HEADS + h),
+        of_group, products, values, grads, backs, steps, totals, passing, output, dx_desc, d_ptr, dd_ptr + (cell * HEADS + h) * CHUNK,
         d_cb_ptr + own * (CHUNK * CHUNK), to_step_ptr, own_ptr, step_ptr + to_totals, d_stride, sequence, h, heads, t, place,
         head_stride, shape,
     )  # fmt: skip

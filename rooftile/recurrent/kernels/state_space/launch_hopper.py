@@ -15,12 +15,15 @@ from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
 from rooftile.runtime.launch import Kernel
 
 STAGES = 3
+# registers of a thread that computes, and of one that copies: with these the compiler spills least
+OUTPUTS = {"COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24}
+GRADIENTS = {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56}
 
 
 def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
     """Writes y, and the last states, from the states with which segments start."""
     skip, d_strides = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole)
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
     given = (
         call.x, call.B, call.C, y, _cells(call), call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
     )  # fmt: skip
@@ -33,7 +36,7 @@ def write_gradients(
 ) -> None:  # fmt: skip
     """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
     skip, (d_stride, _) = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span)
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
     given = (
         call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
         d_stride, call.T, call.size, call.slots,
@@ -67,8 +70,7 @@ def _described(kernel: Any, *boxes: Box) -> Kernel:
 def _constants(H: int, share: int, N: int, skip: bool, **own: Any) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
     return {
-        "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24,
-        "num_warps": 4, **own,
+        "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "num_warps": 4, **own,
     }  # fmt: skip
 
 

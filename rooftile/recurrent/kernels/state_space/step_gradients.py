@@ -16,10 +16,13 @@ def _step_gradients(
     d_dt_ptr, d_a_ptr, d_bias_ptr, cu_ptr,
     dt_strides, T, B, size, slots, low, high,
     HEADS: tl.constexpr, PARTS: tl.constexpr, STRIPES: tl.constexpr, PARTS_N: tl.constexpr, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, THROUGH_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Writes the gradient of dt of a chunk and BLOCK_H heads, and what it adds to the gradients of A and of the bias."""
+    """Writes the gradient of dt of a chunk and BLOCK_H heads, and what it adds to the gradients of A and of the bias.
+
+    What goes through a chunk is one number, or with THROUGH_ROWS one for each of BLOCK rows of a state.
+    """
     cell = tl.program_id(0)
     slot, chunk = cell // (size // BLOCK), cell % (size // BLOCK)
     sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
@@ -47,7 +50,10 @@ def _step_gradients(
         to_step += tl.load(moved_ptr + place + n, mask=there, other=0.0)
         # the one before it
         before += tl.load(moved_ptr + place + n - 1, mask=there & (n > 0), other=0.0)
-        through += tl.load(through_ptr + place // BLOCK, mask=there, other=0.0)
+        if THROUGH_ROWS:
+            through += tl.sum(tl.load(through_ptr + place + n, mask=there, other=0.0), 1)[:, None]
+        else:
+            through += tl.load(through_ptr + place // BLOCK, mask=there, other=0.0)
     place = (heads * slots + slot) * size + chunk * BLOCK + n
     step = tl.load(step_ptr + place, mask=there, other=0.0)
     before *= tl.load(step_ptr + place - 1, mask=there & (n > 0), other=0.0)
