@@ -248,10 +248,10 @@ def test_gradients_of_a_chunk_equal_their_formulas(batch: int, T: int, N: int, G
         assert error <= 8e-3, (name, float(error))
 
 
-@pytest.mark.parametrize("skip", [True, False], ids=["D", "no D"])
-@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize(("N", "skip", "one"), [(64, True, False), (64, False, False), (128, True, False), (128, False, True)])
 @pytest.mark.parametrize("name", ["_outputs_of_pairs", "_chunk_gradients"])
-def test_compiles_for_hopper(name: str, N: int, skip: bool) -> None:
+def test_compiles_for_hopper(name: str, N: int, skip: bool, one: bool) -> None:
+    """With `one` slot, of which Triton makes a constant, which has no methods."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -261,15 +261,15 @@ def test_compiles_for_hopper(name: str, N: int, skip: bool) -> None:
     )  # fmt: skip
     registers = launch_hopper.OUTPUTS if name == "_outputs_of_pairs" else launch_hopper.GRADIENTS
     constants = launch_hopper._constants(80, 80, N, skip, WHOLE=False, SPAN=20, **registers)
-    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    constants = {word: value for word, value in (constants | ({"slots": 1} if one else {})).items() if word in kernel.arg_names}
     x = torch.empty(2, 128, 80, 128, dtype=torch.bfloat16)
-    described = [one(torch.empty(2, 4, 8)) if "count" in one.keywords else one(x) for one in made._describe]
+    described = [make(torch.empty(2, 4, 8)) if "count" in make.keywords else make(x) for make in made._describe]
     signature: dict[str, Any] = {}
     for word in kernel.arg_names:
         if word.endswith("_desc"):
-            one = described[len(signature)]
-            kind = "fp32" if len(one.block_shape) == 1 else "bf16"
-            signature[word] = f"tensordesc<{kind}{list(one.block_shape)},{one.layout!r}>"
+            box = described[len(signature)]
+            kind = "fp32" if len(box.block_shape) == 1 else "bf16"
+            signature[word] = f"tensordesc<{kind}{list(box.block_shape)},{box.layout!r}>"
         elif word.endswith("_ptr"):
             signature[word] = "*fp32"
         else:
@@ -281,5 +281,5 @@ def test_compiles_for_hopper(name: str, N: int, skip: bool) -> None:
     )
     assert built.asm["ptx"].count("wgmma.mma_async") >= 2 * (3 if name == "_outputs_of_pairs" else 4)
     # addresses, and some sums that are read once a head
-    assert stack(built) <= max(ROOM, 0 if name == "_outputs_of_pairs" else 72)
+    assert stack(built) <= max(ROOM, 0 if name == "_outputs_of_pairs" else 100)
     assert built.metadata.shared <= 227 * 1024
