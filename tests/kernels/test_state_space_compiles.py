@@ -55,7 +55,7 @@ def compiled(
     if name in ("_input_gradients", "_map_gradients", "_map_sums"):
         constants |= backward_pass.constants_of_sums(tile, N, name)
     if name == "_scan":
-        constants = constants | {"BLOCK": call._SCANNED}
+        constants = constants | {"BLOCK": call._SCANNED, "AHEAD": call.AHEAD}
     if name == "_gate_gradients":
         constants = constants | gate._CONSTANTS
     options = {word: constants[word] for word in ("num_warps", "num_stages")}

@@ -22,6 +22,8 @@ from rooftile.runtime.launch import Kernel
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
 # tokens of a segment where a sequence is cut, numbers of a state that a program of the scan carries, heads of a program of steps
 _SEGMENT, _SCANNED, STEPPED = 2048, 1024, 16
+# sums of segments that the scan reads before it needs them
+AHEAD = 4
 
 
 class Tile(NamedTuple):
@@ -215,6 +217,6 @@ class Call:
         tiles = token_box(self.block, self.columns), token_box(self.block, self.numbers)
         self.start(_start_sums, (self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back), *tiles)
         size = self.P * self.N
-        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, BACK=back)
+        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, AHEAD=AHEAD, BACK=back)
         _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
         return part

@@ -68,7 +68,7 @@ def _segment_sums(
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _scan(
     part_ptr, first_ptr, decay_ptr, cu_ptr, T, B, size,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
     """Replaces what each segment adds by the state with which its walk begins."""
@@ -82,19 +82,18 @@ def _scan(
         segments = tl.cdiv(T, size)
         slot = b * segments
     state = tl.load(first_ptr + (b.to(tl.int64) * HEADS + h) * SIZE + n, mask=n < SIZE, other=0.0).to(tl.float32)
-    head = (slot + (segments - 1 if BACK else 0)).to(tl.int64) * HEADS + h
-    # the sum of the segment where the walk ends was not written
-    added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & (segments > 1), other=0.0)
-    decay = tl.load(decay_ptr + head, mask=segments > 1, other=0.0)
-    for i in range(0, segments):
-        # no load may pass a store: the next sum is read first
-        later = head - HEADS if BACK else head + HEADS
-        inner = i + 2 < segments
-        next_added = tl.load(part_ptr + later * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
-        next_decay = tl.load(decay_ptr + later, mask=inner, other=0.0)
-        tl.store(part_ptr + head * SIZE + n, state, mask=n < SIZE)
-        state = state * tl.exp2(decay) + added
-        head, added, decay = later, next_added, next_decay
+    for i in range(0, segments, AHEAD):
+        # no load may pass a store: some sums are read first. The sum of the segment where the walk ends was not written
+        read = ()
+        for k in tl.static_range(AHEAD):
+            head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
+            inner = i + k + 1 < segments
+            added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
+            read = read + ((added, tl.load(decay_ptr + head, mask=inner, other=0.0)),)
+        for k in tl.static_range(AHEAD):
+            head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
+            tl.store(part_ptr + head * SIZE + n, state, mask=(n < SIZE) & (i + k < segments))
+            state = state * tl.exp2(read[k][1]) + read[k][0]
 
 
 # fmt: off
