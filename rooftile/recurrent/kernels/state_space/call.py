@@ -43,7 +43,8 @@ class Tile(NamedTuple):
     map_stages: int = 1
 
 
-# the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80; the second of a pair is for more than 128 numbers of
+# the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80, but for the backward of bf16 on Hopper, which is faster
+# with spills (tests/kernels/test_state_space_compiles.py counts them); the second of a pair is for more than 128 numbers of
 # state. fp16 has not the range of sums over a long text, so its products are of tf32, as exact as fp16; bf16 has it
 _FORWARD = {
     (torch.bfloat16, True): (Tile(64, 64, 4, 1), Tile(64, 32, 8, 2)),
