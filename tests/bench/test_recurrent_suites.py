@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from rooftile.cost.session import Session
-from rooftile_lab.bench import expert_peers
+from rooftile_lab.bench import expert_peers, fused_peers, mixers
 from rooftile_lab.bench.suites import experts, recurrent
 from tests.bench.test_fused_suites import SESSION, quiet
 
@@ -19,8 +19,25 @@ def test_recurrences_beside_peers() -> None:
     assert {(f"small-{kind}", "rooftile", "fwd") for kind in recurrent.KINDS} <= timed
     assert ("small-conv", "torch", "fwd+bwd") in timed
     reasons = {row.backend: row.reason for row in found if row.reason}
-    assert set(reasons) <= {"mamba-ssm", "fla", "flash-qla"}
+    assert set(reasons) <= {"mamba-ssm", "mamba-ssm-fla", "fla", "flash-qla"}
     assert all(reason.startswith("refused: ModuleNotFoundError") for reason in reasons.values())
+
+
+def test_layers_of_mamba2_and_of_attention_by_length() -> None:
+    found = list(mixers.layers(SESSION, (48, 16), quiet, suite="recurrent", dim=64, head_dim=32))
+    timed = {(row.case, row.backend, row.phase) for row in found if row.median_us is not None}
+    assert timed == {
+        (f"layer-{T}", who, phase) for T in (16, 48) for who in ("mamba2", "attention") for phase in ("fwd", "fwd+bwd")
+    }
+    ends = [row for row in found if row.case == "layer-crossover"]
+    assert [row.phase for row in ends] == ["fwd", "fwd+bwd"]
+    assert all(row.measures["longest_tokens"] == 48 for row in ends)
+
+
+def test_a_mixer_equals_its_formula_and_a_wrong_one_shows() -> None:
+    mixer = mixers.without_projections(2, 20, 2, torch.device("cpu"), torch.float32)
+    assert not fused_peers.refusal(mixer.ours, mixer.plain, mixer.tensors)
+    assert fused_peers.refusal(mixer.ours, lambda *given: mixer.plain(*given[:3], 1.1 * given[3]), mixer.tensors)
 
 
 def test_experts_beside_grouped_products() -> None:

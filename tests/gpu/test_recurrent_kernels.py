@@ -60,6 +60,7 @@ NARROW = {"x", "B", "C", "z", "q", "k", "v", "tail"}
 KINDS = {"ssd": ssd, "gated": gated, "conv": conv, "delta": delta, "scan": scan}
 SIZES = [
     ("ssd", 64, 128),
+    ("ssd", 64, 64),
     ("ssd", 40, 16),
     ("ssd", 128, 256),
     ("gated", 64, 128),

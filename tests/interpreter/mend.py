@@ -59,8 +59,8 @@ def take_integers_as_masks() -> None:
     """Mends masks."""
     load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
 
-    def load_by_bits(self, ptrs, mask, *others):
-        return load(self, ptrs, _bits(mask), *others)
+    def load_by_bits(self, ptrs, mask, *others, **words):
+        return load(self, ptrs, _bits(mask), *others, **words)
 
     def store_by_bits(self, ptrs, value, mask, *others):
         return store(self, ptrs, value, _bits(mask), *others)

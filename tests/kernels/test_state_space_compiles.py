@@ -24,15 +24,21 @@ IN_DTYPE = {
 }
 # tensors that pass from kernel to kernel: in bf16 for bf16
 KEPT = {"cb_ptr", "kept_ptr", "state_ptr", "back_ptr"}
+# tensors that the copy engine reads or writes, and what has a box of tokens and columns of a head, or of numbers of a state
+VALUES, ROWS, STATES = {"x_ptr", "g_ptr", "v_ptr", "y_ptr"}, {"b_ptr", "c_ptr", "rows_ptr"}, {"kept_ptr", "state_ptr", "back_ptr"}
 STRIDED = {f"{name}_strides" for name in ("x", "b", "c", "z", "g", "v", "rows")}
 NAMES = ("_steps", "_products", "_segment_sums", "_scan", "_outputs")
 BACKWARD = ("_segment_sums", "_chunk_states", "_input_gradients", "_map_gradients", "_map_sums", "_step_gradients")
 
 
 def compiled(
-    name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False, ones: bool = False
+    name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False, ones: bool = False,
+    copies: bool = False,
 ) -> Any:  # fmt: skip
-    """A kernel as it is launched for tensors that are aligned to 16 bytes; `ones` for the numbers that Triton specialises on."""
+    """A kernel as it is launched for tensors that are aligned to 16 bytes; `ones` for the numbers that Triton specialises on.
+
+    With `copies` the first tensors are descriptors.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -40,16 +46,16 @@ def compiled(
 
     places = [*vars(call).values(), *vars(forward_pass).values(), *vars(backward_pass).values(), *vars(gate).values()]
     kernel = next(x.fn for x in places if isinstance(x, call.Kernel) and x.name == name)
-    constants: dict[str, Any] = call.constants_of(P, N, dtype, sm >= 90, 8, 2, False, back, GATED=gated and not back)
-    tile = call.tile_of(N, dtype, sm >= 90, back)
+    constants: dict[str, Any] = call.constants_of(P, N, dtype, sm >= 90, 8, 2, False, back, copies, GATED=gated and not back)
+    tile = call.tile_of(N, dtype, sm >= 90, back, copies)
     constants = constants | {
         "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back,
-        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "STRIPES": tile.block // tile.rows if back else 1,
+        "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "THROUGH_ROWS": False, "STRIPES": tile.block // tile.rows if back else 1,
     }  # fmt: skip
     if name in ("_input_gradients", "_map_gradients", "_map_sums"):
         constants |= backward_pass.constants_of_sums(tile, N, name)
     if name == "_scan":
-        constants = constants | {"BLOCK": call._SCANNED}
+        constants = constants | {"BLOCK": call._SCANNED, "AHEAD": call.AHEAD}
     if name == "_gate_gradients":
         constants = constants | gate._CONSTANTS
     options = {word: constants[word] for word in ("num_warps", "num_stages")}
@@ -57,7 +63,7 @@ def compiled(
         free = {*kernel.do_not_specialize, "low", "high"}
         numbers = [word for word in kernel.arg_names if word.islower() and not word.endswith(("_ptr", "_strides"))]
         constants = constants | dict.fromkeys((word for word in numbers if word not in free), 1)
-    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    given, constants = constants, {word: value for word, value in constants.items() if word in kernel.arg_names}
     signature: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -66,6 +72,11 @@ def compiled(
             signature[argument] = ("i32",) * (2 if argument == "d_strides" else 3)
         elif argument in ("low", "high"):
             signature[argument] = "fp32"
+        elif copies and "COPIES" in kernel.arg_names and argument in VALUES | ROWS | STATES:
+            numbers = constants.get("BLOCK_S", given["BLOCK_N"])
+            columns = numbers if argument in ROWS else given["BLOCK_P"]
+            box = (1, 1, columns, numbers) if argument in STATES else (1, 1, constants["BLOCK"], columns)
+            signature[argument] = f"tensordesc<bf16[{', '.join(map(str, box))}]>"
         elif not argument.endswith("_ptr"):
             signature[argument] = "i32"
         elif argument == "cu_ptr":
@@ -75,7 +86,7 @@ def compiled(
         else:
             signature[argument] = WORDS[dtype] if argument in IN_DTYPE else "*fp32"
     names = list(enumerate(kernel.arg_names))
-    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr")]
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if signature[argument][0] == "*"]
     even += [(n, axis) for n, argument in names if argument in STRIDED for axis in range(3)]
     at = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     source = ASTSource(kernel, signature, at, {place: [["tt.divisibility", 16]] for place in even})
@@ -117,12 +128,28 @@ def _backward_traits(case: tuple) -> tuple:
     return (sm == 90 and dtype == torch.bfloat16 and size == SIZES[0] and name), (name == "_input_gradients" and sm, dtype), size
 
 
+# bytes outside of registers, for Hopper in bf16 at Mamba-2's sizes: with more of its registers a faster kernel than one without
+SPILLED = {"_input_gradients": 216, "_map_gradients": 24}
+
+
 @pytest.mark.parametrize(("name", "sm", "dtype", "size"), swept(BACKWARD_GRID, _backward_traits), ids=str)
 def test_the_backward_compiles_without_spills(name: str, sm: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
     kernel = compiled(name, sm, dtype, *size, back=True)
     # two numbers of a thread: what spills nothing is slower
-    assert stack(kernel) <= max(ROOM, 8)
+    room = SPILLED.get(name, 8) if (sm, dtype) == (90, torch.bfloat16) and size[1] <= 128 else 8
+    assert stack(kernel) <= max(ROOM, room)
     assert kernel.metadata.shared <= (99 if sm == 80 else 227) * 1024
+
+
+COPYING = [(name, size) for name in ("_segment_sums", "_outputs", *BACKWARD[1:4]) for size in ((64, 128), (128, 64), (32, 16))]
+
+
+@pytest.mark.parametrize(("name", "size"), swept(COPYING, lambda case: (case[0], case[1])), ids=str)
+def test_tiles_come_by_the_copy_engine(name: str, size: tuple[int, int]) -> None:
+    kernel = compiled(name, 90, torch.bfloat16, *size, gated=False, back=name in BACKWARD[1:], copies=True)
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    assert stack(kernel) <= max(ROOM, 240 if name == "_input_gradients" else 0)
+    assert kernel.metadata.shared <= 227 * 1024
 
 
 def test_the_gates_gradient_compiles() -> None:

@@ -4,13 +4,16 @@
     delta-BxT             the gated delta rule, 16 key and 32 value heads of 128
     scan-BxT              Mamba-1's scan, 5,120 channels with N = 16
     conv-BxT              the convolution before Mamba-2 2.7B's recurrence, 5,376 channels
+    mixer-BxT             Mamba-2 2.7B's layer without its projections: convolution, recurrence, gated norm
+    layer-T               its layer, projections and all, beside causal attention of 20 heads of 128, and where they cross
     ssd-step-S, delta-step-S    one token of each of S sequences, states in fp32
     small-KIND            small sizes, for a CPU
 
 `rooftile` is the automatic choice. Peers are mamba-ssm's and fla's Triton kernels and flash-qla's in TileLang, where they can be
-imported; without nvcc TileLang needs `TILELANG_EXECUTION_BACKEND=nvrtc` in the environment. A contestant is timed only after its
-outputs were compared with plain operations in fp32. The roof counts each input and output once, and the products of the
-recurrence. A peer whose gradients raise or are wrong has no time in the phase "fwd+bwd".
+imported; without nvcc TileLang needs `TILELANG_EXECUTION_BACKEND=nvrtc` in the environment. mamba-ssm's parts of a mixer take
+PyTorch's convolution, or fla's. A contestant is timed only after its outputs were compared with plain operations in fp32. The
+roof counts each input and output once, and the products of the recurrence. A peer whose gradients raise or are wrong has no time
+in the phase "fwd+bwd".
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from rooftile.cost import states
 from rooftile.cost.session import Session
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
+from rooftile_lab.bench import mixers
 from rooftile_lab.bench.fused_peers import named, refusal
 from rooftile_lab.bench.peer_tuning import compiled_side_by_side
 from rooftile_lab.bench.results import Row
@@ -37,8 +41,12 @@ from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.works import floor_of, tidy
 
 _LENGTHS = ("1x16384", "8x2048")
-GPU = (*(f"{kind}-{size}" for kind in ("conv", "ssd", "scan", "delta") for size in _LENGTHS), "ssd-step-256", "delta-step-256")
-CPU = tuple(f"small-{kind}" for kind in ("conv", "ssd", "scan", "delta"))
+GPU = (
+    *(f"{kind}-{size}" for kind in ("conv", "ssd", "mixer", "scan", "delta") for size in _LENGTHS),
+    *("ssd-step-256", "delta-step-256"),
+    *(f"layer-{tokens}" for tokens in mixers.LENGTHS),
+)
+CPU = tuple(f"small-{kind}" for kind in ("conv", "ssd", "mixer", "scan", "delta"))
 QUICK = ("conv-8x2048", "ssd-8x2048", "ssd-step-256")
 # tokens on which results are compared
 CHECKED = 500
@@ -64,7 +72,9 @@ class Problem(NamedTuple):
 def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
     """A row for each contestant and phase."""
     with compiled_side_by_side() if session.device.type == "cuda" else nullcontext():
-        yield from _measure(session, names, say)
+        yield from _measure(session, [name for name in names if not name.startswith("layer-")], say)
+        lengths = [int(name.removeprefix("layer-")) for name in names if name.startswith("layer-")]
+        yield from mixers.layers(session, lengths, say, suite="recurrent")
 
 
 def _measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
@@ -185,11 +195,13 @@ def _conv(batch: int, tokens: int, heads: int | None, device: torch.device, dtyp
     def call(x: Tensor, weight: Tensor, bias: Tensor, backend: str | None = None) -> Tensor:
         return rec.causal_conv(x, weight, bias, return_tail=False, backend=backend)
 
-    def torchs_own(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = functional.conv1d(functional.pad(x.mT, (3, 0)), weight[:, None], bias, groups=W)
-        return functional.silu(y).mT
+    return Problem([x, weight, bias], call, partial(call, backend="tiled"), {"torch": mixers.torchs_convolution}, 0)
 
-    return Problem([x, weight, bias], call, partial(call, backend="tiled"), {"torch": torchs_own}, 0)
+
+def _mixer(batch: int, tokens: int, heads: int | None, device: torch.device, dtype: torch.dtype) -> Problem:
+    mixer = mixers.without_projections(batch, tokens, heads, device, dtype)
+    flops = states.ssd_flops(mixer.x, mixer.x.new_empty(0, *mixer.x.shape[-2:], mixers.N), "fwd")
+    return Problem(mixer.tensors, mixer.ours, mixer.plain, mixer.peers, flops)
 
 
 def _ssd_step(count: int, device: torch.device, dtype: torch.dtype) -> Problem:
@@ -217,5 +229,5 @@ def _delta_step(count: int, device: torch.device, dtype: torch.dtype) -> Problem
     return Problem([q, k, v, g, beta], call, None, {}, 0, state.nbytes, gradients=False)
 
 
-KINDS = {"ssd": _ssd, "delta": _delta, "scan": _scan, "conv": _conv}
+KINDS = {"ssd": _ssd, "delta": _delta, "scan": _scan, "conv": _conv, "mixer": _mixer}
 STEPS = {"ssd-step": _ssd_step, "delta-step": _delta_step}

@@ -1,4 +1,4 @@
-"""The state-space model of Mamba-2 in Triton kernels, for Ampere and newer.
+"""The state-space model of Mamba-2 in Triton kernels, for Ampere and newer, and in Gluon for Hopper.
 
     call                 the sizes and tiles of a call, and what forward and backward compute first
     tiles                a program's segment, steps and sums of exponents, C B^T of each group
@@ -8,6 +8,8 @@
     gradients            a chunk's gradients, the heads of a group one after another
     step_gradients       what is summed for the steps and rates of decay
     gate                 the gradient of the gate
+    copies               descriptors, by which the copy engine loads tiles on Hopper
+    launch_hopper, outputs_hopper, gradients_hopper    outputs and gradients for heads of 64 on Hopper, in Gluon
 
 Where batch and heads fill the chip, a segment is a whole sequence. C B^T is computed once for a group of heads, not once for a
 head. Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours. A

@@ -11,15 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import readable
+from rooftile.recurrent.kernels.state_space.copies import Box, copying, is_aligned, token_box
 from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
+from rooftile.runtime.devices import capability, lack_of_gluon
 from rooftile.runtime.launch import Kernel
 
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
-# tokens of a segment where a sequence is cut, and numbers of a state that a program of the scan carries
-_SEGMENT, _SCANNED = 2048, 1024
+# tokens of a segment where a sequence is cut, numbers of a state that a program of the scan carries, heads of a program of steps
+_SEGMENT, _SCANNED, STEPPED = 2048, 1024, 16
+# sums of segments that the scan reads before it needs them
+AHEAD = 4
 
 
 class Tile(NamedTuple):
@@ -39,7 +43,8 @@ class Tile(NamedTuple):
     map_stages: int = 1
 
 
-# the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80; the second of a pair is for more than 128 numbers of
+# the most that spills nothing, as compiled by Triton 3.6 for sm90 and sm80, but for the backward of bf16 on Hopper, which is faster
+# with spills (tests/kernels/test_state_space_compiles.py counts them); the second of a pair is for more than 128 numbers of
 # state. fp16 has not the range of sums over a long text, so its products are of tf32, as exact as fp16; bf16 has it
 _FORWARD = {
     (torch.bfloat16, True): (Tile(64, 64, 4, 1), Tile(64, 32, 8, 2)),
@@ -50,7 +55,7 @@ _FORWARD = {
     (torch.float32, False): (Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _BACKWARD = {
-    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 32, 4, 1, 64, 4, 2), Tile(32, 64, 8, 2, 32)),
+    (torch.bfloat16, True): (Tile(64, 64, 4, 3, 64, 4, 1, 64, 4, 3), Tile(32, 64, 8, 2, 32)),
     (torch.bfloat16, False): (Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 2, 32)),
     (torch.float16, True): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
     (torch.float16, False): (Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 16)),
@@ -59,21 +64,26 @@ _BACKWARD = {
 }
 
 
-def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False) -> Tile:
+# bf16 on Hopper with up to 128 numbers of state, tiles copied by the chip's copy engine: forward and backward
+_COPIED = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 64, 4, 2, 64, 4, 3))
+
+
+def tile_of(N: int, dtype: torch.dtype, hopper: bool, back: bool = False, copies: bool = False) -> Tile:
     """Returns the tile of a call with N numbers of state."""
-    return (_BACKWARD if back else _FORWARD)[dtype, hopper][N > 128]
+    return _COPIED[back] if copies else (_BACKWARD if back else _FORWARD)[dtype, hopper][N > 128]
 
 
 @cache
 def constants_of(
-    P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False, **own: Any
-) -> dict[str, Any]:
+    P: int, N: int, dtype: torch.dtype, hopper: bool, heads: int, groups: int, packed: bool, back: bool = False,
+    copies: bool = False, **own: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Returns what every kernel may take; one dictionary for the same arguments: a launch is recognised by it."""
-    tile = tile_of(N, dtype, hopper, back)
+    tile = tile_of(N, dtype, hopper, back, copies)
     # a tile of z beside the others spills in four warps
     warps = 8 if own.get("GATED") else tile.warps
     return {
-        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed,
+        "HEADS": heads, "SHARE": heads // groups, "P": P, "N": N, "PACKED": packed, "COPIES": copies, "BLOCK_H": STEPPED,
         "BLOCK": tile.block, "BLOCK_P": min(max(triton.next_power_of_2(P), 16), tile.columns),
         "BLOCK_N": max(triton.next_power_of_2(N), 16), "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "num_warps": warps, "num_stages": tile.stages,
@@ -96,7 +106,7 @@ class Call:
     """The sizes of a call, and its steps, sums and products of B and C."""
 
     def __init__(
-        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, back: bool = False
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, dy: Tensor | None = None
     ) -> None:
         x, dt, B, C, z = tokens
         assert x is not None
@@ -105,6 +115,9 @@ class Call:
         assert C is not None
         self.x, self.B, self.C = (readable(given) for given in (x, B, C))
         self.z = None if z is None else readable(z)
+        # the gradient of the output where a backward is called
+        self.dy, back = None if dy is None else readable(dy), dy is not None
+        copied = (self.x, self.B, self.C) if self.dy is None else (self.x, self.B, self.C, self.dy)
         self.dt, (A, self.D, self.bias), self.options = dt, constants, options
         assert A is not None
         self.A = A
@@ -112,11 +125,15 @@ class Call:
         self.G, self.N = B.shape[-2:]
         self.count = state.shape[0]
         self.cu = x if cu is None else cu
-        self.key = self.P, self.N, x.dtype, is_hopper(x.device), self.H, self.G, self.packed, back
+        hopper = is_hopper(x.device)
+        # packed sequences end inside of tiles
+        self.copies = hopper and x.dtype == torch.bfloat16 and self.N <= 128 and not self.packed and all(map(is_aligned, copied))
+        self.key = self.P, self.N, x.dtype, hopper, self.H, self.G, self.packed, back, self.copies
         constants = constants_of(*self.key)
-        self.tile = tile_of(self.N, x.dtype, self.key[3], back)
+        self.tile = tile_of(self.N, x.dtype, hopper, back, self.copies)
         self.block: int = constants["BLOCK"]
-        self.parts: int = triton.cdiv(self.P, constants["BLOCK_P"])
+        self.columns, self.numbers = constants["BLOCK_P"], constants["BLOCK_N"]
+        self.parts: int = triton.cdiv(self.P, self.columns)
         self.size = self._segment()
         self.slots = self.T // self.size + self.count if self.packed else -(-self.T // self.size) * self.count
         self.chunks = self.size // self.block
@@ -125,12 +142,21 @@ class Call:
 
     def _segment(self) -> int:
         # a sequence is not cut if batch and heads alone give each processor two programs
-        if not self.packed and (self.count * self.H >= 2 * _processors(self.x.device) or self.T <= _SEGMENT // 4):
+        at_once = 2 * _processors(self.x.device)
+        if not self.packed and (self.count * self.H >= at_once or self.T <= _SEGMENT // 4):
             return max(-(-self.T // self.block), 1) * self.block
         size = _SEGMENT
-        while size > 4 * self.block and self.T // size * self.H < 4 * _processors(self.x.device):
+        while size > 4 * self.block and self.T // size * self.H < 2 * at_once:
             size //= 2
-        return size
+        if self.packed:
+            return size
+
+        def chunks_in_turn(size: int) -> int:
+            return -(-(-(-self.T // size) * self.count * self.H) // at_once) * size
+
+        # the last turn of programs is as full as may be; of equal sizes the largest, which has the fewest states
+        sizes = range(size, max(size // 2 // self.block, 1) * self.block - 1, -self.block)
+        return min(sizes, key=chunks_in_turn)
 
     def strides(self, x: Tensor | None) -> tuple[int, int, int]:
         if x is None:
@@ -154,13 +180,26 @@ class Call:
             self.dt, bias, self.A, self.steps[0], self.steps[1], self.cu, self.strides(self.dt), self.T, self.count, self.size,
             self.slots, float(low), float(high),
         )  # fmt: skip
-        _start_steps((self.slots, self.H, 1), given, some(_start_steps, self.key, **own))
+        _start_steps((self.slots * self.chunks, triton.cdiv(self.H, STEPPED), 1), given, some(_start_steps, self.key, **own))
         kept = x.dtype if x.dtype == torch.bfloat16 else torch.float32
         self.cb = torch.empty((self.slots, self.chunks, self.G, self.block, self.block), dtype=kept, device=x.device)
         given = (
             self.B, self.C, self.cb, self.cu, self.strides(self.B), self.strides(self.C), self.T, self.count, self.size,
         )  # fmt: skip
         _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
+
+    def start(
+        self, kernel: Kernel, grid: tuple[int, int, int], given: tuple[Any, ...], own: dict[str, Any], *boxes: Box
+    ) -> None:  # fmt: skip
+        """Launches a kernel that reads or writes its first tensors, of four axes each, in such boxes."""
+        if self.copies:
+            kernel = copying(kernel, boxes)
+        kernel(grid, given, own)
+
+    def suits_warpgroups(self, y: Tensor) -> bool:
+        """Whether the kernels of Hopper's warpgroups run: heads of 64, one number of D a head in a backward, y or its gradient."""
+        sizes = self.P == 64 and self.N in (64, 128) and self.steps.numel() < 1 << 31 and (self.D is None or self.D.ndim == 1)
+        return self.copies and sizes and y.dtype == torch.bfloat16 and capability(y.device) == (9, 0) and not lack_of_gluon()
 
     def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
         """Returns what a walk over states reads, and its strides."""
@@ -176,8 +215,9 @@ class Call:
         tensors, strides = self.walked(v, back)
         sizes = self.T, self.count, self.size
         given: tuple[Any, ...] = (*tensors, part, decay, self.cu, *strides, *sizes, self.slots)
-        _start_sums((self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back))
+        tiles = token_box(self.block, self.columns), token_box(self.block, self.numbers)
+        self.start(_start_sums, (self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back), *tiles)
         size = self.P * self.N
-        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, BACK=back)
+        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, AHEAD=AHEAD, BACK=back)
         _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
         return part

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.recurrent.kernels.state_space.call import Call, some
+from rooftile.recurrent.kernels.state_space.copies import token_box
 from rooftile.recurrent.kernels.state_space.outputs import _outputs
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
@@ -25,12 +26,19 @@ def forward(
     if not y.numel() or not state.numel():
         return y.zero_(), last
     call.prepare()
+    start = call.starts(state, x)
+    if call.suits_warpgroups(y) and call.z is None and call.H // call.G % 2 == 0:
+        from rooftile.recurrent.kernels.state_space.launch_hopper import write_outputs
+
+        write_outputs(call, start, y, last)
+        return y, last
     skip, d_strides = call.skip
     own = some(_start_outputs, call.key, GATED=call.z is not None, SKIP=call.D is not None, WHOLE=call.whole)
     arguments = (
-        x, call.B, call.C, x if call.z is None else call.z, skip, call.cb, call.steps[0], call.steps[1], call.starts(state, x), y,
+        x, call.B, call.C, y, x if call.z is None else call.z, skip, call.cb, call.steps[0], call.steps[1], start,
         last, call.cu, call.strides(x), call.strides(call.B), call.strides(call.C), call.strides(call.z), d_strides, call.T,
         call.count, call.size, call.slots,
     )  # fmt: skip
-    _start_outputs((call.slots, call.H, call.parts), arguments, own)
+    of_x, of_rows = token_box(call.block, call.columns), token_box(call.block, call.numbers)
+    call.start(_start_outputs, (call.slots, call.H, call.parts), arguments, own, of_x, of_rows, of_rows, of_x)
     return y, last

@@ -28,18 +28,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.state_space.tiles import tile
+from rooftile.recurrent.kernels.state_space.tiles import square, tile
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _input_gradients(
-    x_ptr, b_ptr, g_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, back_ptr, dx_ptr, dd_ptr, d_cb_ptr,
+    x_ptr, b_ptr, g_ptr, back_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, dx_ptr, dd_ptr, d_cb_ptr,
     to_step_ptr, own_ptr, later_ptr, cu_ptr, x_strides, b_strides, g_strides, d_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Writes dx of SPAN heads of a group for BLOCK_R tokens s of a chunk, and what their pairs (s, t) give.
@@ -59,11 +59,11 @@ def _input_gradients(
     if start + chunk * BLOCK >= length:
         return
     n, r = tl.arange(0, BLOCK), stripe * BLOCK_R + tl.arange(0, BLOCK_R)
-    t, own_t = start + chunk * BLOCK + n, start + chunk * BLOCK + r
-    here, own_here = t < length, own_t < length
+    begin, own_begin = start + chunk * BLOCK, start + chunk * BLOCK + stripe * BLOCK_R
+    own_t = start + chunk * BLOCK + r
+    own_here = own_t < length
     if BLOCK_R >= 64:
-        s = tl.arange(0, BLOCK_N)
-        b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, BLOCK_N).to(DOT)
+        b = tile(b_ptr, b_strides, sequence, g, first, length, own_begin, 0, BLOCK_R, N, BLOCK_N, COPIES).to(DOT)
     cell = slot.to(tl.int64) * chunks + chunk
     own = (cell * groups + g) * BLOCK * BLOCK + r[:, None] + n[None, :] * BLOCK
     cb = tl.load(cb_ptr + own)
@@ -75,8 +75,8 @@ def _input_gradients(
         place = (h.to(tl.int64) * slots + slot) * size + chunk * BLOCK
         step, total, later = tl.load(step_ptr + place + r), tl.load(total_ptr + place + r), tl.load(total_ptr + place + n)
         end = tl.load(total_ptr + place + BLOCK - 1)
-        x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P)
-        grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P)
+        x = tile(x_ptr, x_strides, sequence, h, first, length, own_begin, part * BLOCK_P, BLOCK_R, P, BLOCK_P, COPIES)
+        grad = tile(g_ptr, g_strides, sequence, h, first, length, begin, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES)
         decay = tl.exp2(tl.where(r[:, None] <= n[None, :], later[None, :] - total[:, None], float("-inf")))
         weights = (cb.to(tl.float32) * decay).to(DOT)
         dx = tl.dot(weights, grad.to(DOT), input_precision=PRECISION)
@@ -84,21 +84,19 @@ def _input_gradients(
             # products of few rows take both factors from registers, which are few: some numbers of the state at a time
             from_state = tl.zeros((BLOCK_R, BLOCK_P), tl.float32)
             for i_s in tl.static_range(0, BLOCK_N, SLICE):
-                s = i_s + tl.arange(0, SLICE)
-                b = tile(b_ptr, b_strides, sequence, g, first, own_t, s, own_here, N, SLICE).to(DOT)
-                of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
-                back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
+                b = tile(b_ptr, b_strides, sequence, g, first, length, own_begin, i_s, BLOCK_R, N, SLICE, COPIES).to(DOT)
+                back = square(back_ptr, cell, h, part * BLOCK_P, i_s, HEADS, P, N, BLOCK_P, SLICE, COPIES).to(DOT)
                 from_state = tl.dot(b, tl.trans(back), from_state, input_precision=PRECISION)
         else:
-            of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
-            back = tl.load(back_ptr + of_state, mask=(p < P)[:, None] & (s < N)[None, :], other=0.0).to(DOT)
+            back = square(back_ptr, cell, h, part * BLOCK_P, 0, HEADS, P, N, BLOCK_P, BLOCK_N, COPIES).to(DOT)
             from_state = tl.dot(b, tl.trans(back), input_precision=PRECISION)
         dx += from_state * tl.exp2(end - total)[:, None]
         dx *= step[:, None]
         if SKIP:
             # loaded again, from a cache: held until here they would spill
-            x = tile(x_ptr, x_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P).to(tl.float32)
-            same = tile(g_ptr, g_strides, sequence, h, first, own_t, p, own_here, P, BLOCK_P).to(tl.float32)
+            x = tile(x_ptr, x_strides, sequence, h, first, length, own_begin, part * BLOCK_P, BLOCK_R, P, BLOCK_P, COPIES)
+            same = tile(g_ptr, g_strides, sequence, h, first, length, own_begin, part * BLOCK_P, BLOCK_R, P, BLOCK_P, COPIES)
+            x, same = x.to(tl.float32), same.to(tl.float32)
             dx += tl.load(d_ptr + h * d_strides[0] + p * d_strides[1], mask=p < P, other=0.0).to(tl.float32)[None, :] * same
             tl.store(dd_ptr + ((cell * STRIPES + stripe) * HEADS + h) * P + p, tl.sum(same * x, 0), mask=p < P)
         to = row[:, None] * (HEADS * P) + h * P + p[None, :]
@@ -122,12 +120,12 @@ def _input_gradients(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _map_gradients(
-    x_ptr, b_ptr, c_ptr, g_ptr, step_ptr, total_ptr, state_ptr, back_ptr,
+    x_ptr, b_ptr, c_ptr, g_ptr, state_ptr, back_ptr, step_ptr, total_ptr,
     db_ptr, dc_ptr, read_ptr, moved_ptr, through_ptr, cu_ptr,
     x_strides, b_strides, c_strides, g_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Writes what the states of SPAN heads add to BLOCK_S columns of dB and dC, and what they give the gradients of their steps.
@@ -145,23 +143,20 @@ def _map_gradients(
     if start + chunk * BLOCK >= length:
         return
     n, s = tl.arange(0, BLOCK), column * BLOCK_S + tl.arange(0, BLOCK_S)
-    t = start + chunk * BLOCK + n
-    here = t < length
-    b = tile(b_ptr, b_strides, sequence, g, first, t, s, here, N, BLOCK_S)
-    c = tile(c_ptr, c_strides, sequence, g, first, t, s, here, N, BLOCK_S)
+    begin = start + chunk * BLOCK
+    b = tile(b_ptr, b_strides, sequence, g, first, length, begin, column * BLOCK_S, BLOCK, N, BLOCK_S, COPIES)
+    c = tile(c_ptr, c_strides, sequence, g, first, length, begin, column * BLOCK_S, BLOCK, N, BLOCK_S, COPIES)
     cell = slot.to(tl.int64) * chunks + chunk
     db, dc = tl.zeros((BLOCK, BLOCK_S), tl.float32), tl.zeros((BLOCK, BLOCK_S), tl.float32)
     for i in tl.range(0, tl.minimum(SPAN, SHARE - span * SPAN) * PARTS, num_stages=STAGES):
         h, part = g * SHARE + span * SPAN + i // PARTS, i % PARTS
-        p = part * BLOCK_P + tl.arange(0, BLOCK_P)
         place = (h.to(tl.int64) * slots + slot) * size + chunk * BLOCK
         step, total = tl.load(step_ptr + place + n), tl.load(total_ptr + place + n)
         end = tl.load(total_ptr + place + BLOCK - 1)
-        square = (p < P)[:, None] & (s < N)[None, :]
-        of_state = (cell * HEADS + h) * P * N + p[:, None] * N + s[None, :]
-        state, back = tl.load(state_ptr + of_state, mask=square, other=0.0), tl.load(back_ptr + of_state, mask=square, other=0.0)
-        x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(DOT)
-        grad = tile(g_ptr, g_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(DOT)
+        state = square(state_ptr, cell, h, part * BLOCK_P, column * BLOCK_S, HEADS, P, N, BLOCK_P, BLOCK_S, COPIES)
+        back = square(back_ptr, cell, h, part * BLOCK_P, column * BLOCK_S, HEADS, P, N, BLOCK_P, BLOCK_S, COPIES)
+        x = tile(x_ptr, x_strides, sequence, h, first, length, begin, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES).to(DOT)
+        grad = tile(g_ptr, g_strides, sequence, h, first, length, begin, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES).to(DOT)
         through = tl.sum(tl.sum(state.to(tl.float32) * back.to(tl.float32), 1), 0) * tl.exp2(end)
         read = tl.dot(grad, state.to(DOT), input_precision=PRECISION) * tl.exp2(total)[:, None]
         dc += read
@@ -196,8 +191,9 @@ def _map_sums(
     n, s = tl.arange(0, BLOCK), tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)
     t = start + chunk * BLOCK + n
     here = t < length
-    b = tile(b_ptr, b_strides, sequence, g, first, t, s, here, N, BLOCK_S).to(DOT)
-    c = tile(c_ptr, c_strides, sequence, g, first, t, s, here, N, BLOCK_S).to(DOT)
+    begin, low = start + chunk * BLOCK, tl.program_id(2) * BLOCK_S
+    b = tile(b_ptr, b_strides, sequence, g, first, length, begin, low, BLOCK, N, BLOCK_S, False).to(DOT)
+    c = tile(c_ptr, c_strides, sequence, g, first, length, begin, low, BLOCK, N, BLOCK_S, False).to(DOT)
     db, dc = tl.zeros((BLOCK, BLOCK_S), tl.float32), tl.zeros((BLOCK, BLOCK_S), tl.float32)
     d_cb = tl.zeros((BLOCK, BLOCK), tl.float32)
     cells = slots.to(tl.int64) * chunks * GROUPS

@@ -32,11 +32,11 @@ def carried(state, x, b, step, total, end, DOT: tl.constexpr, PRECISION: tl.cons
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _outputs(
-    x_ptr, b_ptr, c_ptr, z_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, start_ptr, y_ptr, last_ptr, cu_ptr,
+    x_ptr, b_ptr, c_ptr, y_ptr, z_ptr, d_ptr, cb_ptr, step_ptr, total_ptr, start_ptr, last_ptr, cu_ptr,
     x_strides, b_strides, c_strides, z_strides, d_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, GATED: tl.constexpr, SKIP: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Writes y of a segment and a head's columns, and the last state where a sequence ends. WHOLE: a segment is a sequence."""
@@ -55,15 +55,14 @@ def _outputs(
     lower = n[:, None] >= n[None, :]
     groups: tl.constexpr = HEADS // SHARE
     cb_ptr += (slot * (size // BLOCK)).to(tl.int64) * groups * BLOCK * BLOCK + (h // SHARE) * BLOCK * BLOCK
-    y_base = y_ptr + ((sequence.to(tl.int64) * T if not PACKED else 0) + first) * HEADS * P + h * P
+    if not COPIES:
+        y_base = y_ptr + ((sequence.to(tl.int64) * T if not PACKED else 0) + first) * HEADS * P + h * P
     for c in range(0, tl.minimum(size, length - start), BLOCK):
-        t = start + c + n
-        here = t < length
         step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
         end = tl.load(total_ptr + place + c + BLOCK - 1)
-        x = tile(x_ptr, x_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        b = tile(b_ptr, b_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
-        rows = tile(c_ptr, c_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
+        x = tile(x_ptr, x_strides, sequence, h, first, length, start + c, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES)
+        b = tile(b_ptr, b_strides, sequence, h // SHARE, first, length, start + c, 0, BLOCK, N, BLOCK_N, COPIES)
+        rows = tile(c_ptr, c_strides, sequence, h // SHARE, first, length, start + c, 0, BLOCK, N, BLOCK_N, COPIES)
         y = tl.dot(rows.to(DOT), state.to(DOT), input_precision=PRECISION) * tl.exp2(total)[:, None]
         products = tl.load(cb_ptr + c * (groups * BLOCK) + n[:, None] * BLOCK + n[None, :])
         decay = tl.exp2(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
@@ -72,10 +71,14 @@ def _outputs(
         if SKIP:
             y += skip[None, :] * x.to(tl.float32)
         if GATED:
-            z = tile(z_ptr, z_strides, sequence, h, first, t, p, here, P, BLOCK_P).to(tl.float32)
-            y *= silu(z)
-        to = t.to(tl.int64)[:, None] * (HEADS * P) + p[None, :]
-        tl.store(y_base + to, y.to(y_ptr.dtype.element_ty), mask=here[:, None] & (p < P)[None, :])
+            z = tile(z_ptr, z_strides, sequence, h, first, length, start + c, part * BLOCK_P, BLOCK, P, BLOCK_P, False)
+            y *= silu(z.to(tl.float32))
+        if COPIES:
+            y_ptr.store([sequence, h, start + c, part * BLOCK_P], y.to(y_ptr.dtype).reshape(1, 1, BLOCK, BLOCK_P))
+        else:
+            t = start + c + n
+            to = t.to(tl.int64)[:, None] * (HEADS * P) + p[None, :]
+            tl.store(y_base + to, y.to(y_ptr.dtype.element_ty), mask=(t < length)[:, None] & (p < P)[None, :])
         state = carried(state, x, b, step, total, end, DOT, PRECISION)
     if start + size >= length:
         tl.store(last_ptr + (sequence.to(tl.int64) * HEADS + h) * P * N + of_state, tl.trans(state), mask=square)

@@ -30,7 +30,7 @@ def _segment_sums(
     v_ptr, rows_ptr, step_ptr, total_ptr, part_ptr, decay_ptr, cu_ptr,
     v_strides, rows_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, COPIES: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -52,12 +52,10 @@ def _segment_sums(
     chunks = tl.cdiv(tl.minimum(size, length - start), BLOCK)
     for i in range(0, chunks):
         c = (chunks - 1 - i if BACK else i) * BLOCK
-        t = start + c + n
-        here = t < length
         step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
         end = tl.load(total_ptr + place + c + BLOCK - 1)
-        v = tile(v_ptr, v_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
+        v = tile(v_ptr, v_strides, sequence, h, first, length, start + c, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES)
+        rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, length, start + c, 0, BLOCK, N, BLOCK_N, COPIES)
         state = _after(state, v, rows, step, total, end, BACK, DOT, PRECISION)
         sum_of_ends += end
     own = (slot.to(tl.int64) * HEADS + h) * P * N
@@ -70,7 +68,7 @@ def _segment_sums(
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _scan(
     part_ptr, first_ptr, decay_ptr, cu_ptr, T, B, size,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
     """Replaces what each segment adds by the state with which its walk begins."""
@@ -84,24 +82,28 @@ def _scan(
         segments = tl.cdiv(T, size)
         slot = b * segments
     state = tl.load(first_ptr + (b.to(tl.int64) * HEADS + h) * SIZE + n, mask=n < SIZE, other=0.0).to(tl.float32)
-    for i in range(0, segments):
-        head = (slot + (segments - 1 - i if BACK else i)).to(tl.int64) * HEADS + h
-        # the sum of the segment where the walk ends was not written
-        inner = i + 1 < segments
-        added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
-        decay = tl.load(decay_ptr + head, mask=inner, other=0.0)
-        tl.store(part_ptr + head * SIZE + n, state, mask=n < SIZE)
-        state = state * tl.exp2(decay) + added
+    for i in range(0, segments, AHEAD):
+        # no load may pass a store: some sums are read first. The sum of the segment where the walk ends was not written
+        read = ()
+        for k in tl.static_range(AHEAD):
+            head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
+            inner = i + k + 1 < segments
+            added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
+            read = read + ((added, tl.load(decay_ptr + head, mask=inner, other=0.0)),)
+        for k in tl.static_range(AHEAD):
+            head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
+            tl.store(part_ptr + head * SIZE + n, state, mask=(n < SIZE) & (i + k < segments))
+            state = state * tl.exp2(read[k][1]) + read[k][0]
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _chunk_states(
-    v_ptr, rows_ptr, step_ptr, total_ptr, start_ptr, kept_ptr, last_ptr, cu_ptr,
+    v_ptr, rows_ptr, kept_ptr, step_ptr, total_ptr, start_ptr, last_ptr, cu_ptr,
     v_strides, rows_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Keeps the state with which each chunk of a segment is entered; on the way back also writes what is left at the first."""
@@ -114,20 +116,22 @@ def _chunk_states(
     of_state = p[:, None] * N + s[None, :]
     origin = sequence if WHOLE else slot
     state = tl.load(start_ptr + (origin.to(tl.int64) * HEADS + h) * P * N + of_state, mask=square, other=0.0).to(tl.float32)
-    place = (h.to(tl.int64) * slots + slot) * size
+    own = (h.to(tl.int64) * slots + slot) * size
     kept = slot.to(tl.int64) * (size // BLOCK)
     chunks = tl.cdiv(tl.minimum(size, length - start), BLOCK)
     for i in range(0, chunks):
         chunk = chunks - 1 - i if BACK else i
         c = chunk * BLOCK
-        t = start + c + n
-        here = t < length
-        step, total = tl.load(step_ptr + place + c + n), tl.load(total_ptr + place + c + n)
-        end = tl.load(total_ptr + place + c + BLOCK - 1)
-        v = tile(v_ptr, v_strides, sequence, h, first, t, p, here, P, BLOCK_P)
-        rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, t, s, here, N, BLOCK_N)
-        target = kept_ptr + ((kept + chunk) * HEADS + h) * P * N + of_state
-        tl.store(target, state.to(kept_ptr.dtype.element_ty), mask=square)
+        step, total = tl.load(step_ptr + own + c + n), tl.load(total_ptr + own + c + n)
+        end = tl.load(total_ptr + own + c + BLOCK - 1)
+        v = tile(v_ptr, v_strides, sequence, h, first, length, start + c, part * BLOCK_P, BLOCK, P, BLOCK_P, COPIES)
+        rows = tile(rows_ptr, rows_strides, sequence, h // SHARE, first, length, start + c, 0, BLOCK, N, BLOCK_N, COPIES)
+        if COPIES:
+            place = [(kept + chunk).to(tl.int32), h, part * BLOCK_P, 0]
+            kept_ptr.store(place, state.to(kept_ptr.dtype).reshape(1, 1, BLOCK_P, BLOCK_N))
+        else:
+            target = kept_ptr + ((kept + chunk) * HEADS + h) * P * N + of_state
+            tl.store(target, state.to(kept_ptr.dtype.element_ty), mask=square)
         state = _after(state, v, rows, step, total, end, BACK, DOT, PRECISION)
     if BACK:
         if start == 0:

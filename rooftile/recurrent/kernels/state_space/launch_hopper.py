@@ -1,0 +1,95 @@
+"""Launches `outputs_hopper.py` and `gradients_hopper.py`. It is imported on Hopper alone."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from rooftile.recurrent.kernels.state_space.call import Call
+from rooftile.recurrent.kernels.state_space.copies import Box, axes_of, state_box, token_box
+from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
+from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
+from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
+from rooftile.runtime.launch import Kernel
+
+STAGES = 3
+# registers of a thread that computes, and of one that copies: with these the compiler spills least
+OUTPUTS = {"COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24}
+GRADIENTS = {
+    64: {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56},
+    128: {"COMPUTE_REGISTERS": 136, "LOAD_REGISTERS": 24},
+}
+
+
+def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
+    """Writes y, and the last states, from the states with which segments start."""
+    skip, d_strides = call.skip
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
+    given = (
+        call.x, call.B, call.C, y, _cells(call), call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
+    )  # fmt: skip
+    _outputs_kernel(call.N)((call.slots * call.H // 2, 1, 1), given, own)
+
+
+def write_gradients(
+    call: Call, g: Tensor, states: Tensor, d_states: Tensor, span: int, dx: Tensor, of_skip: Tensor, d_cb: Tensor, maps: Tensor,
+    of_steps: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
+    skip, (d_stride, _) = call.skip
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS[call.N])
+    given = (
+        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
+        d_stride, call.T, call.size, call.slots,
+    )  # fmt: skip
+    _gradients_kernel(call.N)((call.slots * call.chunks, call.G, len(d_cb)), given, own)
+
+
+def _cells(call: Call) -> Tensor:
+    return call.cb.view(-1, *call.cb.shape[2:])
+
+
+@cache
+def _outputs_kernel(N: int) -> Kernel:
+    values, rows = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N)
+    return _described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value))
+
+
+@cache
+def _gradients_kernel(N: int) -> Kernel:
+    values, rows, states = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N), state_box(CHUNK.value, N)
+    pairs = state_box(CHUNK.value, CHUNK.value)
+    return _described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs)
+
+
+def _described(kernel: Any, *boxes: Box) -> Kernel:
+    """A kernel that takes tiles of its first tensors, and then a line of numbers."""
+    return Kernel(kernel, (*(partial(_tile, box=box) for box in boxes), partial(_line, count=CHUNK.value)))
+
+
+@cache
+def _constants(H: int, share: int, N: int, skip: bool, **own: Any) -> dict[str, Any]:
+    """One dictionary for the same arguments: a launch is recognised by it."""
+    return {
+        "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "num_warps": 4, **own,
+    }  # fmt: skip
+
+
+def _tile(x: Tensor, box: Box) -> TensorDescriptor:
+    shape, strides, box = axes_of(x, box)
+    return TensorDescriptor(x, shape, strides, box, layout(tuple(box)))
+
+
+def _line(x: Tensor, count: int) -> TensorDescriptor:
+    return TensorDescriptor(x, [x.numel()], [1], [count], LINE)
+
+
+LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+@cache
+def layout(box: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    """The layout of a tile of bf16 in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
