@@ -121,8 +121,7 @@ def _sums(call: Call, stripes: int, parts_n: int, skipped: int, through: int = 1
 def _on_hopper(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
     from rooftile.recurrent.kernels.state_space.launch_hopper import write_gradients
 
-    # parts of 64 columns of N
-    made = _sums(call, 1, call.N // 64, call.block, call.block)
+    made = _sums(call, 1, 1, call.block, call.block)
     spans = len(made.d_cb)
     write_gradients(
         call, g, states, d_states, -(-(call.H // call.G) // spans), made.dx, made.of_skip, made.d_cb, made.maps,

@@ -1,11 +1,11 @@
 """A chunk's gradients on Hopper, for heads of 64 numbers: what `gradients.py` computes in two kernels, in one.
 
-A program goes through up to SPAN heads of a group in a chunk. Its warpgroups work on the same head side by side, so that x, G and
+A program goes through up to SPAN heads of a group in a chunk. Two warpgroups work on the same head side by side, so that x, G and
 both states are read once:
 
     load     one warp: has B, C and C B^T copied in once, and x, G, S, Q, steps and sums of exponents of a head, some heads ahead
     pairs    dX, d(C B^T), and what pairs of tokens give steps and exponents
-    maps     what 64 columns of S and Q give dB and dC, and the gradients of steps and exponents; a warpgroup for each 64
+    maps     what S and Q give dB and dC, and the gradients of steps and exponents
 
 Letters and formulas stand in `gradients.py`.
 """
@@ -24,6 +24,9 @@ from rooftile.runtime.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_store
+
+# columns of the states whose products are summed at once
+PIECE = gl.constexpr(32)
 
 
 @gluon.jit
@@ -120,53 +123,84 @@ def _pairs(
 
 
 @gluon.jit
-def _maps(
-    K: gl.constexpr, of_group: Ring, columns, values: Ring, grads, states, backs, steps, totals, db_ptr, dc_ptr, read_ptr, moved_ptr,
-    through_ptr, end_ptr, heads, place, part_place, head_stride, shape: Shape,
-):  # fmt: skip
-    """The role of the K-th 64 columns of the states."""
-    square: gl.constexpr = accumulator(CHUNK)
-    down: gl.constexpr = gl.SliceLayout(1, square)
-    n = gl.arange(0, CHUNK, down)
-    none = gl.zeros([CHUNK, CHUNK], gl.float32, square)
-    of_group.wait_full(0)
-    b = _half(of_group.buffer(0).reshape([CHUNK, shape.N]), K)
-    c = _half(columns.reshape([CHUNK, shape.N]), K)
-    db = none
-    dc = none
-    for i in range(heads):
-        slot = i % values.stages
-        part = part_place + i * (head_stride * (shape.N // CHUNK)) + K * head_stride + n
-        end = gl.load(end_ptr + place + i * head_stride + (CHUNK - 1))
-        values.wait_full(i)
-        state = _half(states.index(slot).reshape([CHUNK, shape.N]), K)
-        back = _half(backs.index(slot).reshape([CHUNK, shape.N]), K)
-        read = warpgroup_mma(grads.index(slot).reshape([CHUNK, CHUNK]), state, none, use_acc=False, is_async=True)
-        through = state.load(square).to(gl.float32) * back.load(square).to(gl.float32)
-        gl.store(through_ptr + part, gl.sum(through, 1) * gl.exp2(end))
-        total = totals.index(slot).load(down)
-        step = gl.expand_dims(steps.index(slot).load(down), 1)
-        read = warpgroup_mma_wait(0, deps=(read,))
-        read = read * gl.expand_dims(gl.exp2(total), 1)
-        dc += read
-        gl.store(read_ptr + part, gl.sum(read * c.load(square).to(gl.float32), 1))
-        moved = warpgroup_mma(values.buffer(i).reshape([CHUNK, CHUNK]), back, none, use_acc=False, is_async=True)
-        moved = warpgroup_mma_wait(0, deps=(moved,))
-        values.release(i)
-        moved = moved * gl.expand_dims(gl.exp2(end - total), 1)
-        db += moved * step
-        gl.store(moved_ptr + part, gl.sum(moved * b.load(square).to(gl.float32), 1))
-    to = gl.expand_dims(n, 1) * shape.N + gl.expand_dims(K * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, square)), 0)
-    gl.store(db_ptr + to, db)
-    gl.store(dc_ptr + to, dc)
+def _added(sums, found, scale, weight, beside, layout: gl.constexpr):
+    """Scales the rows of a product; returns the sums with its weighted rows, and each row's product with the row `beside` it."""
+    found = found * gl.expand_dims(scale, 1)
+    return sums + found * gl.expand_dims(weight, 1), gl.sum(found * beside.load(layout).to(gl.float32), 1)
 
 
 @gluon.jit
-def _half(x, K: gl.constexpr):
-    """The K-th 64 columns of x in shared memory."""
+def _maps(
+    of_group: Ring, columns, values: Ring, grads, states, backs, steps, totals, db_ptr, dc_ptr, read_ptr, moved_ptr, through_ptr,
+    end_ptr, heads, place, head_stride, shape: Shape,
+):  # fmt: skip
+    """The role of the states, 64 of their columns at a time: more do not fit the registers."""
+    N: gl.constexpr = shape.N
+    square: gl.constexpr = accumulator(CHUNK)
+    piece: gl.constexpr = accumulator(PIECE)
+    down: gl.constexpr = gl.SliceLayout(1, square)
+    n = gl.arange(0, CHUNK, down)
+    n_p = gl.arange(0, CHUNK, gl.SliceLayout(1, piece))
+    none = gl.zeros([CHUNK, CHUNK], gl.float32, square)
+    of_group.wait_full(0)
+    b = of_group.buffer(0).reshape([CHUNK, N])
+    c = columns.reshape([CHUNK, N])
+    low_b = none
+    low_c = none
+    high_b = none
+    high_c = none
+    for i in range(heads):
+        slot = i % values.stages
+        head = place + i * head_stride
+        end = gl.load(end_ptr + head + (CHUNK - 1))
+        values.wait_full(i)
+        grad = grads.index(slot).reshape([CHUNK, CHUNK])
+        x = values.buffer(i).reshape([CHUNK, CHUNK])
+        state = states.index(slot).reshape([CHUNK, N])
+        back = backs.index(slot).reshape([CHUNK, N])
+        found = warpgroup_mma(grad, _half(state, 0), none, use_acc=False, is_async=True)
+        total = totals.index(slot).load(down)
+        step = steps.index(slot).load(down)
+        through = gl.zeros([CHUNK, PIECE], gl.float32, piece)
+        for k in gl.static_range(N // PIECE):
+            part = state.slice(k * PIECE, PIECE, 1).load(piece).to(gl.float32)
+            through += part * back.slice(k * PIECE, PIECE, 1).load(piece).to(gl.float32)
+        gl.store(through_ptr + head + n_p, gl.sum(through, 1) * gl.exp2(end))
+        reading = gl.exp2(total)
+        moving = gl.exp2(end - total)
+        one = reading * 0.0 + 1.0
+        found = warpgroup_mma_wait(0, deps=(found,))
+        next_found = warpgroup_mma(x, _half(back, 0), none, use_acc=False, is_async=True)
+        low_c, read = _added(low_c, found, reading, one, _half(c, 0), square)
+        if N > CHUNK:
+            found = warpgroup_mma(grad, _half(state, 1), none, use_acc=False, is_async=True)
+        next_found = warpgroup_mma_wait(1 if N > CHUNK else 0, deps=(next_found,))
+        low_b, moved = _added(low_b, next_found, moving, step, _half(b, 0), square)
+        if N > CHUNK:
+            next_found = warpgroup_mma(x, _half(back, 1), none, use_acc=False, is_async=True)
+            found = warpgroup_mma_wait(1, deps=(found,))
+            high_c, more = _added(high_c, found, reading, one, _half(c, 1), square)
+            read += more
+            next_found = warpgroup_mma_wait(0, deps=(next_found,))
+            high_b, more = _added(high_b, next_found, moving, step, _half(b, 1), square)
+            moved += more
+        values.release(i)
+        gl.store(read_ptr + head + n, read)
+        gl.store(moved_ptr + head + n, moved)
+    to = gl.expand_dims(n, 1) * N + gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, square)), 0)
+    gl.store(db_ptr + to, low_b)
+    gl.store(dc_ptr + to, low_c)
+    if N > CHUNK:
+        gl.store(db_ptr + CHUNK + to, high_b)
+        gl.store(dc_ptr + CHUNK + to, high_c)
+
+
+@gluon.jit
+def _half(x, n: gl.constexpr):
+    """The n-th 64 columns of x in shared memory."""
     # skip the full slice: the compiler cannot slice some layouts
     if x.shape[1] > CHUNK:
-        x = x.slice(K * CHUNK, CHUNK, 1)
+        x = x.slice(n * CHUNK, CHUNK, 1)
     return x
 
 
@@ -180,17 +214,16 @@ def _chunk_gradients(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    """Writes what `_input_gradients` and `_map_gradients` write, with one part of P, and parts of 64 columns of N.
+    """Writes what `_input_gradients` and `_map_gradients` write, with one part of P and N.
 
     Of dD there is a number for each token, and of what goes through a chunk one for each row of the states: 64 of each.
     """
-    HALVES: gl.constexpr = N // CHUNK
     dtype: gl.constexpr = x_desc.dtype
     groups: gl.constexpr = HEADS // SHARE
-    of_group = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, CHUNK, N], b_desc.layout), 1, 1 + HALVES)
+    of_group = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, CHUNK, N], b_desc.layout), 1, 2)
     columns = gl.allocate_shared_memory(dtype, [1, 1, CHUNK, N], c_desc.layout)
     products = gl.allocate_shared_memory(dtype, [1, 1, CHUNK, CHUNK], cb_desc.layout)
-    values = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, CHUNK], x_desc.layout), STAGES, 1 + HALVES)
+    values = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, CHUNK], x_desc.layout), STAGES, 2)
     grads = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, CHUNK], g_desc.layout)
     states = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, N], state_desc.layout)
     backs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, N], back_desc.layout)
@@ -226,15 +259,6 @@ def _chunk_gradients(
     )  # fmt: skip
     maps = (
         of_group, columns, values, grads, states, backs, steps, totals, db_ptr + own * (CHUNK * N), dc_ptr + own * (CHUNK * N),
-        read_ptr, moved_ptr, through_ptr, step_ptr + to_totals, heads, place,
-        (h * HALVES * slots + slot) * size + cell % chunks * CHUNK, head_stride, shape,
+        read_ptr, moved_ptr, through_ptr, step_ptr + to_totals, heads, place, head_stride, shape,
     )  # fmt: skip
-    if HALVES == 1:
-        gl.warp_specialize(
-            [(_pairs, pairs), (_maps, (0,) + maps), (_load, load)], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS]
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(_pairs, pairs), (_maps, (0,) + maps), (_maps, (1,) + maps), (_load, load)],
-            [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize([(_maps, maps), (_pairs, pairs), (_load, load)], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])

@@ -17,10 +17,7 @@ from rooftile.runtime.launch import Kernel
 STAGES = 3
 # registers of a thread that computes, and of one that copies: with these the compiler spills least
 OUTPUTS = {"COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24}
-GRADIENTS = {
-    64: {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56},
-    128: {"COMPUTE_REGISTERS": 136, "LOAD_REGISTERS": 24},
-}
+GRADIENTS = {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56}
 
 
 def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
@@ -39,7 +36,7 @@ def write_gradients(
 ) -> None:  # fmt: skip
     """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
     skip, (d_stride, _) = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS[call.N])
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
     given = (
         call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
         d_stride, call.T, call.size, call.slots,
