@@ -22,10 +22,10 @@ import rooftile as rt
 from rooftile.cost.session import Session
 from rooftile.hardware.clock import ReplayClock, Work, take_turns
 from rooftile.numerics import QuantisedRows, quantise_rows
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights.definition import Product
 from rooftile.weights.hopper import launch
-from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights.hopper.ordered import in_order
 from rooftile.weights.hopper.schedule import WARPGROUPS, ProductTile
 from rooftile_lab.bench.results import Row

@@ -25,9 +25,9 @@ from rooftile.cost import Roof
 from rooftile.cost.session import Session
 from rooftile.hardware.clock import Work
 from rooftile.numerics import QuantisedRows, quantise_rows
+from rooftile.runtime.early_weights import weights_stay
 from rooftile.weights import QuantisedWeight, weight_format
 from rooftile.weights import dispatch as backends
-from rooftile.runtime.early_weights import weights_stay
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress
