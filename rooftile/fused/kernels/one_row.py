@@ -28,11 +28,11 @@ STEPS = 32
 # fmt: off
 @triton.jit(do_not_specialize=["early"])
 def _one_row(
-    x_ptr, weight_ptr, bias_ptr, o_ptr, early, OUT: tl.constexpr, IN: tl.constexpr, BIAS: tl.constexpr, DEEP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, o_ptr, early, OUT: tl.constexpr, IN: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    """o = W x + bias, of BLOCK_N rows of W. DEEP: two steps of them are on their way when x is waited for."""
+    """o = W x + bias, of BLOCK_N rows of W."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = weight_ptr + n.to(tl.int64)[:, None] * IN
@@ -42,15 +42,10 @@ def _one_row(
         if early == 0:
             gdc_wait()
     w = tl.load(row + k[None, :], mask=is_row & (k < IN)[None, :], other=0.0)
-    if DEEP:
-        following = tl.load(row + (BLOCK_K + k)[None, :], mask=is_row & (BLOCK_K + k < IN)[None, :], other=0.0)
     if PDL:
         gdc_wait()
     sums = w.to(tl.float32) * tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)[None, :]
-    if DEEP:
-        x = tl.load(x_ptr + BLOCK_K + k, mask=BLOCK_K + k < IN, other=0.0).to(tl.float32)
-        sums += following.to(tl.float32) * x[None, :]
-    for first in tl.static_range(2 * BLOCK_K if DEEP else BLOCK_K, IN, BLOCK_K):
+    for first in tl.static_range(BLOCK_K, IN, BLOCK_K):
         w = tl.load(row + (first + k)[None, :], mask=is_row & (first + k < IN)[None, :], other=0.0)
         x = tl.load(x_ptr + first + k, mask=first + k < IN, other=0.0).to(tl.float32)
         sums += w.to(tl.float32) * x[None, :]
@@ -67,7 +62,7 @@ _start = Kernel(_one_row)
 def constants_of(out: int, inner: int, bias: bool, device: torch.device) -> dict[str, Any]:
     """The compile-time arguments, one dictionary for the same arguments."""
     block = numbers_of(inner, NUMBERS)
-    own = {"OUT": out, "IN": inner, "BIAS": bias, "DEEP": inner > block, "BLOCK_N": ROWS, "BLOCK_K": block}
+    own = {"OUT": out, "IN": inner, "BIAS": bias, "BLOCK_N": ROWS, "BLOCK_K": block}
     # a thread has 8 neighbours of each row, so threads exchange no x
     return own | overlaps(device) | {"num_warps": max(block // 256, 1)}
 

@@ -5,6 +5,8 @@
     activations  activations and their gradients
     gradients    the backward's kernels
     forward, backward    the launches
+    few_tokens   one to four tokens without gradients, in two launches
+    routing      the router without gradients, in two launches
 
 Nothing is read by the host. Every sum has one owner and one order. The shared network goes through PyTorch's products.
 """
