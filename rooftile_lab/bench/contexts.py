@@ -65,30 +65,35 @@ def milliseconds(llm: LLM, batch: int, context: int) -> float:
         engine.step()
         _wait(engine)
         began = perf_counter()
-        for _ in range(STEPS // 2):
+        for _ in range(STEPS):
             engine.step()
         _wait(engine)
-        return (perf_counter() - began) / (STEPS // 2) * 1e3
+        return (perf_counter() - began) / STEPS * 1e3
 
 
 @contextmanager
 def unread_prompts(engine: Engine) -> Iterator[None]:
-    """Lets the engine skip the model in steps that read chunks of prompts; steps of single tokens run as ever."""
+    """Lets the engine skip the model in steps that read chunks of prompts; steps of single tokens run as ever.
+
+    One step reads all prompts, so that none decodes while others are read.
+    """
     runner: Any = engine.runner
-    forward = runner._forward
+    forward, budget = runner._forward, engine.scheduler.max_batched_tokens
 
     def skip(tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, *more: Any, **named: Any) -> Tensor:
         if chunks is None:
             found: Tensor = forward(tokens, positions, slots, chunks, *more, **named)
             return found
         embedding = runner.decoder.embedding
-        return torch.zeros(len(tokens), runner.decoder.config.hidden, dtype=embedding.dtype, device=embedding.device)
+        one = torch.zeros(1, runner.decoder.config.hidden, dtype=embedding.dtype, device=embedding.device)
+        return one.expand(len(tokens), -1)
 
-    runner._forward = skip
+    runner._forward, engine.scheduler.max_batched_tokens = skip, 1 << 31
     try:
         yield
     finally:
         del runner._forward
+        engine.scheduler.max_batched_tokens = budget
 
 
 def _wait(engine: Engine) -> None:

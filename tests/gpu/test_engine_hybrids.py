@@ -118,10 +118,11 @@ def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str) -> None:
     """One at a time in graphs of one row; together in graphs of more, in chunks, preempted, and with prefixes."""
     decoder = engines(name)[1].engine.runner.decoder
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
-    asked = prompts(17)
+    # a step reads one token after the other, which takes long
+    asked = [prompt[:30] for prompt in prompts(9)]
     alone = LLM(decoder, block_size=8, **ROOM, deterministic=True, enable_prefix_caching=False)
     due = [alone.generate([prompt], params)[0].outputs[0] for prompt in asked]
-    for settings in ({}, {"enforce_eager": True, "max_batched_tokens": 13}, {"max_model_len": 96, "num_blocks": 40}):
+    for settings in ({}, {"enforce_eager": True, "max_batched_tokens": 13}, {"max_model_len": 96, "num_blocks": 16}):
         llm = LLM(decoder, block_size=8, **ROOM | settings, deterministic=True)
         for _ in range(2):
             found = [output.outputs[0] for output in llm.generate(asked, params)]
