@@ -83,6 +83,10 @@ def check_rows(state: Any, name: str, axes: str, slots: Any, sizes: dict[str, in
     """Checks the states of a step, and the row of each token."""
     if not isinstance(state, Tensor) or state.dtype not in FLOATS:
         raise InvalidInput(f"{name} is {shown(state)}; must be a tensor ({axes.replace(' ', ', ')}) of a floating dtype")
+    if any(size > 1 and not stride for size, stride in zip(state.shape, state.stride(), strict=True)):
+        raise InvalidInput(
+            f"{name} is expanded, strides {state.stride()}; must have memory for each number, for it is changed: clone it"
+        )
     if slots is None:
         check_shapes({name: (state, axes.replace("rows", "S"))}, sizes)
         return None

@@ -70,7 +70,14 @@ class Operators:
         self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Sequence[Any]
     ) -> Tensor:  # fmt: skip
         """Reads one token of each sequence, changes the states in place, and returns the outputs."""
-        found: Tensor = call(self.step, self._run_step, state, *tokens, *constants, slots, *options)
+        if transformed():
+            raise Unsupported(
+                f"a step of {self.rule.name} under torch.func: it changes states in place and has no gradient; write "
+                f"{self.rule.name} with one token and its first state"
+            )
+        # plain operations would keep a graph of all earlier steps in the states
+        with torch.no_grad():
+            found: Tensor = call(self.step, self._run_step, state, *tokens, *constants, slots, *options)
         return found
 
     def refusal(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:

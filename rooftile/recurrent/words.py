@@ -14,7 +14,7 @@ _UNUSED = dict.fromkeys(
     ("chunk_size", "mode", "nrows", "backnrows", "use_fast_path", "use_mem_eff_path", "chunk_indices", "layer_idx"), _LEAVE_OUT
 )
 
-# of the calls ssd, selective_scan, gated_delta and their steps
+# these calls and their steps: ssd, selective_scan, gated_delta
 CALL = {
     **_PACKED, **_UNUSED,
     **dict.fromkeys(("initial_state", "initial_states", "ssm_state"), "write state="),
@@ -33,7 +33,7 @@ CALL = {
     "state_dtype": "leave it out: states are float32, or float64 for float64 tensors",
 }  # fmt: skip
 
-# of causal_conv and conv_step
+# causal_conv and conv_step
 CONVOLUTION = {
     **_PACKED, **_UNUSED,
     **dict.fromkeys(("initial_state", "initial_states", "cache", "conv_state"), "write tail=, oldest input first"),
@@ -44,7 +44,7 @@ CONVOLUTION = {
     **dict.fromkeys(("conv_state_indices", "cache_indices"), "write slots="),
 }  # fmt: skip
 
-# of a layer's constructor
+# the constructors of layers
 LAYER = {
     **_UNUSED,
     **dict.fromkeys(("d_model", "hidden_size"), "write dim="),
@@ -66,7 +66,7 @@ LAYER = {
     "allow_neg_eigval": "there is none: beta is from 0 to 1",
 }  # fmt: skip
 
-# of a layer's call
+# the calls of layers
 LAYER_CALL = {
     **_PACKED, "hidden_states": "write x=", "u": "write x=",
     **dict.fromkeys(

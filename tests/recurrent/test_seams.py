@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile import recurrent as rec
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from tests.recurrent.cases import KINDS
 from tests.recurrent.test_recurrences import STEPS, call, close, flat, with_gradients
 
@@ -178,3 +178,21 @@ def test_numbers_of_numpy() -> None:
     assert torch.equal(found, due)
     given = good()
     assert rec.ssd(*given.values(), dt_limit=(np.float64(0.0), np.float64(9.0)))[0].isfinite().all()
+
+
+def test_a_step_has_no_gradient_and_needs_memory_of_its_own() -> None:
+    torch.manual_seed(6)
+    x, dt, A, (B, C) = torch.randn(2, 4, 8), torch.rand(2, 4), -torch.rand(4), torch.randn(2, 2, 1, 6)
+    state = torch.zeros(2, 4, 8, 6)
+    y = rec.ssd_step(state, x.clone().requires_grad_(), dt, A.requires_grad_(), B, C)
+    assert not y.requires_grad
+    assert not state.requires_grad
+    assert state.any()
+    with pytest.raises(
+        Unsupported, match=r"a step of ssd under torch\.func: it changes states in place and has no gradient; write ssd"
+    ):
+        torch.func.grad(lambda x: rec.ssd_step(state, x, dt, A, B, C).sum())(x)
+    with pytest.raises(Unsupported, match=r"a step of causal_conv under torch\.func"):
+        torch.vmap(lambda x: rec.conv_step(torch.zeros(2, 8, 3), x, torch.ones(8, 4)))(torch.randn(3, 2, 8))
+    with pytest.raises(InvalidInput, match=r"state is expanded, strides .*; must have memory for each number, .*: clone it"):
+        rec.ssd_step(state[:1].expand(2, -1, -1, -1), x, dt, A, B, C)

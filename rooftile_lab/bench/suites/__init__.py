@@ -102,7 +102,7 @@ SUITES = {
         Suite("fused", "Fused operations with gradients beside Liger, quack, torch.compile and PyTorch's own."),
         Suite("loss", "Cross-entropy from hidden states beside Liger's, quack's, cut-cross-entropy's and PyTorch's."),
         Suite("recurrent", "Recurrences beside mamba-ssm's and fla's kernels, and the bytes that they have to move."),
-        Suite("experts", "Experts beside a pipeline of PyTorch's grouped product."),
+        Suite("experts", "Experts beside other libraries' experts."),
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),

@@ -1,4 +1,4 @@
-"""Experts beside those of other libraries, and beside the bytes of the weights that are touched.
+"""Experts beside other libraries' experts, and beside the bytes of the weights that are touched.
 
     layer-TOKENS, zipf-TOKENS    64 experts of 1,408, 6 active, and 2 shared, width 2,048 (DeepSeekMoE 16B); uniform load, or the
                                  n-th expert chosen 1 / n as often as the first
