@@ -21,7 +21,7 @@ def states(results: Path) -> str:
     found = recall.committed(results / "h200-recall.jsonl")
     assert found is not None
     drawn = recall_pictures.states(found)
-    return beside_each_other(drawn[:2], claim(found), f"{found.machine}: {found.problem}")
+    return beside_each_other(drawn[:2], claim(found), f"{found.machine[:1].upper()}{found.machine[1:]}: {found.problem}")
 
 
 def contexts(results: Path) -> str:

@@ -38,7 +38,7 @@ def section(study: Study) -> dict[str, Any]:
         ),
         "parts": [_part(title, rows) for title, rows in [*committed, here]],
         "note": (
-            "Weights are random, which changes no time. Keys and values are in the model's 16 bits on a GPU, states in fp32. rooftile bench context repeats the "
+            "Weights are random, which changes no time. Prompts are read one by one, so launches are most of the time of a short one. Keys and values are in the model's 16 bits on a GPU, states in fp32. rooftile bench context repeats the "
             "study."
         ),
     }  # fmt: skip

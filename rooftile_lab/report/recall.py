@@ -12,7 +12,7 @@ import torch
 
 import rooftile
 from rooftile_lab.bench import results
-from rooftile_lab.bench.learning.methods import EXACT
+from rooftile_lab.bench.learning.methods import EXACT, METHODS
 from rooftile_lab.bench.learning.study import Plan as Study
 from rooftile_lab.bench.learning.study import learn_recall
 from rooftile_lab.bench.results import Row
@@ -118,7 +118,8 @@ def curves_of(rows: Iterable[Row]) -> Curves:
     rows = list(rows)
     read = {row.backend: row for row in rows if row.case == "english" and not row.reason}
     learnt = [row for row in rows if row.case == "recall" and not row.reason]
-    learnt.sort(key=lambda row: row.backend != EXACT)
+    # processes beside each other end in any order
+    learnt.sort(key=lambda row: METHODS.index(row.backend))
     curves = []
     for row in learnt:
         english = read.get(row.backend)

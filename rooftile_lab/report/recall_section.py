@@ -17,7 +17,7 @@ NAMES = {
     EXACT: "exact attention", "linear": "Linear attention", "performer": "Performer", "linformer": "Linformer",
     "strided": "Sparse Transformer, strided", "fixed": "Sparse Transformer, fixed", "reformer": "Reformer",
     "routing": "Routing Transformer", "native_sparse": "Native Sparse Attention", "mamba2": "Mamba-2",
-    "delta": "Gated delta net", "hybrid": "Hybrid of Mamba-2 and attention",
+    "delta": "Gated delta net", "hybrid": "Hybrid with attention",
 }  # fmt: skip
 
 

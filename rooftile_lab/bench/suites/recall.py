@@ -43,8 +43,8 @@ QUICK = ("recall-exact", "recall-linear", "recall-native_sparse", "needle")
 
 PLANS = {
     "cuda": Plan(
-        task=Recall(length=128, pairs=(4, 8, 16, 32, 64), keys=64, values=8), hidden=128, heads=4, layers=4, batch=64,
-        steps=600, rates=(1e-3, 3e-3, 1e-2), tests=128, english_steps=300, english_rate=2e-3,
+        task=Recall(length=256, pairs=(4, 8, 16, 32, 64), keys=64, values=8), hidden=128, heads=4, layers=4, batch=32,
+        steps=700, rates=(1e-3, 3e-3, 1e-2), tests=128, english_steps=400, english_rate=3e-3,
     ),
     "cpu": Plan(
         task=Recall(length=64, pairs=(4, 8, 16, 32), keys=32, values=8), hidden=64, heads=2, layers=2, batch=16, steps=300,
