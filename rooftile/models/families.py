@@ -16,6 +16,7 @@ from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
+from rooftile.models.wrappers import WRAPPERS, text_settings, wrapper_of
 from rooftile.weights.files.methods import check_method
 from rooftile.weights.files.settings import Settings
 
@@ -32,13 +33,16 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     """
     settings = Settings(values, folder)
     check_format(settings)
+    wrapper = wrapper_of(settings)
+    if wrapper is not None:
+        settings = text_settings(settings, wrapper)
     family = _family(settings)
     # its experts in MXFP4 are read as plain tensors
     check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
     if family == "rooftile":
         return fields
-    return fields | mixers_of(settings, fields["layers"])
+    return fields | mixers_of(settings, fields["layers"]) | ({} if wrapper is None else {"wrapper": wrapper})
 
 
 def _family(settings: Settings) -> str:
@@ -51,7 +55,9 @@ def _family(settings: Settings) -> str:
     named = architectures[0] if architectures else str(settings.values.get("model_type"))
     if not architectures and named in FAMILIES:
         return named
-    raise settings.refused(f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}")
+    raise settings.refused(
+        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, and the text parts of {', '.join(WRAPPERS)}"
+    )
 
 
 def _llama(settings: Settings) -> Fields:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints.names import names_of
+from rooftile.models.checkpoints.stored import StackedPart, StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.moe.module import DeepSeekMoE
@@ -83,6 +84,38 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
         yield from _network(names.shared, names, ".weight", layer.shared_up, layer.shared_down)
     if served is not None and served.shared_gate is not None:
         yield f"{names.shared_gate}.weight", served.shared_gate[None]
+
+
+def by_expert(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Returns stored tensors with the parts of each expert by themselves, where files have those of all experts in one.
+
+    Transformers has (E, 2 h, d), gate rows first, and (E, d, h); Qwen3-VL's own files are transposed.
+
+    Raises:
+        InvalidInput: such a tensor has another shape.
+    """
+    names = expert_names_of(config)
+    if config.experts is None or names.stacked or len(names.parts) < 3:
+        return found
+    sizes, kept, (*first, last) = config.experts, dict(found), names.parts
+    for end, parts, due in (
+        ("gate_up_proj", first, (sizes.experts, sizes.rows, config.hidden)),
+        ("down_proj", [last], (sizes.experts, config.hidden, sizes.hidden)),
+    ):
+        for name in [name for name in found if name.endswith(f".{names.experts}.{end}")]:
+            whole, module = kept.pop(name), name.removesuffix(f".{end}")
+            shape, turned = whole.shape(), (due[0], due[2], due[1])
+            if shape not in (due, turned):
+                raise InvalidInput(f"{whole.name} is {shape}; due are all experts, {due} or {turned}")
+            size = due[1] // len(parts)
+            kept |= {
+                f"{module}.{e}.{part}{names.weight}": StackedPart(
+                    whole, e, slice(n * size, (n + 1) * size), transposed=shape != due
+                )
+                for e in range(sizes.experts)
+                for n, part in enumerate(parts)
+            }
+    return kept
 
 
 def _network(module: str, names: ExpertNames, end: str, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
