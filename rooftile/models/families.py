@@ -16,7 +16,7 @@ from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, windows_of
-from rooftile.models.wrappers import WRAPPERS, text_settings, wrapper_of
+from rooftile.models.wrappers import text_settings, wrapper_of
 from rooftile.weights.files.methods import check_method
 from rooftile.weights.files.settings import Settings
 
@@ -56,7 +56,7 @@ def _family(settings: Settings) -> str:
     if not architectures and named in FAMILIES:
         return named
     raise settings.refused(
-        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, and the text parts of {', '.join(WRAPPERS)}"
+        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, and text parts of models that read images"
     )
 
 

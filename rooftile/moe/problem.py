@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rooftile.weights import QuantisedWeight
+
 
 class Weights(NamedTuple):
     """The weights of all experts, and of the one that every token uses."""
@@ -18,6 +20,18 @@ class Weights(NamedTuple):
     shared_up: Tensor | None = None  # (2 s, d)
     shared_down: Tensor | None = None  # (d, s)
     shared_gate: Tensor | None = None  # (d,)
+
+
+class QuantisedWeights(NamedTuple):
+    """The same, of which some are quantised: those of all experts are one weight, one expert below the other."""
+
+    up: Tensor | QuantisedWeight  # (E, 2 h, d), or quantised (E 2 h, d)
+    down: Tensor | QuantisedWeight  # (E, d, h), or quantised (E d, h)
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shared_up: Tensor | QuantisedWeight | None = None
+    shared_down: Tensor | QuantisedWeight | None = None
+    shared_gate: Tensor | None = None
 
 
 class Options(NamedTuple):

@@ -27,6 +27,7 @@ from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Workload
 from rooftile_lab.bench.works import tidy
+from rooftile.weights import QuantisedWeight
 
 
 def measure(
@@ -126,7 +127,7 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
     return Costs(cost, session.ceilings.rates(word))
 
 
-def routed_weights(layer: Layer) -> list[Tensor]:
+def routed_weights(layer: Layer) -> list[Tensor | QuantisedWeight]:
     """Returns the weights of a layer's experts, of which a token reads some; none if it has no experts."""
     experts = layer.feed_forward
     if not isinstance(experts, ExpertFeedForward):
