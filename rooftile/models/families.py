@@ -15,6 +15,7 @@ from rooftile.models.hybrid import hybrid
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
+from rooftile.models.nemotron import nemotron_h
 from rooftile.models.positions import qwen_windows, windows_of
 from rooftile.models.wrappers import text_settings, wrapper_of
 from rooftile.weights.files.methods import check_method
@@ -234,6 +235,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "bamba": bamba,
     "jamba": jamba,
     "granitemoehybrid": granite_hybrid,
+    "nemotron_h": nemotron_h,
     "rooftile": hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
@@ -268,6 +270,7 @@ ARCHITECTURES = {
     "BambaForCausalLM": "bamba",
     "JambaForCausalLM": "jamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "RooftileForCausalLM": "rooftile",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",

@@ -1,11 +1,13 @@
 """Experts whose weights are quantised: one `QuantisedWeight` has those of all experts, one below the other.
 
-Tokens stay in 16 bits, whatever the format: a weight is dequantised to their dtype, in the product that reads it. It is a constant.
+Tokens stay in 16 bits, whatever the format: a weight, which is a constant, is dequantised to their dtype in the product that
+reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,23 +61,29 @@ def stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
     Tiles of 128 x 128 become 128 numbers of a row that share a scale: so each expert may have any number of rows. A scale of all
     activations is left out.
     """
-    found = [_by_rows(part) for part in parts]
-    first = found[0]
-    for part in found:
-        if (part.format, part.group, part.shape[1], part.scales.dtype) != (
-            first.format,
-            first.group,
-            first.shape[1],
-            first.scales.dtype,
-        ):
+    return _joined([_by_rows(part) for part in parts], tiles=False)
+
+
+def joined(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+    """Joins the parts of the shared network's weight, for `rooftile.linear`; None where they do not go together."""
+    found = _joined(parts, tiles=all(part.shape[0] % TILE == 0 for part in parts[:-1]))
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    if found is None or not scales:
+        return found
+    return replace(found, input_scale=torch.stack([x.reshape(()) for x in scales]).amax()) if len(scales) == len(parts) else None
+
+
+def _joined(parts: Sequence[QuantisedWeight], *, tiles: bool) -> QuantisedWeight | None:
+    first = parts[0]
+    for part in parts:
+        kinds = [(x.format, x.group, x.shape[1], x.scales.dtype, x.zeros is None) for x in (part, first)]
+        if kinds[0] != kinds[1] or part.order is not None or (part.format == "fp8_tile" and not tiles):
             return None
-        if part.order is not None or part.format == "fp8_tile" or (part.zeros is None) != (first.zeros is None):
-            return None
-    codes, scales = torch.cat([part.codes for part in found]), torch.cat([part.scales for part in found])
-    zeros = None if first.zeros is None else torch.cat([part.zeros for part in found if part.zeros is not None])
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
     outer = None
     if first.outer is not None:
-        outer = torch.cat([part.outer.expand(part.shape[0], 1) for part in found if part.outer is not None])
+        outer = torch.cat([part.outer.expand(part.shape[0], 1) for part in parts if part.outer is not None])
     shape = (len(codes), first.shape[1])
     return QuantisedWeight(codes, scales, zeros, None, first.format, first.group, shape, outer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.layers import Layer
+from rooftile.weights import QuantisedWeight
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
 from rooftile_lab.bench.models import decoder_named, formats_of, weight_bytes
@@ -27,7 +29,6 @@ from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.workloads import Workload
 from rooftile_lab.bench.works import tidy
-from rooftile.weights import QuantisedWeight
 
 
 def measure(
@@ -112,7 +113,7 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
     nbytes, numbers = weight_bytes(decoder)
     routed = [weight for layer in decoder.layers for weight in routed_weights(layer)]
     share = 0.0 if config.experts is None else config.experts.router.active / config.experts.experts
-    idle = (1 - share) * sum(weight.numel() for weight in routed)
+    idle = (1 - share) * sum(math.prod(weight.shape) for weight in routed)
     expert_bytes = sum(weight.nbytes for weight in routed)
     # the embedding is looked up; the head, which may be the same table, is multiplied
     looked_up = 0 if config.tie else decoder.embedding.nbytes

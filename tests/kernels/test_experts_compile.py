@@ -150,7 +150,7 @@ QUANTISED = [
 
 
 def _quantised_traits(case: tuple) -> tuple:
-    sm, word, rows, activation = case
+    sm, word, _, activation = case
     return (sm == 90 and word in ("fp8", "mxfp4") and activation in ("silu", "none") and case[1:]), (sm, word)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.stored import StackedPart, StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.models.experts.feed_forward import QUANTISED, ExpertFeedForward
@@ -47,6 +46,7 @@ _FAMILIES = {
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
     ),
     "jamba": ExpertNames(router="feed_forward.router", experts="feed_forward.experts"),
+    "nemotron_h": ExpertNames(parts=("up_proj", "down_proj")),
     "granitemoehybrid": ExpertNames(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe", stacked=True, parts=("input_linear", "output_linear"),
         shared="shared_mlp",

@@ -67,6 +67,10 @@ _FAMILIES = {
         joined=(("conv1d.weight", ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),),
     ),
     "granitemoehybrid": Names(feed_forward="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    # files have blocks, which are given the names of layers' parts
+    "nemotron_h": Names(
+        prefix="backbone.", prefixes=("model.",), embedding="embeddings", norm="norm_f", gate_up=("up_proj",), skipped=("mtp.",)
+    ),
     "phi3": Names(gate_up=("gate_up_proj",)),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
     "mamba": _MAMBA,

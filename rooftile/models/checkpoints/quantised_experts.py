@@ -20,7 +20,7 @@ from rooftile.models.checkpoints.stored import StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.models.experts.feed_forward import QUANTISED, ExpertFeedForward
 from rooftile.models.layers import Layer
-from rooftile.moe.quantised import stacked
+from rooftile.moe.quantised import joined, stacked
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import Quantiser, Reader
 from rooftile.weights.two_four import TwoFour
@@ -81,8 +81,8 @@ def check(config: ModelConfig, weights: Sequence[Weight], reader: Reader) -> Non
             continue
         if isinstance(reader, Quantiser) and reader.word(name) == "2:4":
             raise InvalidInput(
-                f'weights gives {name} the format "2:4", which experts and what is beside them have not; name what else there is, '
-                f'as in {{"*.{names_of(config).attention}.*": "2:4"}}'
+                f'weights gives {name} the format "2:4", which experts and what is beside them have not; name what else there '
+                f'is, as in {{"*.{names_of(config).attention}.*": "2:4"}}'
             )
         if weight.has_all and not isinstance(reader, Quantiser):
             raise InvalidInput(
@@ -104,7 +104,7 @@ def fill(
             feed_forward.fill(name, blocks[0].quantised().to(device))
             continue
         read = {module: _read(weight, module, found, names, reader, device) for module in weight.modules if reader.covers(module)}
-        whole = stacked(_in_order(weight, read)) if len(read) == len(weight.modules) else None
+        whole = _whole(weight, read)
         feed_forward.fill(name, whole)
         if whole is None and read:
             filled |= _dequantise(weight, read)
@@ -149,10 +149,13 @@ def _quantised(
     return weight.to(device)
 
 
-def _in_order(weight: Weight, read: Mapping[str, list[QuantisedWeight]]) -> list[QuantisedWeight]:
-    """The parts of the first expert, then of the second, and so on."""
+def _whole(weight: Weight, read: Mapping[str, list[QuantisedWeight]]) -> QuantisedWeight | None:
+    """One weight of all modules: the parts of the first expert, then of the second, and so on; None where there is none."""
+    if len(read) < len(weight.modules):
+        return None
     each = [read[module] for module in weight.modules]
-    return [part for parts in zip(*each, strict=True) for part in parts] if weight.has_all else [one for (one,) in each]
+    parts = [part for parts in zip(*each, strict=True) for part in parts] if weight.has_all else [one for (one,) in each]
+    return joined(parts) if weight.name.startswith("shared") else stacked(parts)
 
 
 def _dequantise(weight: Weight, read: Mapping[str, list[QuantisedWeight]]) -> set[str]:
@@ -185,7 +188,7 @@ def quantise(weights: Sequence[Weight], quantiser: Quantiser) -> None:
             if quantiser.covers(module):
                 each = place if weight.has_all else [place]
                 read[module] = [_quantised(quantiser, module, {"weight": w}, shape, w.device) for w in each]
-        found = stacked(_in_order(weight, read)) if len(read) == len(weight.modules) else None
+        found = _whole(weight, read)
         if found is None:
             _dequantise(weight, read)
         else:

@@ -15,6 +15,7 @@ from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints import gpt_oss
 from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import Names, names_of
+from rooftile.models.checkpoints.nemotron import by_layer
 from rooftile.models.checkpoints.stored import JoinedTensor, StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
@@ -74,6 +75,8 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
     found = _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
+    if config.family == "nemotron_h":
+        return by_layer(found, config.mixers, config.feed_forwards)
     return gpt_oss.rearranged(found) if config.family == "gpt_oss" else by_expert(found, config)
 
 

@@ -19,7 +19,6 @@ from rooftile.models.projection import Multiply
 from rooftile.numerics import QuantisedRows
 from rooftile.weights import QuantisedWeight
 
-
 # the weights that may be quantised
 QUANTISED = ("up", "down", "shared_up", "shared_down")
 

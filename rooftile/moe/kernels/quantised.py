@@ -1,7 +1,8 @@
 """The product of sorted rows with the weight of each row's expert, which is quantised.
 
-A program dequantises each block of a weight, bit for bit as `QuantisedWeight.dequantise`, to the dtype of the rows, and multiplies
-it as `products._product` multiplies a plain one. So a step that is bound by bytes reads codes and scales in place of 16 bits.
+A program dequantises each block of a weight, bit for bit as `QuantisedWeight.dequantise`, to the dtype of the rows, and
+multiplies it as `products._product` multiplies a plain one. So a step that is bound by bytes reads codes and scales in place of
+16 bits.
 """
 
 from __future__ import annotations
