@@ -52,6 +52,9 @@ def _family(settings: Settings) -> str:
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
+    for name in (*architectures, str(settings.values.get("model_type"))):
+        if name in LACKING:
+            raise settings.refused(f"has {name}, which is not served: it has {LACKING[name]}, and no layer here has that")
     what = "architecture" if architectures else "model_type"
     named = architectures[0] if architectures else str(settings.values.get("model_type"))
     if not architectures and named in FAMILIES:
@@ -284,3 +287,19 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
 }
+# what models of other families have that no layer here has, by model type and by class
+_OTHERS = {
+    ("falcon_h1", "FalconH1ForCausalLM"): "Mamba-2 and attention side by side in each layer",
+    ("zamba", "ZambaForCausalLM"): "attention whose weights several layers share",
+    ("zamba2", "Zamba2ForCausalLM"): "attention whose weights several layers share, with adapters",
+    ("lfm2", "Lfm2ForCausalLM"): "short convolutions between two gates",
+    ("lfm2_moe", "Lfm2MoeForCausalLM"): "short convolutions between two gates",
+    ("kimi_linear", "KimiLinearForCausalLM"): "Kimi Delta Attention, with a decay for each channel, beside latents",
+    ("minimax", "MiniMaxForCausalLM"): "lightning attention",
+    ("recurrent_gemma", "RecurrentGemmaForCausalLM"): "real-gated linear recurrent units",
+    ("rwkv", "RwkvForCausalLM"): "RWKV's time mixing",
+    ("xlstm", "xLSTMForCausalLM"): "xLSTM's matrix memory",
+    ("deepseek_v32", "DeepseekV32ForCausalLM"): "sparse attention with an indexer (DSA)",
+    ("llama4", "Llama4ForConditionalGeneration"): "attention in chunks, and experts whose inputs are scaled",
+}
+LACKING = {name: what for names, what in _OTHERS.items() for name in names}
