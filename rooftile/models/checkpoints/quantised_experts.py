@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     feed_forward: ExpertFeedForward
     name: str
     modules: tuple[str, ...]
-    rows: int  # of each module, and of each expert of one that has all
+    rows: int  # in each module, and of each expert of one that has all
 
     @property
     def has_all(self) -> bool:
