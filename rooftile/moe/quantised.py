@@ -3,8 +3,9 @@
 Tokens stay in 16 bits, whatever the format: a weight, which is a constant, is dequantised to their dtype in the product that
 reads it.
 
-So every format of `quantise_weight` needs no shape of its own. Tiles of 128 x 128 become scales of 128 numbers of a row: an expert
-may then have any number of rows, for 3 % more bytes. No gradient goes through codes: whatever needs one sees the dense numbers.
+So every format of `quantise_weight` needs no shape of its own. Tiles of 128 x 128 become scales of 128 numbers of a row: an
+expert may then have any number of rows, for 3 % more bytes. No gradient goes through codes: whatever needs one sees the dense
+numbers.
 """
 
 from __future__ import annotations
