@@ -85,7 +85,8 @@ class LLM:
         weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
             word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
             the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
-            {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
+            {pattern of module names: word} mixes them. Experts, too, but for "2:4"; tokens stay in 16 bits there in every format.
+            Embedding, head, norms and routers stay as they are.
         state_dtype: the dtype of the states of recurrences (Mamba): "fp32", or "bf16", which takes half the memory and rounds a
             state after each token.
         state_every: recurrences keep a state for later prompts after each `state_every` tokens of a prompt (rounded up to whole

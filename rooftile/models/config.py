@@ -77,6 +77,8 @@ class ModelConfig:
         residual_scale: the outputs of attention and feed-forward are multiplied by it (Granite).
         logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
+        wrapper: the model type of a checkpoint of which this is the text part (`rooftile.models.wrappers`), such as "qwen3_5";
+            None for a decoder by itself.
         bos_ids, eos_ids: the tokens that begin and that end a text.
         dtype: the checkpoint's dtype.
 
@@ -134,6 +136,7 @@ class ModelConfig:
     residual_scale: float | None = None
     logit_divisor: float | None = None
     tie: bool = False
+    wrapper: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32

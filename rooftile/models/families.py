@@ -15,7 +15,9 @@ from rooftile.models.hybrid import hybrid
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
+from rooftile.models.nemotron import nemotron_h
 from rooftile.models.positions import qwen_windows, windows_of
+from rooftile.models.wrappers import text_settings, wrapper_of
 from rooftile.weights.files.methods import check_method
 from rooftile.weights.files.settings import Settings
 
@@ -32,13 +34,16 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     """
     settings = Settings(values, folder)
     check_format(settings)
+    wrapper = wrapper_of(settings)
+    if wrapper is not None:
+        settings = text_settings(settings, wrapper)
     family = _family(settings)
     # its experts in MXFP4 are read as plain tensors
     check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
     if family == "rooftile":
         return fields
-    return fields | mixers_of(settings, fields["layers"])
+    return fields | mixers_of(settings, fields["layers"]) | ({} if wrapper is None else {"wrapper": wrapper})
 
 
 def _family(settings: Settings) -> str:
@@ -47,11 +52,16 @@ def _family(settings: Settings) -> str:
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
+    for name in (*architectures, str(settings.values.get("model_type"))):
+        if name in LACKING:
+            raise settings.refused(f"has {name}, which is not served: it has {LACKING[name]}, and no layer here has that")
     what = "architecture" if architectures else "model_type"
     named = architectures[0] if architectures else str(settings.values.get("model_type"))
     if not architectures and named in FAMILIES:
         return named
-    raise settings.refused(f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}")
+    raise settings.refused(
+        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, and text parts of models that read images"
+    )
 
 
 def _llama(settings: Settings) -> Fields:
@@ -228,6 +238,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "bamba": bamba,
     "jamba": jamba,
     "granitemoehybrid": granite_hybrid,
+    "nemotron_h": nemotron_h,
     "rooftile": hybrid,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
@@ -262,6 +273,7 @@ ARCHITECTURES = {
     "BambaForCausalLM": "bamba",
     "JambaForCausalLM": "jamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
     "RooftileForCausalLM": "rooftile",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
@@ -275,3 +287,19 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
 }
+# what models of other families have that no layer here has, by model type and by class
+_OTHERS = {
+    ("falcon_h1", "FalconH1ForCausalLM"): "Mamba-2 and attention side by side in each layer",
+    ("zamba", "ZambaForCausalLM"): "attention whose weights several layers share",
+    ("zamba2", "Zamba2ForCausalLM"): "attention whose weights several layers share, with adapters",
+    ("lfm2", "Lfm2ForCausalLM"): "short convolutions between two gates",
+    ("lfm2_moe", "Lfm2MoeForCausalLM"): "short convolutions between two gates",
+    ("kimi_linear", "KimiLinearForCausalLM"): "Kimi Delta Attention, with a decay for each channel, beside latents",
+    ("minimax", "MiniMaxForCausalLM"): "lightning attention",
+    ("recurrent_gemma", "RecurrentGemmaForCausalLM"): "real-gated linear recurrent units",
+    ("rwkv", "RwkvForCausalLM"): "RWKV's time mixing",
+    ("xlstm", "xLSTMForCausalLM"): "xLSTM's matrix memory",
+    ("deepseek_v32", "DeepseekV32ForCausalLM"): "sparse attention with an indexer (DSA)",
+    ("llama4", "Llama4ForConditionalGeneration"): "attention in chunks, and experts whose inputs are scaled",
+}
+LACKING = {name: what for names, what in _OTHERS.items() for name in names}

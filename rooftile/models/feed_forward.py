@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -10,6 +12,9 @@ from rooftile.models.config import ModelConfig
 from rooftile.models.placement import Placement
 from rooftile.models.projection import InputFormat, Multiply, Projection
 from rooftile.numerics import QuantisedRows
+
+# without a gate there is one more: the square of ReLU (Nemotron-H)
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "relu2": lambda x: functional.relu(x).square()}
 
 
 class FeedForward(nn.Module):
@@ -63,5 +68,5 @@ class DenseFeedForward(FeedForward):
         if self.gated:
             inner = self.up.gated(x, self.activation, self.down, multiply)
         else:
-            inner = ACTIVATIONS[self.activation](self.up(x, multiply))
+            inner = UNGATED[self.activation](self.up(x, multiply))
         return self.down(inner, multiply)

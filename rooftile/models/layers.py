@@ -111,7 +111,7 @@ def _feed_forward_of(config: ModelConfig, n: int, placement: Placement, *, waits
         case "dense":
             return DenseFeedForward(config, placement, waits=waits)
         case "experts":
-            return ExpertFeedForward(config, placement)
+            return ExpertFeedForward(config, placement, waits=waits)
         case _:
             return None
 

@@ -7,6 +7,7 @@ feed_forward  the call `experts`: checks, and the choice between definition and 
 definition    the experts in plain operations, one after the other, each on all tokens
 sorting       tokens sorted by expert
 products      products of sorted rows with the weight of each row's expert
+quantised     experts whose weights are quantised
 by_expert     forward and backward on sorted rows
 kernels       forward and backward on sorted rows in Triton
 activations   what stands between the two products of an expert, and its gradient

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rooftile.moe.activations import activated, gradient
-from rooftile.moe.problem import Options, Weights
+from rooftile.moe.problem import Options, QuantisedWeights, Weights
 from rooftile.moe.products import bias_gradient, elementwise, multiply, one_weight, weight_gradient
+from rooftile.moe.quantised import experts_in
 from rooftile.moe.sorting import Sorted, sort
 
 Activate = Callable[[Tensor, Options], Tensor]
@@ -40,9 +41,11 @@ class Gradients(NamedTuple):
     shared_gate: Tensor | None = None
 
 
-def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights | QuantisedWeights, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     """y (N, d) in the dtype of u, the products before the activation of sorted rows (N K, 2 h), and the shared one (N, 2 s)."""
-    rows = sort(chosen, weights.up.shape[0])
+    rows = sort(chosen, experts_in(weights))
     p = multiply(u[rows.tokens], weights.up, weights.up_bias, rows, options.deterministic)
     z = multiply(_activated(p, options), weights.down, weights.down_bias, rows, options.deterministic)
     y = _summed(rows.back(z).unflatten(0, chosen.shape), gates)
@@ -53,7 +56,7 @@ def forward(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options:
 
 
 def shared_forward(
-    u: Tensor, weights: Weights, options: Options, wide: torch.dtype, activate: Activate | None = None
+    u: Tensor, weights: Weights | QuantisedWeights, options: Options, wide: torch.dtype, activate: Activate | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """The shared network's output (N, d), in the wide dtype if it is gated, and its products before the activation (N, 2 s).
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.moe import by_expert, definition
-from rooftile.moe.problem import Options, Weights, decode
+from rooftile.moe.problem import Options, QuantisedWeights, Weights, decode
+from rooftile.moe.quantised import dense
 from rooftile.runtime.devices import arch, lack_of_kernels, runs_kernels
 from rooftile.runtime.operators import (
     below_autograd,
@@ -30,8 +31,16 @@ BACKENDS = ("triton", "tiled", "eager")
 _DIFFERENTIABLE = (0, *range(2, 10))
 
 
-def run_experts(u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights, options: Options) -> Tensor:
+def run_experts(
+    u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights | QuantisedWeights, options: Options
+) -> Tensor:  # fmt: skip
     """u (N, d), chosen (N, K) int32 and gates (N, K) in fp32 or fp64 to (N, d)."""
+    if isinstance(weights, QuantisedWeights):
+        plain = (u, gates, *(x for x in weights if isinstance(x, Tensor)))
+        if options.backend != "eager" and not (torch.compiler.is_compiling() or watched(*plain) or wants_grad(*plain)):
+            return _run_quantised(u, chosen, gates, weights, options)
+        # a graph and a gradient see the numbers that the codes stand for
+        weights = dense(weights, u.dtype)
     if options.backend == "eager" or _in_transform():
         return definition.experts(u, chosen, gates, weights, options.activation)
     if options.backend == "triton" and not u.is_meta and (lack := _lack_of_kernels(u, weights)):
@@ -49,17 +58,29 @@ def _in_transform() -> bool:
     return transforms_active() if torch.compiler.is_compiling() else transformed() or in_forward_mode()
 
 
-def _lack_of_kernels(u: Tensor, weights: Weights) -> str:
+def _lack_of_kernels(u: Tensor, weights: Weights | QuantisedWeights) -> str:
     """Says why the kernels do not take these tensors; an empty text if they do."""
     if u.dtype == torch.float64:
         return "u is torch.float64; needs bfloat16, float16 or float32"
-    if not weights.down[0].numel():
+    if not weights.down.shape[-1]:
         return f"down is {tuple(weights.down.shape)}; needs at least one number for each expert"
     return lack_of_kernels(arch(u.device))
 
 
-def _takes_kernels(u: Tensor, weights: Weights, backend: str) -> bool:
+def _takes_kernels(u: Tensor, weights: Weights | QuantisedWeights, backend: str) -> bool:
     return backend == "triton" or (backend == "auto" and runs_kernels(u) and not _lack_of_kernels(u, weights))
+
+
+def _run_quantised(u: Tensor, chosen: Tensor, gates: Tensor, weights: QuantisedWeights, options: Options) -> Tensor:
+    """The forward with quantised weights: a call, and no operator, for no gradient goes through it."""
+    if options.backend == "triton" and (lack := _lack_of_kernels(u, weights)):
+        raise Unsupported(f"backend 'triton': {lack}; name 'tiled' or none")
+    with torch.no_grad(), torch.autocast(u.device.type, enabled=False):
+        if _takes_kernels(u, weights, options.backend):
+            from rooftile.moe import kernels
+
+            return kernels.forward(u, chosen, gates, weights, options, keep=False)[0]
+        return by_expert.forward(u, chosen, gates, weights, options)[0]
 
 
 def _run(u: Tensor, chosen: Tensor, gates: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rooftile.weights import QuantisedWeight
+
 # the most tokens whose experts a GPU computes without sorting their choices, where no gradient is wanted
 FEW = 4
 
@@ -21,6 +23,18 @@ class Weights(NamedTuple):
     shared_up: Tensor | None = None  # (2 s, d)
     shared_down: Tensor | None = None  # (d, s)
     shared_gate: Tensor | None = None  # (d,)
+
+
+class QuantisedWeights(NamedTuple):
+    """The same, of which some are quantised: those of all experts are one weight, one expert below the other."""
+
+    up: Tensor | QuantisedWeight  # (E, 2 h, d), or quantised (E 2 h, d)
+    down: Tensor | QuantisedWeight  # (E, d, h), or quantised (E d, h)
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shared_up: Tensor | QuantisedWeight | None = None
+    shared_down: Tensor | QuantisedWeight | None = None
+    shared_gate: Tensor | None = None
 
 
 class Options(NamedTuple):

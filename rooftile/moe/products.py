@@ -15,18 +15,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.fused.linear import ROWS, linear_as_defined
+from rooftile.moe.quantised import rows_in, weight_of
 from rooftile.moe.sorting import Sorted
 from rooftile.runtime.devices import arch
+from rooftile.weights import QuantisedWeight
+from rooftile.weights import multiply as multiply_quantised
 
 # tiles of one product of a batch: their weights are copied
 BATCH = 16
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sorted, deterministic: bool) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, rows: Sorted, deterministic: bool
+) -> Tensor:  # fmt: skip
     """x (N K, in) times each row's weight transposed, of (E, out, in), plus bias (E, out): (N K, out)."""
     if x.device.type == "cpu":
         return _by_expert(x, weight, bias, rows, deterministic)
-    y = grouped(x, weight, rows) if not deterministic and _has_grouped(x, weight) else by_tiles(x, weight, rows)
+    plain = weight if isinstance(weight, Tensor) else weight.dequantise(x.dtype).unflatten(0, (rows.bounds.shape[0] - 1, -1))
+    y = grouped(x, plain, rows) if not deterministic and _has_grouped(x, plain) else by_tiles(x, plain, rows)
     return y if bias is None else y + bias[rows.experts.long()]
 
 
@@ -50,8 +56,12 @@ def bias_gradient(dy: Tensor, bias: Tensor, rows: Sorted) -> Tensor:
     return found
 
 
-def one_weight(x: Tensor, weight: Tensor, deterministic: bool, bias: Tensor | None = None) -> Tensor:
+def one_weight(
+    x: Tensor, weight: Tensor | QuantisedWeight, deterministic: bool, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """x (N, in) times a weight (out, in) transposed, which all rows share, plus a bias (out,)."""
+    if isinstance(weight, QuantisedWeight):
+        return multiply_quantised(x, weight, bias, out_dtype=x.dtype, deterministic=deterministic, backend="")
     return linear_as_defined(x, weight, bias) if deterministic and x.shape[0] else functional.linear(x, weight, bias)
 
 
@@ -77,11 +87,13 @@ def _parts(rows: Sorted) -> Iterator[tuple[int, slice]]:
             yield e, slice(start, end)
 
 
-def _by_expert(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sorted, deterministic: bool) -> Tensor:
-    product = linear_as_defined if deterministic else functional.linear
-    y = x.new_empty((x.shape[0], weight.shape[1]))
+def _by_expert(
+    x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, rows: Sorted, deterministic: bool
+) -> Tensor:  # fmt: skip
+    product, E = linear_as_defined if deterministic else functional.linear, rows.bounds.shape[0] - 1
+    y = x.new_empty((x.shape[0], rows_in(weight, E)))
     for e, part in _parts(rows):
-        y[part] = product(x[part], weight[e], None if bias is None else bias[e])
+        y[part] = product(x[part], weight_of(weight, e, E, x.dtype), None if bias is None else bias[e])
     return y
 
 

@@ -20,6 +20,7 @@ ROW = -1
 TILE = 128
 # the longest row whose int8 products are exact in int32: 128 * 127 * K < 2^31
 LONGEST_INT8 = 2**31 // (128 * 127)
+_PREFIXES = ("model", "transformer", "model.language_model", "language_model.model", "language_model", "model.text_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,14 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
     return index(asked)
 
 
+def full_names(module: str) -> tuple[str, ...]:
+    """Returns the names that files may have for a module of a decoder, also where the decoder is a part of the model."""
+    return module, *(f"{prefix}.{module}" for prefix in _PREFIXES)
+
+
 def matches(pattern: str, module: str) -> bool:
     """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
-    for name in (module, f"model.{module}", f"transformer.{module}"):
+    for name in full_names(module):
         if pattern.startswith("re:"):
             if expression(pattern[3:], f"the pattern {pattern!r} is").match(name):
                 return True

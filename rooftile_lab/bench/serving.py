@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.layers import Layer
+from rooftile.weights import QuantisedWeight
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
 from rooftile_lab.bench.models import decoder_named, formats_of, weight_bytes
@@ -111,7 +113,7 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
     nbytes, numbers = weight_bytes(decoder)
     routed = [weight for layer in decoder.layers for weight in routed_weights(layer)]
     share = 0.0 if config.experts is None else config.experts.router.active / config.experts.experts
-    idle = (1 - share) * sum(weight.numel() for weight in routed)
+    idle = (1 - share) * sum(math.prod(weight.shape) for weight in routed)
     expert_bytes = sum(weight.nbytes for weight in routed)
     # the embedding is looked up; the head, which may be the same table, is multiplied
     looked_up = 0 if config.tie else decoder.embedding.nbytes
@@ -126,7 +128,7 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
     return Costs(cost, session.ceilings.rates(word))
 
 
-def routed_weights(layer: Layer) -> list[Tensor]:
+def routed_weights(layer: Layer) -> list[Tensor | QuantisedWeight]:
     """Returns the weights of a layer's experts, of which a token reads some; none if it has no experts."""
     experts = layer.feed_forward
     if not isinstance(experts, ExpertFeedForward):

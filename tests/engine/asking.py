@@ -18,6 +18,7 @@ MORE_FAMILIES = [
     "ministral", "ministral3", "olmo2", "olmo3", "phi3",
     "phi3, longrope", "smollm3", "mamba", "mamba2", "bamba", "qwen3_next", "qwen3_5_text", "olmo_hybrid",
     "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoehybrid", "falcon_mamba", "jamba", "deepseek_v3", "deepseek_v2",
+    "nemotron_h",
 ]  # fmt: skip
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

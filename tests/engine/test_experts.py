@@ -19,6 +19,8 @@ from rooftile.engine.mixers.loki.calibration import calibrate
 from rooftile.errors import Unsupported
 from rooftile.models import Decoder, NativeSparseSizes
 from rooftile.models.checkpoints.write import quantise_folder
+from rooftile.models.experts.feed_forward import QUANTISED
+from rooftile.weights import QuantisedWeight
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.models.checkpoints import saved, theirs
 from tests.models.experts import DEEPSEEK, DeepSeek
@@ -131,29 +133,42 @@ def test_neighbours_change_no_bit_of_a_deterministic_engine(name: str, dtype: st
     assert found[0] == found[1] == found[2]
 
 
-def test_what_is_beside_experts_is_quantised(peers) -> None:
-    asked, folder = prompts(6), peers("qwen3_moe, some dense").folder
-    patterns = {"*self_attn*": "int8", "layers.0.mlp.*": "w8"}
-    llm = LLM(folder, weights=patterns, **ROOM)
+@pytest.mark.parametrize("weights", ["w8", {"*self_attn*": "int8", "layers.0.mlp.*": "w8"}, {"*.down_proj": "fp8"}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe, some dense", "qwen3_next", "deepseek_v3", "granitemoehybrid"])
+def test_tokens_are_those_of_the_numbers_that_codes_stand_for(name: str, weights, peers) -> None:
+    """Formats whose activations stay in 16 bits; a decoder in memory is quantised as its folder is."""
+    if name == "granitemoehybrid" and not isinstance(weights, str):
+        weights = {"*.self_attn.*": "int8", "*.output_linear": "fp8"}
+    asked, folder = prompts(6), peers(name).folder
+    llm = LLM(folder, weights=weights, **ROOM)
+    found = tokens_of(llm, asked, GREEDY)
+    assert tokens_of(LLM(Decoder.from_folder(folder), weights=weights, **ROOM), asked, GREEDY) == found
+    if weights != "w8":
+        return
     plain = Decoder.from_folder(folder)
     for ours, rounded in zip(plain.layers, llm.engine.runner.decoder.layers, strict=True):
         for projection, its in zip(ours.projections, rounded.projections, strict=True):
             projection.weight.copy_(its.dequantised())
-    assert [name for name, part in llm.engine.runner.decoder.named_modules() if getattr(part, "parts", ())]
-    due = tokens_of(LLM(Decoder.from_folder(folder), weights=patterns, **ROOM), asked, GREEDY)
-    assert tokens_of(llm, asked, GREEDY) == due
+        for one in QUANTISED:
+            if isinstance(codes := getattr(rounded.feed_forward, one, None), QuantisedWeight):
+                place = getattr(ours.feed_forward, one)
+                place.copy_(codes.dequantise().view_as(place))
+    assert tokens_of(LLM(plain, **ROOM), asked, GREEDY) == found
 
 
 @pytest.mark.parametrize(
     ("weights", "due"),
     [
-        ("int8", r"weights gives layers\.1\.mlp\.experts\.0\.gate_proj the format 'int8', and feed-forwards with experts stay"),
-        ({"*.down_proj": "w8"}, r"weights gives layers\.1\.mlp\.experts\.0\.down_proj the format 'w8', and .* as in"),
-        ({"*.mlp.gate": "w8"}, r"weights gives layers\.1\.mlp\.gate the format 'w8'"),
+        (
+            "2:4",
+            r'weights gives layers\.1\.mlp\.experts\.0\.gate_proj the format "2:4", which experts and what is beside them hav',
+        ),
+        ({"*.mlp.gate": "w8"}, "the pattern '\\*\\.mlp\\.gate', which matches no module"),
         ({"*.self_attn.x": "w8"}, "which matches no module"),
+        ("int4:32", "gate_proj.weight cannot be quantised to int4:32|rows of K = 40 numbers, and 32 of int4 share a scale"),
     ],
 )
-def test_experts_are_not_quantised(weights, due: str, peers) -> None:
+def test_formats_that_experts_have_not(weights, due: str, peers) -> None:
     folder = peers("qwen3_moe, some dense").folder
     for model in (folder, Decoder.from_folder(folder)):
         with pytest.raises(InvalidInput, match=due) as refused:

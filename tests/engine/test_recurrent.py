@@ -25,9 +25,9 @@ from tests.models.recurrent import MAMBA2
 
 NAMES = [
     "mamba", "falcon_mamba", "mamba2", "mamba2, groups", "bamba", "jamba", "granitemoehybrid", "granitemoehybrid, rope, groups",
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "nemotron_h", "nemotron_h, experts",
 ]  # fmt: skip
-SOME = ["mamba", "mamba2", "bamba", "granitemoehybrid", "qwen3_next, dense", "olmo_hybrid"]
+SOME = ["mamba", "mamba2", "bamba", "granitemoehybrid", "qwen3_next, dense", "olmo_hybrid", "nemotron_h, experts"]
 
 
 @pytest.mark.parametrize("how", SETTINGS)

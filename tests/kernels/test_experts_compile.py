@@ -26,15 +26,23 @@ E, D, H = 64, 2048, 1408
 CPU = torch.device("cpu")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype) -> Any:
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    sm: int,
+    dtype: torch.dtype,
+    pointers: dict[str, str] | None = None,
+    room: int = ROOM,
+) -> Any:
     """A kernel as it is launched for tensors that are aligned to 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = dict(constants)
+    known = POINTERS | (pointers or {})
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages") if word in constants}
     signature = {
-        name: "constexpr" if name in constants else SCALARS.get(name) or POINTERS.get(name, WORDS[dtype])
+        name: "constexpr" if name in constants else SCALARS.get(name) or known.get(name, WORDS[dtype])
         for name in kernel.arg_names
     }
     names = list(enumerate(kernel.arg_names))
@@ -42,7 +50,7 @@ def compiled(kernel: Any, constants: dict[str, Any], sm: int, dtype: torch.dtype
     even = {(n,): [["tt.divisibility", 16]] for n, name in names if name.endswith("_ptr")}
     built = triton.compile(ASTSource(kernel, signature, places, even), target=GPUTarget("cuda", sm, 32), options=options)
     assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
-    assert stack(built) <= ROOM
+    assert stack(built) <= room
     return built
 
 
@@ -196,3 +204,37 @@ def test_products_of_one_row_compile(out: int, inner: int, sm: int) -> None:
     assert steps(inner) <= STEPS
     for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
         compiled(_one_row, constants_of(out, inner, bias, CPU), sm, dtype)
+
+
+QUANTISED = [
+    (sm, word, rows, activation)
+    for sm in (80, 90)
+    for word in ("fp8", "w8", "int4", "mxfp4", "mxfp8", "nvfp4")
+    for rows in ROWS
+    for activation in ("silu", "clamped", "relu2", "none")
+]
+
+
+def _quantised_traits(case: tuple) -> tuple:
+    sm, word, _, activation = case
+    return (sm == 90 and word in ("fp8", "mxfp4") and activation in ("silu", "none") and case[1:]), (sm, word)
+
+
+@pytest.mark.parametrize(("sm", "word", "rows", "activation"), swept(QUANTISED, _quantised_traits), ids=str)
+def test_products_with_quantised_weights_compile(sm: int, word: str, rows: int, activation: str) -> None:
+    from rooftile.moe.kernels.quantised import _quantised_product, depth_of, quantised_constants
+    from rooftile.moe.kernels.tiles import Way
+    from rooftile.weights import quantise_weight
+    from rooftile.weights.triton.unpacked import weight_of
+
+    K, out = (1408, 2048) if activation == "none" else (2048, 1408)
+    weight = quantise_weight(torch.randn(2, K), word)
+    kind = weight_of(weight.parts, weight.format, weight.group, (E * 2 * out, K), depth_of(weight, rows, torch.bfloat16))
+    way = Way(gather=activation != "none", scatter=activation == "none", alone=rows == 16)
+    constants = quantised_constants(E, out, activation, torch.bfloat16, rows, activation == "clamped", way, kind)
+    scales = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}.get(weight.scales.dtype, "*u8")
+    codes = "*i8" if weight.codes.dtype == torch.int8 else "*u8"
+    pointers = {"codes_ptr": codes, "scales_ptr": scales, "zeros_ptr": codes, "outer_ptr": "*fp32"}
+    # codes, numbers and two sums at once: some ten registers of a tile leave for the stack, outside of the loop's products
+    built = compiled(_quantised_product, constants, sm, torch.bfloat16, pointers, room=64)
+    assert runs_on_matrix_units(built, sm, rows)

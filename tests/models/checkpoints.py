@@ -13,7 +13,7 @@ from torch import Tensor
 import rooftile
 from rooftile.fused.rope import Rotation, rotate
 from rooftile.models import Decoder
-from tests.models import experts, latent, recurrent
+from tests.models import experts, latent, recurrent, wrappers
 
 VOCABULARY = 97
 SMALL = {
@@ -120,7 +120,8 @@ def longrope(trained: int) -> transformers.PretrainedConfig:
 
 def theirs(name: str) -> transformers.PreTrainedModel:
     """The model of Transformers of that name, with biases and norms that are no zeros and ones."""
-    return made((CONFIGS | recurrent.CONFIGS | experts.CONFIGS | latent.CONFIGS)[name]())
+    every = CONFIGS | recurrent.CONFIGS | experts.CONFIGS | latent.CONFIGS | wrappers.CONFIGS
+    return made(every[name]())
 
 
 def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
@@ -128,7 +129,11 @@ def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     torch.manual_seed(7)
     # other ways to compute experts ask for rows of whole 16 bytes
     config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reads_images = hasattr(config, "vision_config")
+    if reads_images:
+        config.text_config._experts_implementation = "eager"
+    kind = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("_bias"):

@@ -39,7 +39,24 @@ DELTA = {
     "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
 }  # fmt: skip
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+NEMOTRON = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 16,
+    "use_mamba_kernels": False, "hybrid_override_pattern": "M-M*-MM-*",
+    # Transformers clamps steps to it in a prefill, and not in a step
+    "time_step_min": 1e-30,
+}  # fmt: skip
+NEMOTRON_EXPERTS = NEMOTRON | {
+    "hybrid_override_pattern": "MEM*EM-", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 CONFIGS = {
+    "nemotron_h": lambda: transformers.NemotronHConfig(**NEMOTRON),
+    "nemotron_h, biases": lambda: transformers.NemotronHConfig(
+        **NEMOTRON | {"n_groups": 4, "conv_kernel": 3}, use_bias=True, mlp_bias=True, use_conv_bias=False, residual_in_fp32=True
+    ),
+    "nemotron_h, experts": lambda: transformers.NemotronHConfig(**NEMOTRON_EXPERTS),
     "mamba": lambda: transformers.MambaConfig(**MAMBA),
     "mamba, untied, biases": lambda: transformers.MambaConfig(
         **MAMBA, conv_kernel=3, time_step_rank=5, tie_word_embeddings=False, use_bias=True, use_conv_bias=False

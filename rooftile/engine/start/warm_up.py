@@ -19,7 +19,7 @@ from rooftile.exact.backends import hopper
 from rooftile.fused import linear
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.models.experts.feed_forward import QUANTISED, ExpertFeedForward
 from rooftile.models.layers import Layer
 from rooftile.models.projection import Multiply, Part
 from rooftile.moe.problem import FEW
@@ -81,8 +81,11 @@ def kind_of_products(layer: Layer) -> tuple[Any, ...]:
 
 
 def _experts_of(layer: Layer) -> tuple[Any, ...]:
-    """Returns the sizes of a layer's experts, on which their kernels depend; () for a layer without experts."""
-    return (layer.feed_forward.sizes,) if isinstance(layer.feed_forward, ExpertFeedForward) else ()
+    """Returns the sizes and formats of a layer's experts, on which their kernels depend; () for a layer without experts."""
+    if not isinstance(layer.feed_forward, ExpertFeedForward):
+        return ()
+    weights = [getattr(layer.feed_forward, name) for name in QUANTISED]
+    return layer.feed_forward.sizes, *(_kind_of(weight) for weight in weights if weight is not None)
 
 
 def _kind_of(part: Part) -> tuple[Any, ...]:

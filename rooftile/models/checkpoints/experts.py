@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.names import names_of
+from rooftile.models.checkpoints.stored import StackedPart, StoredTensor
 from rooftile.models.config import ModelConfig
-from rooftile.models.experts.feed_forward import ExpertFeedForward
+from rooftile.models.experts.feed_forward import QUANTISED, ExpertFeedForward
 from rooftile.moe.module import DeepSeekMoE
-from rooftile.weights.files.plan import Quantiser, Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,7 @@ _FAMILIES = {
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2")
     ),
     "jamba": ExpertNames(router="feed_forward.router", experts="feed_forward.experts"),
+    "nemotron_h": ExpertNames(parts=("up_proj", "down_proj")),
     "granitemoehybrid": ExpertNames(
         router="block_sparse_moe.router.layer", experts="block_sparse_moe", stacked=True, parts=("input_linear", "output_linear"),
         shared="shared_mlp",
@@ -72,25 +72,57 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
         yield f"{names.router}.bias", served.router_bias
     if layer.selection_bias is not None:
         yield names.selection_bias, layer.selection_bias
-    if names.stacked:
-        yield from _network(names.experts, names, names.weight, layer.up, layer.down)
-    else:
-        for e, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
-            yield from _network(f"{names.experts}.{e}", names, names.weight, up, down)
+    plain = {name: getattr(layer, name) for name in QUANTISED if isinstance(getattr(layer, name), Tensor)}
+    for name, weight in plain.items():
+        if not name.startswith("shared") and not names.stacked:
+            for e, one in enumerate(weight):
+                yield from _parts(f"{names.experts}.{e}", names, names.weight, one, is_up=name == "up")
+        else:
+            module, end = (names.shared, ".weight") if name.startswith("shared") else (names.experts, names.weight)
+            yield from _parts(module, names, end, weight, is_up=name.endswith("up"))
     if served is not None and served.up_bias is not None and served.down_bias is not None:
         yield from _biases(served.up_bias, served.down_bias, names)
-    if layer.shared_up is not None and layer.shared_down is not None:
-        yield from _network(names.shared, names, ".weight", layer.shared_up, layer.shared_down)
     if served is not None and served.shared_gate is not None:
         yield f"{names.shared_gate}.weight", served.shared_gate[None]
 
 
-def _network(module: str, names: ExpertNames, end: str, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parts of a feed-forward, or of all of them stacked."""
-    *first, last = names.parts
-    for part, place in zip(first, up.chunk(len(first), -2), strict=True):
+def by_expert(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Returns stored tensors with the parts of each expert by themselves, where files have those of all experts in one.
+
+    Transformers has (E, 2 h, d), gate rows first, and (E, d, h); Qwen3-VL's own files are transposed.
+
+    Raises:
+        InvalidInput: such a tensor has another shape.
+    """
+    names = expert_names_of(config)
+    if config.experts is None or names.stacked or len(names.parts) < 3:
+        return found
+    sizes, kept, (*first, last) = config.experts, dict(found), names.parts
+    for end, parts, due in (
+        ("gate_up_proj", first, (sizes.experts, sizes.rows, config.hidden)),
+        ("down_proj", [last], (sizes.experts, config.hidden, sizes.hidden)),
+    ):
+        for name in [name for name in found if name.endswith(f".{names.experts}.{end}")]:
+            whole, module = kept.pop(name), name.removesuffix(f".{end}")
+            shape, turned = whole.shape(), (due[0], due[2], due[1])
+            if shape not in (due, turned):
+                raise InvalidInput(f"{whole.name} is {shape}; due are all experts, {due} or {turned}")
+            size = due[1] // len(parts)
+            kept |= {
+                f"{module}.{e}.{part}{names.weight}": StackedPart(
+                    whole, e, slice(n * size, (n + 1) * size), transposed=shape != due
+                )
+                for e in range(sizes.experts)
+                for n, part in enumerate(parts)
+            }
+    return kept
+
+
+def _parts(module: str, names: ExpertNames, end: str, weight: Tensor, *, is_up: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts of a feed-forward's weight, or of all of them stacked."""
+    parts = names.parts[:-1] if is_up else names.parts[-1:]
+    for part, place in zip(parts, weight.chunk(len(parts), -2), strict=True):
         yield f"{module}.{part}{end}", place
-    yield f"{module}.{last}{end}", down
 
 
 def _biases(up: Tensor, down: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
@@ -100,32 +132,3 @@ def _biases(up: Tensor, down: Tensor, names: ExpertNames) -> Iterator[tuple[str,
     for part, place in zip(first, up.chunk(len(first), -1), strict=True):
         yield f"{names.experts}.{part}{names.bias}", place
     yield f"{names.experts}.{last}{names.bias}", down
-
-
-def check_experts(config: ModelConfig, reader: Reader) -> None:
-    """Refuses formats of experts and of what is beside them in their layers' feed-forwards.
-
-    Raises:
-        InvalidInput: a pattern or the checkpoint gives one of them a format.
-    """
-    layers = [n for n, follows in enumerate(config.feed_forwards) if follows == "experts"]
-    name = next((name for n in layers for name in _modules(config, n) if reader.covers(name)), None)
-    if name is None:
-        return
-    if isinstance(reader, Quantiser):
-        word = reader.word(name)
-        raise InvalidInput(
-            f"weights gives {name} the format {word!r}, and feed-forwards with experts stay in 16 bits; name what else there is, "
-            f'as in {{"*.{names_of(config).attention}.*": "{word}"}}'
-        )
-    raise InvalidInput(f"the checkpoint has {name} quantised, and experts are read in 16 bits; give the 16-bit checkpoint")
-
-
-def _modules(config: ModelConfig, n: int) -> Iterator[str]:
-    """Yields the checkpoint's names of a layer's router, experts and shared network."""
-    names, folder, sizes = expert_names_of(config), names_of(config).layers, config.experts
-    assert sizes is not None
-    networks = [names.experts] if names.stacked else [f"{names.experts}.{e}" for e in range(sizes.experts)]
-    networks += [names.shared] if sizes.shared else []
-    yield from (f"{folder}.{n}.{network}.{part}" for network in networks for part in names.parts)
-    yield f"{folder}.{n}.{names.router}"

@@ -96,6 +96,17 @@ class BlockTensor(StoredTensor):
         if {self.blocks.dtype(), self.scales.dtype()} != {"U8"}:
             raise InvalidInput(f"{self.blocks.name} is {self.blocks.dtype()} and its scales {self.scales.dtype()}; due are bytes")
 
+    def quantised(self) -> QuantisedWeight:
+        """Returns the weight in its 4 bits, one expert below the other, gate rows first."""
+        codes, scales = self.blocks.get_tensor().flatten(2), self.scales.get_tensor()
+        if self.has_pairs:
+            codes, scales = (torch.stack([_halves(expert) for expert in x]) for x in (codes, scales))
+        experts, outputs, inputs = self.shape()
+        shape = (experts * outputs, inputs)
+        # not in its file, which is mapped
+        codes, scales = codes.flatten(0, 1).clone(), scales.flatten(0, 1).clone()
+        return QuantisedWeight(codes, scales, None, None, "mxfp4", _GROUP, shape)
+
     def get_tensor(self) -> Tensor:
         blocks, scales = self.blocks.get_tensor(), self.scales.get_tensor()
         found = torch.empty(self.shape(), dtype=torch.bfloat16)

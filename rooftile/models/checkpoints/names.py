@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rooftile.models import wrappers
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import MIXERS
 
@@ -14,16 +15,18 @@ class Names:
 
     Args:
         prefix: begins all names but the head's; some checkpoints leave it out.
+        prefixes: what else may begin them, the first that fits.
         embedding, layers, norm: parts of the decoder.
         mixer_norm, ffn_norm: the norms before what mixes tokens and before the feed-forward.
         attention, recurrence, feed_forward: parts of a layer.
         gate_up, down: the projections of a dense feed-forward; the first in one piece or two.
-        skipped: begin the names of tensors that are no part of the decoder, such as a second predictor.
+        skipped: begin the names of tensors that are no part of the decoder, such as a second predictor, behind the prefix.
         renamed: other words that files have within a name, and ours.
         joined: tensors of a part that files may have in pieces, and the words for the pieces.
     """
 
     prefix: str = "model."
+    prefixes: tuple[str, ...] = ()
     embedding: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
@@ -37,6 +40,11 @@ class Names:
     skipped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def without_prefix(self, name: str) -> str:
+        """Returns the name of a tensor as the decoder has it."""
+        prefix = next((one for one in (*self.prefixes, self.prefix) if name.startswith(one)), "")
+        return name[len(prefix) :]
 
     def mixer_of(self, mixer: str) -> str:
         """Returns the name of what mixes tokens in a layer of a kind."""
@@ -59,6 +67,10 @@ _FAMILIES = {
         joined=(("conv1d.weight", ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),),
     ),
     "granitemoehybrid": Names(feed_forward="shared_mlp", gate_up=("input_linear",), down="output_linear"),
+    # files have blocks, which are given the names of layers' parts
+    "nemotron_h": Names(
+        prefix="backbone.", prefixes=("model.",), embedding="embeddings", norm="norm_f", gate_up=("up_proj",), skipped=("mtp.",)
+    ),
     "phi3": Names(gate_up=("gate_up_proj",)),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
     "mamba": _MAMBA,
@@ -67,7 +79,14 @@ _FAMILIES = {
 
 
 def names_of(config: ModelConfig) -> Names:
-    """Returns the names that a model's family has."""
+    """Returns the names that a model's family has, within a wrapper if there is one."""
+    names = _of_family(config)
+    if config.wrapper is None:
+        return names
+    return replace(names, prefixes=wrappers.PREFIXES, skipped=(*names.skipped, *wrappers.VISION))
+
+
+def _of_family(config: ModelConfig) -> Names:
     if config.family in ("deepseek_v2", "deepseek_v3"):
         # layers behind the last are a second predictor
         return Names(skipped=(f"layers.{config.layers}.",))

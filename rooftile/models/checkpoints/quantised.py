@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints import weights
-from rooftile.models.checkpoints.experts import check_experts
+from rooftile.models.checkpoints import quantised_experts, weights
+from rooftile.models.checkpoints.experts import expert_names_of
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.stored import StoredTensor
@@ -67,10 +67,11 @@ def load(
         InvalidInput: tensors are missing, unexpected, of other shapes, or cannot be quantised.
     """
     projections = list(_projections(config, decoder))
-    check_experts(config, reader)
+    experts = quantised_experts.weights_of(config, decoder.layers)
+    quantised_experts.check(config, experts, reader)
     head = [] if config.tie else ["lm_head"]
     # patterns for one's own quantising mean projections; a checkpoint's targets may mean the head, too
-    reader.check([name for _, parts in projections for name in parts] + head)
+    reader.check([name for _, parts in projections for name in parts] + [name for one in experts for name in one.modules] + head)
     with ExitStack() as stack:
         found = weights.stored_in(config, files, stack)
         for name in [name for name in found if name.endswith(_CACHE_SCALES)]:
@@ -79,8 +80,12 @@ def load(
         if head and _is_quantised(found, reader):
             tensors = _read_all(_take(found, "lm_head", reader))
             _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
+        # before the projections: a layer that has them is whole
+        filled = quantised_experts.fill(experts, found, expert_names_of(config), reader, decoder.embedding.device)
         separate = _fill(config, decoder, projections, taken, reader, on_layer)
         places = dict(decoder.tensors()) | separate
+        for name in filled:
+            del places[name]
         _leave_zero_biases(found, places, taken)
         if head and "lm_head.weight" not in found:
             places.pop("lm_head.weight", None)
@@ -243,8 +248,10 @@ def _joined_sparse(a: TwoFour, b: TwoFour) -> TwoFour:
 def quantise_decoder(decoder: Filled, quantiser: Quantiser) -> None:
     """Quantises the projections of a decoder in place, as they are when a checkpoint is read."""
     projections = list(_projections(decoder.config, decoder))
-    check_experts(decoder.config, quantiser)
-    quantiser.check([name for _, names in projections for name in names])
+    experts = quantised_experts.weights_of(decoder.config, decoder.layers)
+    quantised_experts.check(decoder.config, experts, quantiser)
+    quantiser.check([name for _, names in projections for name in names] + [name for one in experts for name in one.modules])
+    quantised_experts.quantise(experts, quantiser)
     for projection, names in projections:
         if projection.weight is None:
             raise InvalidInput("the decoder's weights are quantised already; leave weights out")

@@ -42,3 +42,20 @@ class JoinedTensor(StoredTensor):
 
     def dtype(self) -> str:
         return self.pieces[0].dtype()
+
+
+class StackedPart(StoredTensor):
+    """The rows of one expert's part in a tensor that has all experts, (E, rows, in), or (E, in, rows) if it is transposed."""
+
+    def __init__(self, whole: StoredTensor, expert: int, rows: slice, *, transposed: bool) -> None:
+        super().__init__(whole.file, whole.name)
+        self.expert, self.rows, self.transposed = expert, rows, transposed
+
+    def get_tensor(self) -> Tensor:
+        stored = self.file.get_slice(self.name)
+        part: Tensor = stored[self.expert, :, self.rows].T if self.transposed else stored[self.expert, self.rows]
+        return part
+
+    def shape(self) -> tuple[int, ...]:
+        inputs = super().shape()[1 if self.transposed else 2]
+        return self.rows.stop - self.rows.start, inputs

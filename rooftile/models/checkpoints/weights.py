@@ -13,7 +13,9 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.checkpoints import gpt_oss
+from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import Names, names_of
+from rooftile.models.checkpoints.nemotron import by_layer
 from rooftile.models.checkpoints.stored import JoinedTensor, StoredTensor
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
@@ -73,7 +75,9 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
     found = _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
-    return gpt_oss.rearranged(found) if config.family == "gpt_oss" else found
+    if config.family == "nemotron_h":
+        return by_layer(found, config.mixers, config.feed_forwards)
+    return gpt_oss.rearranged(found) if config.family == "gpt_oss" else by_expert(found, config)
 
 
 def _matched(
@@ -114,7 +118,7 @@ def _tensors(files: list[Any], names: Names) -> dict[str, StoredTensor]:
     stored = [StoredTensor(file, name) for file in files for name in _names(file)]
     found: dict[str, StoredTensor] = {}
     for one in stored:
-        name = one.name.removeprefix(names.prefix)
+        name = names.without_prefix(one.name)
         if name.endswith(_IGNORED) or name.startswith(names.skipped):
             continue
         for theirs, ours in names.renamed:

@@ -47,6 +47,11 @@ def quantise_folder(
     settings = read_json(folder / "config.json")
     if settings.get("quantization_config"):
         raise InvalidInput(f"the checkpoint {folder} is quantised already; give the 16-bit checkpoint")
+    if config.wrapper is not None:
+        raise InvalidInput(
+            f"the checkpoint is a {config.wrapper}, whose text part is served, and no layout is written for the rest; give "
+            "weights= to LLM instead"
+        )
     if config.family == "gpt2":
         raise InvalidInput(
             "GPT-2 keeps its weights the other way round, for which no layout is written; give weights= to LLM instead"

@@ -17,26 +17,50 @@ from rooftile.models.feed_forward import FeedForward
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply
 from rooftile.numerics import QuantisedRows
+from rooftile.weights import QuantisedWeight
+
+# the weights that may be quantised
+QUANTISED = ("up", "down", "shared_up", "shared_down")
 
 
 class ExpertFeedForward(FeedForward):
-    """A router, experts, and a network that all tokens share, where the model has one. Gate rows come first."""
+    """A router, experts, and a network that all tokens share, where the model has one. Gate rows come first.
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    Weights may be quantised (`rooftile.moe.quantised`); `waits` makes a feed-forward whose QUANTISED ones come later (`fill`).
+    """
+
+    up: Tensor | QuantisedWeight  # (E, 2 h, d)
+    down: Tensor | QuantisedWeight  # (E, d, h)
+    shared_up: Tensor | QuantisedWeight | None
+    shared_down: Tensor | QuantisedWeight | None
+
+    def __init__(self, config: ModelConfig, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config)
         assert config.experts is not None
         sizes = self.sizes = config.experts
-        d, E, h, s = config.hidden, sizes.experts, sizes.hidden, sizes.shared
+        d, E, s = config.hidden, sizes.experts, sizes.shared
         new = placement.parameter
-        self.centroids, self.up, self.down = new(E, d), new(E, sizes.rows, d), new(E, d, h)
+        self.placement = placement
+        self.centroids = new(E, d)
         self.router_bias = new(E) if sizes.router_bias else None
         # a rounded bias would choose other experts
         self.selection_bias = placement._replace(dtype=torch.float32).parameter(E) if sizes.selection_bias else None
         self.up_bias = new(E, sizes.rows) if sizes.biases else None
         self.down_bias = new(E, d) if sizes.biases else None
-        self.shared_up = new(sizes.shared_rows, d) if s else None
-        self.shared_down = new(d, s) if s else None
+        self.shapes: dict[str, tuple[int, ...]] = {"up": (E, sizes.rows, d), "down": (E, d, sizes.hidden)}
+        if s:
+            self.shapes |= {"shared_up": (sizes.shared_rows, d), "shared_down": (d, s)}
+        for name in QUANTISED:
+            setattr(self, name, None)
+            if name in self.shapes and not waits:
+                self.fill(name, None)
         self.shared_gate = new(d) if sizes.shared_gate else None
+
+    def fill(self, name: str, weight: QuantisedWeight | None) -> None:
+        """Takes a quantised weight, or with None makes an uninitialised plain one."""
+        # a parameter of that name, if there is one, would hide the weight
+        delattr(self, name)
+        setattr(self, name, self.placement.parameter(*self.shapes[name]) if weight is None else weight)
 
     def compute(self, x: Tensor | QuantisedRows, multiply: Multiply) -> Tensor:
         assert isinstance(x, Tensor), "experts ask for no codes"

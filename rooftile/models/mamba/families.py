@@ -67,7 +67,7 @@ def mamba2(settings: Settings) -> Fields:
     _check_width(settings, settings.number("expand", 2), hidden, heads, dim)
     sizes = Mamba2Sizes(
         heads=heads, head_dim=dim, groups=groups, state=settings.size("state_size", 128), kernel=settings.size("conv_kernel", 4),
-        step_limit=_limit(settings), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
+        step_limit=step_limit(settings), bias=settings.flag("use_bias"), conv_bias=settings.flag("use_conv_bias", True),
         norm_groups=settings.size("norm_groups", groups),
     )  # fmt: skip
     return _without_attention(settings, "mamba2", "mamba2", tied=False, bos=0, eos=2) | {"mamba2": sizes}
@@ -182,7 +182,7 @@ def _beside_attention(settings: Settings) -> Mamba2Sizes:
     _check_width(settings, expand, hidden, heads, dim)
     return Mamba2Sizes(
         heads=heads, head_dim=dim, groups=settings.size("mamba_n_groups", 1), state=settings.size("mamba_d_state", 256),
-        kernel=settings.size("mamba_d_conv", 4), step_limit=_limit(settings), bias=settings.flag("mamba_proj_bias"),
+        kernel=settings.size("mamba_d_conv", 4), step_limit=step_limit(settings), bias=settings.flag("mamba_proj_bias"),
         conv_bias=settings.flag("mamba_conv_bias", True), norm_groups=1,
     )  # fmt: skip
 
@@ -208,7 +208,7 @@ def _check_width(settings: Settings, expand: float, hidden: int, heads: int, dim
         )
 
 
-def _limit(settings: Settings) -> tuple[float, float]:
+def step_limit(settings: Settings) -> tuple[float, float]:
     """Returns the bounds of the time step. JSON has no infinity: Transformers writes it in either of two ways."""
     said: Any = settings.values.get("time_step_limit")
     if said is None:

@@ -2,6 +2,7 @@
 
     tiles        sizes of tiles, and compile-time arguments
     products     sorted rows times the weight of each row's expert, and the sum over a token's choices
+    quantised    the same with quantised weights
     activations  activations and their gradients
     gradients    the backward's kernels
     forward, backward    the launches

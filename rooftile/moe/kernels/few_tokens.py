@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rooftile.fused.kernels.one_row import numbers_of
 from rooftile.moe.activations import halves
 from rooftile.moe.kernels.activations import _activated
-from rooftile.moe.problem import FEW, Options, Weights
+from rooftile.moe.problem import FEW, Options, QuantisedWeights, Weights
 from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
@@ -181,8 +181,12 @@ def second_constants(E: int, K: int, d: int, h: int, s: int, bias: bool, gated: 
     return sizes | own | {"num_warps": max(block // 256, 1)} | overlaps(device)
 
 
-def takes(u: Tensor, chosen: Tensor, weights: Weights, options: Options, keep: bool) -> bool:
+def takes(
+    u: Tensor, chosen: Tensor, weights: Weights | QuantisedWeights, options: Options, keep: bool
+) -> bool:  # fmt: skip
     """Whether these kernels run a call: a few tokens, whose bits may differ from those among many, and no backward."""
+    if isinstance(weights, QuantisedWeights):
+        return False
     K, h = chosen.shape[1], weights.down.shape[2]
     s = 0 if weights.shared_down is None else weights.shared_down.shape[1]
     block = numbers_of(h, SECOND_NUMBERS)

@@ -30,7 +30,7 @@ from rooftile.weights.files.tensors import (
     w8_weight,
     whole,
 )
-from rooftile.weights.formats import TILE
+from rooftile.weights.formats import TILE, full_names
 from rooftile.weights.packing import unpack_words
 
 # layouts -> the formats of `quantise_weight` that they hold
@@ -138,7 +138,7 @@ def _matches(target: str, module: str) -> bool:
     """Whether a target or a name of the list of what stays means a module: its class, its name or a regular expression."""
     if target == "Linear":
         return True
-    names = (module, f"model.{module}")
+    names = full_names(module)
     if target.startswith("re:"):
         return any(re.match(target[3:], name) for name in names)
     return target in names

@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.methods import FROM_16_BITS
 from rooftile.weights.files.tensors import checked_codes, checked_scales, names_in, refused
-from rooftile.weights.formats import TILE
+from rooftile.weights.formats import TILE, full_names
 
 # Transformers' names -> the others'
 _NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
@@ -71,7 +71,7 @@ class Fp8:
 
 def _is_in(module: str, name: str) -> bool:
     """Whether a name, which may end with *, means a module or one that it lies in."""
-    for full in (module, f"model.{module}"):
+    for full in full_names(module):
         if full == name or full.startswith(f"{name}.") or full.endswith(f".{name}"):
             return True
         if name.endswith("*") and full.startswith(name[:-1]):
