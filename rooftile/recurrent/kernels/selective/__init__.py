@@ -47,6 +47,13 @@ def _by_tokens(W: int, N: int, **own: bool) -> dict[str, Any]:
     return constants_of(W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS, **own)
 
 
+def _of_gradients(W: int, N: int, **own: bool) -> dict[str, Any]:
+    # a thread holds the states around all tokens of a tile
+    return constants_of(
+        W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS if N <= 16 else 1, **own
+    )  # fmt: skip
+
+
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
     """Says why the kernels do not run such tensors, or None."""
     x, _, B, *_ = tokens
@@ -163,10 +170,10 @@ def backward(
     if state.numel():
         _between(chunks, adjoint, None if d_last is None else d_last.contiguous(), d_first, T, reverse=True)
     if x.numel():
-        starts = torch.empty((slots * (CHUNK // _TOKENS), N, W), **wide)
+        starts = torch.empty((slots * (CHUNK // (_TOKENS if N <= 16 else 1)), N, W), **wide)
         found = (dx, d_dt, sums, dz, dA, dD, d_bias)
         tensors = (dy, x, dt, B, C, z, rates, D, bias, chunks.part, adjoint, starts, *found, chunks.cu)
-        own = _by_tokens(W, N, HAS_D=constants[1] is not None, **has)
+        own = _of_gradients(W, N, HAS_D=constants[1] is not None, **has)
         _start_gradients((slots, chunks.blocks, 1), (*tensors, *chunks.strides, T, count, 1), own)
     dB, dC = (d[:, :N].reshape(B.shape) for d in sums.sum(0).unbind(1))
     found = (dx, d_dt, dB, dC, dz, dA.sum(0).t(), dD.sum(0), d_bias.sum(0))
