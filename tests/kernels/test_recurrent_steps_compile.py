@@ -38,7 +38,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     conv: dict[str, Any] = {"SILU": True, "HAS_BIAS": True}
     steps = {"SOFTPLUS": True, "HAS_BIAS": True}
 
-    def scan(N: int = 16, **own: bool) -> dict[str, Any]:
+    def scan(N: int = 16, **own: int) -> dict[str, Any]:
         return selective._by_tokens(5120, N, **own)
 
     both = {"HAS_D": True, "HAS_Z": True}
@@ -62,15 +62,18 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
             convolution.walk_constants(5376, 4, 128, True, True, True, True),
         ),
         "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
-        "_chunk_adjoints": (selective._chunk_adjoints, scan(PACKED=True, HAS_Z=True, **steps)),
+        "_chunk_adjoints": (selective._chunk_adjoints, scan(PACKED=True, TOKENS=selective._TOKENS, HAS_Z=True, **steps)),
         "_scan": (
             selective._scan,
             selective.constants_of(5120, 16, 128, 4, CHUNK=selective.CHUNK, HAS_FIRST=True, REVERSE=True, PACKED=True),
         ),
         "_outputs": (selective._outputs, scan(PACKED=True, **both, **steps)),
         "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
-        "_gradients": (selective._gradients, selective._of_gradients(5120, 16, PACKED=True, **both, **steps)),
-        "_wide_gradients": (selective._gradients, selective._of_gradients(5120, 32, PACKED=False, **both, **steps)),
+        "_gradients": (selective._gradients, scan(PACKED=True, TOKENS=selective._tokens_of_gradients(16), **both, **steps)),
+        "_wide_gradients": (
+            selective._gradients,
+            scan(32, PACKED=False, TOKENS=selective._tokens_of_gradients(32), **both, **steps),
+        ),
         "_scan_step": (
             selective._scan_step,
             selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),

@@ -27,7 +27,7 @@ from rooftile.runtime.launch import Kernel
 # tokens of a chunk
 CHUNK = 256
 LARGEST_N = 32
-# channels of a program, which is one warp: a thread walks tokens with all numbers of its channel, some tokens at once
+# channels of a program, which is one warp: a thread walks tokens with all numbers of its channel; tokens at once in the backward
 _CHANNELS, _TOKENS = 32, 4
 # channels of a program that goes from chunk to chunk, and of a step's
 _SCAN_CHANNELS = _STEP_CHANNELS = 128
@@ -43,15 +43,13 @@ def constants_of(W: int, N: int, block: int, warps: int, **own: int) -> dict[str
     return {"W": W, "N": N, "BLOCK_W": block, **own, "num_warps": warps}
 
 
-def _by_tokens(W: int, N: int, **own: bool) -> dict[str, Any]:
-    return constants_of(W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS, **own)
+def _by_tokens(W: int, N: int, **own: int) -> dict[str, Any]:
+    return constants_of(W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, **own)
 
 
-def _of_gradients(W: int, N: int, **own: bool) -> dict[str, Any]:
+def _tokens_of_gradients(N: int) -> int:
     # a thread holds the states around all tokens of a tile
-    return constants_of(
-        W, N, _CHANNELS, 1, BLOCK_N=triton.next_power_of_2(N), CHUNK=CHUNK, TOKENS=_TOKENS if N <= 16 else 1, **own
-    )  # fmt: skip
+    return _TOKENS if N <= 16 else 1
 
 
 def refusal(tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> str | None:
@@ -166,14 +164,14 @@ def backward(
     rates, D, bias = chunks.constants
     if x.numel():
         arguments = (dy, dt, C, z, rates, bias, adjoint, chunks.cu, chunks.strides[1], *chunks.strides[3:], T, count, 1)
-        _start_adjoints((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, **has))
+        _start_adjoints((slots, chunks.blocks, 1), arguments, _by_tokens(W, N, TOKENS=_TOKENS, **has))
     if state.numel():
         _between(chunks, adjoint, None if d_last is None else d_last.contiguous(), d_first, T, reverse=True)
     if x.numel():
-        starts = torch.empty((slots * (CHUNK // (_TOKENS if N <= 16 else 1)), N, W), **wide)
+        starts = torch.empty((slots * (CHUNK // _tokens_of_gradients(N)), N, W), **wide)
         found = (dx, d_dt, sums, dz, dA, dD, d_bias)
         tensors = (dy, x, dt, B, C, z, rates, D, bias, chunks.part, adjoint, starts, *found, chunks.cu)
-        own = _of_gradients(W, N, HAS_D=constants[1] is not None, **has)
+        own = _by_tokens(W, N, TOKENS=_tokens_of_gradients(N), HAS_D=constants[1] is not None, **has)
         _start_gradients((slots, chunks.blocks, 1), (*tensors, *chunks.strides, T, count, 1), own)
     dB, dC = (d[:, :N].reshape(B.shape) for d in sums.sum(0).unbind(1))
     found = (dx, d_dt, dB, dC, dz, dA.sum(0).t(), dD.sum(0), d_bias.sum(0))

@@ -4,7 +4,7 @@
     _scan          goes from chunk to chunk: S = exp(A sum of dt) S + what the chunk adds; leaves the state before each chunk
     _outputs       walks each chunk from this state, and writes y
 
-A chunk's states lie in memory as (N, W), in fp32; so do B and C (tokens, N), since a thread reads all their numbers.
+A chunk's states lie in memory as (N, W), in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from rooftile.recurrent.kernels.parts import silu
-from rooftile.recurrent.kernels.selective.tiles import by_channel, channels, rates_of, steps, token
+from rooftile.recurrent.kernels.selective.tiles import by_channel, channels, steps
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
@@ -21,7 +21,7 @@ from rooftile.recurrent.linear.kernels.tiles import part_of
 @triton.jit(do_not_specialize=["T", "B", "apart"])
 def _chunk_states(
     x_ptr, dt_ptr, B_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, x_strides, dt_strides, B_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -34,22 +34,21 @@ def _chunk_states(
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias = by_channel(bias_ptr, w, W, HAS_BIAS)
-    rates = rates_of(rates_ptr, n, w, N, W)
+    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
     row = first + start
     x_ptr += b * x_strides[0] + row * x_strides[1] + w
     dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
     B_ptr += b * B_strides[0] + row * B_strides[1] + n
     state, total = tl.zeros((BLOCK_N, BLOCK_W), tl.float32), tl.zeros((BLOCK_W,), tl.float32)
-    count = tl.minimum(CHUNK, length - start)
-    for number in range(0, tl.cdiv(count, TOKENS)):
-        for k in tl.static_range(TOKENS):
-            t, here = token(number * TOKENS + k, count)
-            raw = tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias
-            dt = steps(raw, in_w & here, SOFTPLUS)
-            x = tl.load(x_ptr + t * x_strides[1], mask=in_w, other=0.0).to(tl.float32)
-            own = tl.load(B_ptr + t * B_strides[1], mask=in_n, other=0.0)
-            state = tl.exp2(dt[None, :] * rates) * state + tl.where(here, dt * x, 0.0)[None, :] * own[:, None]
-            total += dt
+    for _ in range(0, tl.minimum(CHUNK, length - start)):
+        dt = steps(tl.load(dt_ptr, mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
+        moved = dt * tl.load(x_ptr, mask=in_w, other=0.0).to(tl.float32)
+        own = tl.load(B_ptr, mask=in_n, other=0.0).to(tl.float32)
+        state = tl.exp2(dt[None, :] * rates) * state + moved[None, :] * own[:, None]
+        total += dt
+        x_ptr += x_strides[1]
+        dt_ptr += dt_strides[1]
+        B_ptr += B_strides[1]
     tl.store(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], state, mask=inside)
     tl.store(total_ptr + slot.to(tl.int64) * W + w, total, mask=in_w)
 
@@ -93,7 +92,7 @@ def _scan(
 def _outputs(
     x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, rates_ptr, D_ptr, bias_ptr, part_ptr, y_ptr, cu_ptr,
     x_strides, dt_strides, B_strides, C_strides, z_strides, T, B, apart,
-    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
@@ -106,7 +105,7 @@ def _outputs(
     in_n, in_w = n < N, w < W
     inside = in_n[:, None] & in_w[None, :]
     bias, skip = by_channel(bias_ptr, w, W, HAS_BIAS), by_channel(D_ptr, w, W, HAS_D)
-    rates = rates_of(rates_ptr, n, w, N, W)
+    rates = tl.load(rates_ptr + n[:, None] * W + w[None, :], mask=inside, other=0.0)
     row = first + start
     x_ptr += b * x_strides[0] + row * x_strides[1] + w
     dt_ptr += b * dt_strides[0] + row * dt_strides[1] + w
@@ -116,22 +115,29 @@ def _outputs(
     y_ptr += ((0 if PACKED else b * T) + row) * W + w
     state = tl.load(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], mask=inside, other=0.0)
     count = tl.minimum(CHUNK, length - start)
-    for number in range(0, tl.cdiv(count, TOKENS)):
-        # a tile is read before any of it is written: no load may pass a store
-        outputs = ()
-        for k in tl.static_range(TOKENS):
-            t, _ = token(number * TOKENS + k, count)
-            dt = steps(tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias, in_w, SOFTPLUS)
-            x = tl.load(x_ptr + t * x_strides[1], mask=in_w, other=0.0).to(tl.float32)
-            own = tl.load(B_ptr + t * B_strides[1], mask=in_n, other=0.0)
-            read = tl.load(C_ptr + t * C_strides[1], mask=in_n, other=0.0)
-            state = tl.exp2(dt[None, :] * rates) * state + (dt * x)[None, :] * own[:, None]
-            y = tl.sum(state * read[:, None], 0)
-            if HAS_D:
-                y += skip * x
-            if HAS_Z:
-                y *= silu(tl.load(z_ptr + t * z_strides[1], mask=in_w, other=0.0).to(tl.float32))
-            outputs = outputs + (y,)
-        for k in tl.static_range(TOKENS):
-            t = number * TOKENS + k
-            tl.store(y_ptr + t * W, outputs[k].to(y_ptr.dtype.element_ty), mask=in_w & (t < count))
+    # a token is read before the one in front of it is written: no load may go ahead of a store by itself
+    dt, x = tl.load(dt_ptr, mask=in_w, other=0.0), tl.load(x_ptr, mask=in_w, other=0.0)
+    own, read = tl.load(B_ptr, mask=in_n, other=0.0), tl.load(C_ptr, mask=in_n, other=0.0)
+    z = tl.load(z_ptr, mask=in_w, other=0.0)
+    for t in range(0, count):
+        more = t + 1 < count
+        x_ptr += x_strides[1]
+        dt_ptr += dt_strides[1]
+        B_ptr += B_strides[1]
+        C_ptr += C_strides[1]
+        next_dt, next_x = tl.load(dt_ptr, mask=in_w & more, other=0.0), tl.load(x_ptr, mask=in_w & more, other=0.0)
+        next_own, next_read = tl.load(B_ptr, mask=in_n & more, other=0.0), tl.load(C_ptr, mask=in_n & more, other=0.0)
+        next_z = z
+        if HAS_Z:
+            z_ptr += z_strides[1]
+            next_z = tl.load(z_ptr, mask=in_w & more, other=0.0)
+        step, moved = steps(dt.to(tl.float32) + bias, in_w, SOFTPLUS), x.to(tl.float32)
+        state = tl.exp2(step[None, :] * rates) * state + (step * moved)[None, :] * own.to(tl.float32)[:, None]
+        y = tl.sum(state * read.to(tl.float32)[:, None], 0)
+        if HAS_D:
+            y += skip * moved
+        if HAS_Z:
+            y *= silu(z.to(tl.float32))
+        tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_w)
+        y_ptr += W
+        dt, x, own, read, z = next_dt, next_x, next_own, next_read, next_z
