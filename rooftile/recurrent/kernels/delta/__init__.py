@@ -239,7 +239,7 @@ def step(state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | Non
         rows = k if slots is None else slots.contiguous()
         strides = (state.stride(), *(x.stride()[:2] for x in (q, k, v, g, beta)))
         given = (state, q, k, v, g, beta, y, rows, *strides, scale)
-        _start_step((count, heads, triton.cdiv(dim_v, own["BLOCK_V"])), given, own)
+        _start_step((count * heads * triton.cdiv(dim_v, own["BLOCK_V"]), 1, 1), given, own)
     return y
 
 

@@ -18,8 +18,10 @@ def _step(
 ):
     # fmt: on
     """Reads a token, changes the state, and writes the output."""
-    n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d, e = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    # the blocks of a state run side by side, so that each page of memory is opened once
+    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    n, h = (tl.program_id(0) // (HEADS * BLOCKS)).to(tl.int64), tl.program_id(0) // BLOCKS % HEADS
+    d, e = tl.arange(0, BLOCK_D), tl.program_id(0) % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     slot = tl.load(slots_ptr + n).to(tl.int64) if SLOTS else n
     place = state_ptr + slot * state_strides[0] + h * state_strides[1]
     place += d[:, None] * state_strides[2] + e[None, :] * state_strides[3]
