@@ -98,7 +98,7 @@ def context_attention(
     if bias is not None and (cu is not None or bias.ndim < 2):
         raise Unsupported("a bias of packed sequences, or of fewer than two axes, on a split sequence; has (B, H, T / P, T)")
     mask = FULL if mask is None else mask
-    settings = CallSettings(scale, softcap, 0, None, deterministic, "native", True, None)
+    settings = CallSettings(scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses")
     if validate:
         _agree(ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total))
     options = Options(bias, alibi, sinks)
