@@ -1,8 +1,8 @@
 """Cuts attention to a range of queries: each piece is an ordinary problem over a range of keys, aligned bottom-right as all are.
 
-A query's position in a piece is `t + S - T` of the *piece*. So a piece ends at the last key that its mask may show, and where that
-key lies behind the last query, both sides of a window move by the difference. Causal masks and windows give one piece, a prefix
-gives two at most, and so does a chunk of one size.
+A query's position in a piece is `t + S - T` of the *piece*. So a piece ends at the last key that its mask may show, and where
+that key lies behind the last query, both sides of a window move by the difference. Causal masks and windows give one piece, a
+prefix gives two at most, and so do chunks of one size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rooftile.exact.masks import FULL, UNBOUNDED, Mask
 class Piece:
     """Queries [t_start, t_stop) over keys [s_start, s_stop) under a mask that counts positions within the piece.
 
-    For packed sequences the ranges are of the whole pack, and `cu_q` and `cu_k` are the offsets of the piece's own sequences, which
-    begin at 0. `ahead` is the number of keys behind the last query: distances between positions are greater by it.
+    For packed sequences the ranges are of the whole pack, and `cu_q` and `cu_k` are the offsets of the piece's own sequences,
+    from 0. `ahead` is the number of keys behind the last query: distances between positions are greater by it.
     """
 
     mask: Mask
@@ -110,7 +110,9 @@ def _piece(mask: Mask, start: int, stop: int, S: int, shift: int) -> Piece:
         first = max(first // lcm(*chunks) * lcm(*chunks), 0)
     ahead = last - stop
     left = None if mask.left is None or mask.left + ahead >= UNBOUNDED else mask.left + ahead
-    return Piece(Mask(left, None if right is None else right - ahead, None, chunks), start - shift, stop - shift, first, last, ahead)
+    return Piece(
+        Mask(left, None if right is None else right - ahead, None, chunks), start - shift, stop - shift, first, last, ahead
+    )
 
 
 def _joined(a: Piece, b: Piece) -> Piece | None:

@@ -122,10 +122,10 @@ def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> t
         return tuple(cu.tolist()), total
     if tokens is None:
         return None, q.shape[-3] * ranks.count
-    total = whole(tokens)
-    if total is None or total < 0:
+    given = whole(tokens)
+    if given is None or given < 0:
         raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole sequence's length")
-    return None, total
+    return None, given
 
 
 def _agree(ranks: Ranks, problem: tuple[Any, ...]) -> None:

@@ -40,8 +40,8 @@ class Exchange:
         # by rank: ranges of the local tokens that it gets, and ranges of the buffer that it fills
         self.sends = [_overlaps(held[rank], wanted[peer]) for peer in range(len(held))]
         self.places = [_overlaps(wanted[rank], held[peer], by_second=True) for peer in range(len(held))]
-        everything = sum(count(tuple(_overlaps(held[a], wanted[b]))) for a in range(len(held)) for b in range(len(held)) if a != b)
-        self.is_needed = everything > 0
+        ranks = range(len(held))
+        self.is_needed = any(_overlaps(held[a], wanted[b]) for a in ranks for b in ranks if a != b)
 
     @property
     def tokens_sent(self) -> int:
@@ -66,7 +66,7 @@ class Exchange:
 
         Sums are in the dtype of `grad` and in the order of the ranks, so they are the same from run to run.
         """
-        got = _swap(grad, self.places, self.sends, self.rank, group, self.is_needed)
+        got = _Swap(grad, self.places, self.sends, self.rank, group, self.is_needed)
         got.wait()
         found = grad.new_zeros((*grad.shape[:-3], self.local, *grad.shape[-2:]))
         for peer, parts in enumerate(self.sends):
@@ -81,7 +81,7 @@ class Fetched:
 
     def __init__(self, exchange: Exchange, x: Tensor, group: dist.ProcessGroup) -> None:
         self._exchange, self._x = exchange, x
-        self._coming = _swap(x, exchange.sends, exchange.places, exchange.rank, group, exchange.is_needed)
+        self._coming = _Swap(x, exchange.sends, exchange.places, exchange.rank, group, exchange.is_needed)
 
     def wait(self) -> Tensor:
         """Returns (..., buffer, heads, dim)."""
@@ -96,11 +96,12 @@ class Fetched:
         return found
 
 
-class _swap:  # noqa: N801 - a call that is under way
+class _Swap:
     """Sends parts of x to every other rank, and receives theirs, all in one collective."""
 
     def __init__(
-        self, x: Tensor, outgoing: list[list[Range]], incoming: list[list[Range]], rank: int, group: dist.ProcessGroup, is_needed: bool
+        self, x: Tensor, outgoing: list[list[Range]], incoming: list[list[Range]], rank: int, group: dist.ProcessGroup,
+        is_needed: bool,
     ) -> None:  # fmt: skip
         self._shape, self._incoming, self._rank = x.shape, incoming, rank
         self._width = x.shape[:-3].numel() * x.shape[-2:].numel()

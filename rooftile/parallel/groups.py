@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +12,8 @@ from rooftile.errors import InvalidInput
 from rooftile.runtime.arguments import shown
 
 
-class Ranks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ranks:
     """A group, this process's rank in it, and their number."""
 
     group: dist.ProcessGroup

@@ -1,14 +1,14 @@
 """Attention on split sequences by exchanging tokens for heads (Ulysses): two all-to-alls, and between them an ordinary call.
 
-Each rank gets every token of its part of the heads, in the order of the whole sequence. So the local call is one device's on fewer
-heads, bit for bit where that is deterministic.
+Each rank gets every token of its part of the heads, in the order of the whole sequence. So the local call is one device's on
+fewer heads, bit for bit where that is deterministic.
 
 Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,23 +69,23 @@ class _TokensToHeads(torch.autograd.Function):
     """(..., tokens of this rank, all heads, dim) to (..., all tokens, heads of this rank, dim)."""
 
     @staticmethod
-    def forward(ctx, x, problem):
+    def forward(ctx: Any, x: Tensor, problem: Problem) -> Tensor:
         ctx.problem = problem
         return _to_heads(x, problem)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _to_tokens(grad, ctx.problem), None
 
 
 class _HeadsToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, problem):
+    def forward(ctx: Any, x: Tensor, problem: Problem) -> Tensor:
         ctx.problem = problem
         return _to_tokens(x, problem)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _to_heads(grad, ctx.problem), None
 
 

@@ -85,7 +85,7 @@ class _Unsharded(torch.autograd.Function):
     """Rows of every rank, in the order of the whole."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, held: tuple[tuple[Range, ...], ...], ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: tuple[tuple[Range, ...], ...], ranks: Ranks) -> Tensor:
         ctx.held, ctx.ranks = held, ranks
         sizes, width = [count(parts) for parts in held], x.shape[1:].numel()
         sent = x.contiguous().view(-1).repeat(ranks.count)
@@ -101,7 +101,7 @@ class _Unsharded(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         held, ranks = ctx.held, ctx.ranks
         sizes, width = [count(parts) for parts in held], grad.shape[1:].numel()
         sent = torch.cat([grad[start:stop].reshape(-1) for parts in held for start, stop in parts])
@@ -109,5 +109,7 @@ class _Unsharded(torch.autograd.Function):
         got = grad.new_empty(own * ranks.count)
         dist.all_to_all_single(got, sent, [own] * ranks.count, [size * width for size in sizes], group=ranks.group)
         # in fp32 and in the order of the ranks: the same from run to run
-        total = got.view(ranks.count, sizes[ranks.rank], *grad.shape[1:]).to(torch.promote_types(grad.dtype, torch.float32)).sum(0)
+        total = (
+            got.view(ranks.count, sizes[ranks.rank], *grad.shape[1:]).to(torch.promote_types(grad.dtype, torch.float32)).sum(0)
+        )
         return total.to(grad.dtype), None, None

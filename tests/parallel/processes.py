@@ -28,7 +28,10 @@ def run_on(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[An
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
-        answers = [torch.load(path, weights_only=False) if (path := Path(folder) / f"{rank}.pt").exists() else None for rank in range(ranks)]
+        answers = [
+            torch.load(path, weights_only=False) if (path := Path(folder) / f"{rank}.pt").exists() else None
+            for rank in range(ranks)
+        ]
     errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer and "error" in answer]
     assert not errors, "\n".join(errors)
     assert not hung, f"ranks {hung} had not ended after {SECONDS} s"

@@ -1,5 +1,7 @@
 """Pieces of a mask: together they show each visible pair once, and no other, whatever the mask and the range of queries."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,7 +61,7 @@ def test_pieces_of_a_pack_show_each_visible_pair_once(masks, lengths, data):
     a = data.draw(st.integers(0, cu[-1]))
     b = data.draw(st.integers(a, cu[-1]))
     due = torch.zeros(cu[-1], cu[-1], dtype=torch.int64)
-    for low, high in zip(cu, cu[1:], strict=False):
+    for low, high in itertools.pairwise(cu):
         due[low:high, low:high] = materialise(mask, high - low, high - low).long()
     due[:a] = 0
     due[b:] = 0
@@ -74,7 +76,7 @@ def test_pieces_of_a_pack_show_each_visible_pair_once(masks, lengths, data):
 
 
 def pairs(cu):
-    return list(zip(cu, cu[1:], strict=False))
+    return list(itertools.pairwise(cu))
 
 
 @pytest.mark.parametrize(
