@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact import dispatch, ops, reference
+from rooftile.exact import dispatch, ops, reference, split
 from rooftile.exact import validate as checks
 from rooftile.exact.backends import eager
 from rooftile.exact.blocks import Blocks
@@ -469,6 +469,10 @@ def _attend(
     if not is_plain or (isinstance(q, Tensor) and q.is_nested):
         call, finish = normalise(Call(q, k, v, mask, options, settings, is_packed), blocks, padding, validate)
         q, k, v, mask, options, settings, is_packed = call
+    if split.ENTERED.count:
+        found = split.attend(Call(q, k, v, mask, options, settings, is_packed), "rooftile.attention")
+        if found is not None:
+            return found if finish is None else finish(*found)
     key = ops.signature(q, k, v, mask, options, settings)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:

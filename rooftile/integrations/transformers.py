@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact import api
+from rooftile.exact import api, split
 from rooftile.exact.masks import CAUSAL, FULL, Mask, Window
 from rooftile.integrations import transformers_mask
 from rooftile.integrations import transformers_refusal as refusal
@@ -197,7 +197,7 @@ def _attend(
         pattern, packing = _pattern_without_mask(module, call, q.shape[1], k.shape[1]), None
         if call.cu_seq_lens_q is not None and call.cu_seq_lens_k is not None:
             packing = Packing(None, None, call.cu_seq_lens_q, call.cu_seq_lens_k)
-    if packing is None and pattern.right == 0 and call.position_ids is not None:
+    if packing is None and pattern.right == 0 and call.position_ids is not None and not split.active():
         packing = restarts(call.position_ids, q, k)
     if packing is None:
         return api.attention(q, k, v, pattern, bias=call.position_bias, **options)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.errors import Unsupported
+from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Window
 from rooftile.integrations.transformers_lazy_mask import Decision, lazy
 from rooftile.integrations.transformers_refusal import note_a_mask
@@ -48,6 +50,14 @@ def mask(
         return dense()
     pattern, packed = pattern_and_packed
     sequences = None
+    if split.active():
+        # the positions of a rank's tokens jump where the layout does; documents are the context's to say
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise Unsupported("attention_mask with padding inside rooftile.parallel.context; has none: pack the sequences (cu=)")
+        return lazy(
+            Decision(pattern, None, False, dense), (batch_size, 1, q_length, kv_length), settings.get("dtype", torch.float32),
+            settings.get("device", "cpu"),
+        )  # fmt: skip
     written = q_offset + q_length - kv_offset if pattern.right == 0 else kv_length  # type: ignore[operator]
     if attention_mask is not None or packed is not None or written != kv_length:
         if not _has_values(settings.get("device")):

@@ -31,6 +31,7 @@ from rooftile.exact.spec import (
     Spec,
     decode,
     differentiable,
+    grad_dtype,
     option_names,
 )
 from rooftile.runtime.launch import BoundedCache
@@ -210,7 +211,8 @@ def _fake_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) 
     problem = decode(spec)
     wanted = differentiable(problem)
     extra = [x for name, x in zip(option_names(problem), options, strict=True) if name in wanted]
-    return [x.new_empty(x.shape) for x in (q, k, v, *extra)]
+    found = [x.new_empty(x.shape, dtype=grad_dtype(x, problem)) for x in (q, k, v)]
+    return [*found, *(x.new_empty(x.shape) for x in extra)]
 
 
 class _Attention(torch.autograd.Function):

@@ -16,7 +16,7 @@ from rooftile.exact import reference
 from rooftile.exact.backends import paged_by_gather
 from rooftile.exact.backends.eager import quantised
 from rooftile.exact.blocks import Blocks
-from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, option_names
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, grad_dtype, option_names
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
@@ -100,7 +100,7 @@ def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
     do, dlse, q, k, v, _, _, options = inputs
     wanted = [name for name in option_names(spec) if name == "sinks" or (name == "bias" and spec.bias_grad)]
     with torch.enable_grad(), _autograd_again():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        leaves = [x.detach().to(grad_dtype(x, spec)).requires_grad_() for x in (q, k, v)]
         extra = {name: getattr(options, name).detach().requires_grad_() for name in wanted}
         outputs = attend(*leaves, options._replace(**extra), spec)
         given = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if g is not None]

@@ -67,6 +67,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield from _refusals_of_bias(spec)
     if spec.block_size is not None:
         yield from _refusals_of_blocks(spec)
+    if spec.wide_grads and spec.needs_grad:
+        yield "gradients in fp32; has them in the dtype of the inputs"
     if not spec.scale > 0:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:

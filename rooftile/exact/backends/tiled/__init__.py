@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.exact.backends import paged_by_gather
-from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, grad_dtype
 from rooftile.kvcache import PagedKV
 
 NAME = "tiled"
@@ -56,7 +56,7 @@ def backward(inputs: BackwardInputs, spec: Spec) -> Grads:
     from rooftile.exact.backends.tiled.heads import blocks
 
     wide = lse.dtype
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype(x, spec)) for x in (q, k, v))
     # gradients that many rows add to are summed in the wide dtype and rounded once
     dbias = torch.zeros(options.bias.shape, dtype=wide) if spec.bias_grad else None
     dsinks = torch.zeros(options.sinks.shape, dtype=wide) if spec.has_sinks else None

@@ -12,7 +12,7 @@ from rooftile.exact.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_b
 from rooftile.exact.backends.triton.call import TritonCall, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.exact.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.exact.reference.gradients import sinks_gradient
-from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, grad_dtype
 from rooftile.runtime.launch import BoundedCache, empties, kind_of
 
 # the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
@@ -50,7 +50,7 @@ def _plan(call: TritonCall, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backw
     do_strides = strides_of(do)
     stats_of = row_stats.plan(call, strides_of(o), do_strides, has_dlse=dlse is not None)
     fill = _fill(call, do_strides)
-    new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
+    new_dq, new_dk, new_dv = (empties(tuple(x.shape), grad_dtype(x, call.spec), x.device) for x in (call.q, call.k, call.v))
     spec = call.spec
 
     def run(inputs: BackwardInputs) -> Grads:

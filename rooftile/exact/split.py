@@ -1,0 +1,57 @@
+"""Where `rooftile.parallel.context` takes calls of attention: on the way of every call, below the parallel room.
+
+The context belongs to the thread that entered it. A backward that runs a forward again (activation checkpointing) runs outside
+of it, in a thread of autograd's own; such a call would compute attention over this rank's tokens alone, so it is refused unless
+the checkpoint carries the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import Unsupported
+from rooftile.exact.spec import Call
+
+Attend = Callable[[Call], tuple[Tensor, Tensor]]
+
+# what runs a call of this thread: None says that nobody does, and False that the caller has said so
+CURRENT: ContextVar[Attend | bool | None] = ContextVar("rooftile_split_attention", default=None)
+
+
+class _Entered:
+    """Whether any thread of the process has entered a context; a compiled graph guards on it."""
+
+    count: int = 0
+
+
+ENTERED = _Entered()
+
+
+@torch.compiler.disable
+def attend(call: Call, what: str) -> tuple[Tensor, Tensor] | None:
+    """Returns o and lse of a call inside a context, None for a call outside of any."""
+    current = CURRENT.get()
+    if callable(current):
+        return current(call)
+    if current is None and _in_backward():
+        raise Unsupported(
+            f"{what} ran again in a backward, outside of the rooftile.parallel.context that the process has entered; pass "
+            "context_fn=rooftile.parallel.checkpoint_contexts to torch.utils.checkpoint, with use_reentrant=False "
+            "(Transformers: gradient_checkpointing_kwargs)"
+        )
+    return None
+
+
+def active() -> bool:
+    """Whether this thread is in a context."""
+    return bool(ENTERED.count) and callable(CURRENT.get())
+
+
+def _in_backward() -> bool:
+    current: Any = torch._C._current_graph_task_id
+    return bool(current() != -1)

@@ -1,0 +1,139 @@
+"""Exact attention on a sequence that several ranks hold in parts: `context_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import validate as checks
+from rooftile.exact.masks import FULL, Mask
+from rooftile.exact.spec import CallSettings, Options
+from rooftile.parallel import gathered, heads
+from rooftile.parallel.groups import Ranks, check_device, ranks_of
+from rooftile.parallel.layouts import LAYOUTS, count, ranges
+from rooftile.parallel.pieces import share_of
+from rooftile.runtime.arguments import shown, whole
+from rooftile.runtime.tensors import check_offsets
+
+METHODS = ("auto", "gather", "ulysses")
+
+
+@torch.compiler.disable
+def context_attention(
+    q: Tensor,  # (B, T / P, H, D) or (total / P, H, D)
+    k: Tensor,  # (B, T / P, Hk, D) or (total / P, Hk, D)
+    v: Tensor,  # (B, T / P, Hk, Dv) or (total / P, Hk, Dv)
+    mask: Mask | None = FULL,
+    *,
+    group: Any,
+    layout: str = "zigzag",
+    method: str = "auto",
+    cu: Tensor | None = None,
+    tokens: int | None = None,
+    return_lse: bool = False,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention over a sequence whose tokens are dealt out to the P ranks of a group; each rank gets its own rows of o.
+
+    Args:
+        q, k, v: this rank's tokens, as `shard` deals them out: (B, T / P, H, D), or packed (total / P, H, D) with `cu`.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`; positions are those of the whole sequence.
+        group: a process group, a one-dimensional DeviceMesh, or None for the default group. Every rank of it calls this.
+        layout: "zigzag" or "contiguous": which tokens a rank holds.
+        method: "gather" fetches the keys that a rank's queries see; "ulysses" exchanges tokens for heads by two all-to-alls;
+            "auto" takes "gather".
+        cu: offsets (B + 1,) of the *whole* pack's sequences, the same on every rank. They are read, which waits for a GPU if they
+            are there.
+        tokens: the whole sequence's length, for lengths that P does not divide. None: every rank holds as many tokens.
+        return_lse: return (o, lse).
+        bias: (1 or B, 1 or H, 1 or T / P, 1 or T): this rank's rows, every key. Differentiable.
+        validate: check over the group that every rank was given the same problem; costs a small all-gather.
+
+    The other arguments are as in `rooftile.attention`. Gradients are whole for q, k and v; sinks and a bias that all ranks share
+    have on each rank the part of its own rows, as parameters have in data parallel training: the sum over the group is the whole.
+
+    Returns:
+        o (B, T / P, H, Dv) in the dtype of q, and with `return_lse` lse (B, H, T / P), fp32.
+
+    Raises:
+        InvalidInput: an argument is wrong, on every rank that got it.
+        Unsupported: an option has no form on split sequences, or no backend runs the problem.
+
+    Example:
+        >>> q, k, v = (shard(x, group, dim=1) for x in (q, k, v))     # doctest: +SKIP
+        >>> o = context_attention(q, k, v, rt.CAUSAL, group=group)    # doctest: +SKIP
+        >>> o = unshard(o, group, dim=1)                              # doctest: +SKIP
+
+    Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    ranks = ranks_of(group)
+    if method not in METHODS:
+        raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    if dropout:
+        raise Unsupported(f"dropout {dropout} on a split sequence; has none yet: use dropout=0, or one device")
+    checks.check_tensors(q, k, v, checks.DENSE if cu is None else checks.PACKED)
+    check_device("q", q, ranks)
+    if k.shape[-3] != q.shape[-3]:
+        raise InvalidInput(f"k has {k.shape[-3]} tokens on this rank; q has {q.shape[-3]}, and they are the same tokens")
+    offsets, total = _length(q, cu, tokens, ranks)
+    held = count(ranges(total, ranks.count, layout)[ranks.rank])
+    if held != q.shape[-3]:
+        raise InvalidInput(
+            f"q has {q.shape[-3]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {held} of {total}: "
+            "pass what rooftile.parallel.shard returned, and tokens= where the ranks' lengths differ"
+        )
+    if bias is not None and (cu is not None or bias.ndim < 2):
+        raise Unsupported("a bias of packed sequences, or of fewer than two axes, on a split sequence; has (B, H, T / P, T)")
+    mask = FULL if mask is None else mask
+    settings = CallSettings(scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses")
+    if validate:
+        _agree(ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total))
+    options = Options(bias, alibi, sinks)
+    if method == "ulysses":
+        found = heads.attend(q, k, v, mask, options, heads.Problem(ranks, layout, total, offsets, settings, backend))
+    else:
+        share = share_of(mask, total, layout, ranks.rank, ranks.count, offsets)
+        if alibi is not None and any(local.piece.ahead for local in share.pieces):
+            raise Unsupported(f"alibi under {mask} on a split sequence; has it under masks that look back alone, such as CAUSAL")
+        found = gathered.attend(q, k, v, options, gathered.Problem(share, ranks.group, settings, backend))
+    return found if return_lse else found[0]
+
+
+def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> tuple[tuple[int, ...] | None, int]:
+    """Returns the offsets of the whole pack, and the whole length."""
+    if cu is not None:
+        total = int(cu[-1]) if isinstance(cu, Tensor) and cu.ndim == 1 and len(cu) else 0
+        check_offsets("cu", cu, total, "tokens of the whole pack", torch.device("cpu"), True)
+        if tokens is not None and tokens != total:
+            raise InvalidInput(f"tokens is {tokens}; cu ends at {total}, and they must agree")
+        return tuple(cu.tolist()), total
+    if tokens is None:
+        return None, q.shape[-3] * ranks.count
+    given = whole(tokens)
+    if given is None or given < 0:
+        raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole sequence's length")
+    return None, given
+
+
+def _agree(ranks: Ranks, problem: tuple[Any, ...]) -> None:
+    """Raises InvalidInput on every rank if the ranks were given different problems."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * ranks.count
+    dist.all_gather_object(found, problem, group=ranks.group)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")

@@ -1,0 +1,167 @@
+"""A context in which attention is over a sequence that the ranks of a group hold in parts; no line of a model changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import split
+from rooftile.exact.masks import CAUSAL, FULL
+from rooftile.exact.spec import Call
+from rooftile.parallel.attention import METHODS, context_attention
+from rooftile.parallel.groups import ranks_of
+from rooftile.parallel.layouts import LAYOUTS
+
+
+@contextmanager
+def context(
+    group: Any, layout: str = "zigzag", method: str = "auto", *, cu: Tensor | None = None, tokens: int | None = None
+) -> Iterator[None]:
+    """Makes attention in this thread run over the whole sequence, of which each rank of the group holds a part.
+
+    Inside, `rooftile.attention` and `attention_with_lse`, F.scaled_dot_product_attention and models of Transformers with
+    attn_implementation="rooftile" compute self-attention as `context_attention` does. Give the model this rank's tokens
+    (`shard`) and their positions (`positions`). Attention to other keys, and what has no form on split sequences, is refused.
+
+    Args:
+        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        layout, method: as in `context_attention`.
+        cu: offsets (B + 1,) of documents in the whole sequence, which do not see each other. The batch is 1 then.
+        tokens: the whole length, for lengths that the ranks do not divide.
+
+    Activation checkpointing runs the forward again in the backward, outside of any context: give torch.utils.checkpoint
+    context_fn=checkpoint_contexts. Without it, the backward refuses.
+
+    Example:
+        >>> with parallel.context(mesh["cp"]):                                                        # doctest: +SKIP
+        ...     loss = model(shard(ids, mesh["cp"]), position_ids=positions(T, mesh["cp"])[None])     # doctest: +SKIP
+    """
+    ranks = ranks_of(group)
+    for name, value, has in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
+        if value not in has:
+            raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
+    attend = partial(_attend, group=ranks.group, layout=layout, method=method, cu=cu, tokens=tokens)
+    with _entered(attend):
+        yield
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What torch.utils.checkpoint takes as `context_fn`: the forward that runs again in the backward is in this context too.
+
+    Outside of a context it says that the forward was outside, so one function serves all checkpoints.
+
+    Example:
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts)      # doctest: +SKIP
+    """
+    current = split.CURRENT.get()
+    return _same(), _entered(current if callable(current) else False)
+
+
+@contextmanager
+def _same() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _entered(attend: Any) -> Iterator[None]:
+    split.ENTERED.count = 1
+    token = split.CURRENT.set(attend)
+    try:
+        if callable(attend):
+            with _TorchAttention():
+                yield
+        else:
+            yield
+    finally:
+        split.CURRENT.reset(token)
+
+
+def _attend(call: Call, *, group: Any, layout: str, method: str, cu: Tensor | None, tokens: int | None) -> tuple[Tensor, Tensor]:
+    """Runs a call of `rooftile.attention` over the group."""
+    q, k, v, mask, options, settings, is_packed = call
+    if is_packed:
+        raise Unsupported(
+            "packed sequences inside rooftile.parallel.context; give the whole pack's offsets to the context (cu=), and "
+            "this rank's tokens to rooftile.attention with a batch of 1"
+        )
+    if settings.precision != "native":
+        raise Unsupported(f"precision {settings.precision} inside rooftile.parallel.context; has the inputs' own")
+    if k.shape[1] != q.shape[1]:
+        raise Unsupported(
+            f"k has {k.shape[1]} tokens and q has {q.shape[1]} inside rooftile.parallel.context; it has self-attention: "
+            "call attention to other keys outside of it"
+        )
+    if cu is not None:
+        if q.shape[0] != 1:
+            raise InvalidInput(f"q has batch {q.shape[0]} inside rooftile.parallel.context(cu=...); a pack has batch 1")
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+    with split_off():
+        o, lse = context_attention(
+            q, k, v, mask, group=group, layout=layout, method=method, cu=cu, tokens=tokens, return_lse=True,
+            alibi=options.alibi, backend=settings.backend, bias=options.bias, deterministic=settings.deterministic,
+            dropout=settings.dropout, scale=settings.scale, sinks=options.sinks, softcap=settings.softcap,
+        )  # fmt: skip
+    return (o.unsqueeze(0), lse.unsqueeze(0)) if cu is not None else (o, lse)
+
+
+@contextmanager
+def split_off() -> Iterator[None]:
+    """The calls that attention on split sequences makes itself are over tensors that are there."""
+    token = split.CURRENT.set(False)
+    try:
+        yield
+    finally:
+        split.CURRENT.reset(token)
+
+
+class _TorchAttention(TorchFunctionMode):
+    """Takes F.scaled_dot_product_attention, whatever `rooftile.enable` has done."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _of_torch(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _in_reentrant_checkpoint() -> bool:
+    from torch.utils.checkpoint import CheckpointFunction
+
+    frame, code = sys._getframe(), CheckpointFunction.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def _of_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    from rooftile.exact.api import attention
+
+    if attn_mask is not None:
+        raise Unsupported(
+            "F.scaled_dot_product_attention with attn_mask inside rooftile.parallel.context, where a rank's mask would need all "
+            "keys; use is_causal=True, or attn_implementation='rooftile' for a model of Transformers"
+        )
+    if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        raise Unsupported(
+            "F.scaled_dot_product_attention inside rooftile.parallel.context and a reentrant checkpoint, whose backward runs "
+            "outside of the context; pass use_reentrant=False and context_fn=rooftile.parallel.checkpoint_contexts"
+        )
+    if query.ndim != 4:
+        raise Unsupported(
+            f"F.scaled_dot_product_attention of {query.ndim} axes inside rooftile.parallel.context; has (B, H, T, D)"
+        )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise InvalidInput(f"query has {query.shape[1]} heads and key has {key.shape[1]}; pass enable_gqa=True")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    o = attention(q, k, v, CAUSAL if is_causal else FULL, dropout=dropout_p, scale=scale)
+    return o.transpose(1, 2)

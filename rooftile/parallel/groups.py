@@ -1,0 +1,54 @@
+"""The ranks that share a sequence: a process group, or a one-dimensional DeviceMesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.runtime.arguments import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A group, this process's rank in it, and their number."""
+
+    group: dist.ProcessGroup
+    rank: int
+    count: int
+
+
+def ranks_of(group: Any) -> Ranks:
+    """Returns the group that a caller gave: a process group, a one-dimensional DeviceMesh, or None for the default group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInput(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
+            "and start the program with torchrun"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise InvalidInput(f"group is a mesh of {group.ndim} dimensions; must have one: name it, as in mesh['cp']")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInput("group does not contain this process; call this on its own ranks alone")
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidInput(f"group is {shown(group)}; must be a process group, a one-dimensional DeviceMesh, or None")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidInput("group does not contain this process; call this on its own ranks alone")
+    return Ranks(group, rank, dist.get_world_size(group))
+
+
+def check_device(name: str, x: Tensor, ranks: Ranks) -> None:
+    """Raises InvalidInput unless the group can move tensors of x's device."""
+    served = {str(kind).split(":")[0] for kind in getattr(ranks.group, "_device_types", ())}
+    if served and x.device.type not in served:
+        raise InvalidInput(
+            f"{name} is on {x.device}; the group's backend moves tensors of {', '.join(sorted(served))}: "
+            "make the group with the device's backend (nccl for cuda, gloo for cpu)"
+        )

@@ -1,0 +1,46 @@
+"""Which tokens each rank holds: the tokens are cut into ranges, and a layout deals the ranges out.
+
+    contiguous   rank r of P holds range r of P
+    zigzag       rank r holds ranges r and 2P - 1 - r of 2P, so that under a causal mask all ranks have as many pairs
+
+Where P does not divide the length, the first ranks hold one token more; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, pairwise
+
+from rooftile.errors import InvalidInput
+
+Range = tuple[int, int]
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@cache
+def ranges(tokens: int, ranks: int, layout: str) -> tuple[tuple[Range, ...], ...]:
+    """Returns the ranges [start, stop) that each rank holds, in the order in which it holds them.
+
+    Example:
+        >>> ranges(10, 2, "zigzag")
+        (((0, 2), (7, 10)), ((2, 4), (4, 7)))
+    """
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    sizes = [tokens // ranks + (r < tokens % ranks) for r in range(ranks)]
+    if layout == "contiguous":
+        return tuple((part,) for part in _laid(sizes))
+    first = _laid([size // 2 for size in sizes])
+    last = _laid([size - size // 2 for size in reversed(sizes)], first[-1][1])
+    return tuple(zip(first, reversed(last), strict=True))
+
+
+def _laid(sizes: list[int], start: int = 0) -> list[Range]:
+    """Ranges of these sizes, one behind the other."""
+    stops = list(accumulate(sizes, initial=start))
+    return list(pairwise(stops))
+
+
+def count(held: tuple[Range, ...]) -> int:
+    """Returns the number of tokens in ranges."""
+    return sum(stop - start for start, stop in held)

@@ -1,0 +1,115 @@
+"""Deals tokens out to the ranks of a group, and puts them together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.parallel.groups import Ranks, ranks_of
+from rooftile.parallel.layouts import Range, count, ranges
+from rooftile.runtime.arguments import shown, whole
+
+
+def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
+    """Returns this rank's tokens of a whole tensor: inputs, targets, or a whole sequence's q, k and v.
+
+    Args:
+        x: the whole tensor, the same on every rank; `dim` is its axis of tokens.
+        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        layout: "zigzag" (rank r holds ranges r and 2P - 1 - r of 2P, so causal work is even) or "contiguous".
+
+    A length that P does not divide is cut unevenly, the first ranks hold one token more. Packed sequences are cut as one.
+
+    Example:
+        >>> shard(tokens, mesh["cp"], dim=1)      # doctest: +SKIP
+    """
+    ranks = ranks_of(group)
+    dim = _axis(x, dim)
+    held = ranges(x.shape[dim], ranks.count, layout)[ranks.rank]
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in held], dim)
+
+
+def unshard(local: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", tokens: int | None = None) -> Tensor:
+    """Returns the whole tensor from every rank's tokens: the opposite of `shard`.
+
+    Args:
+        local: this rank's tokens; `dim` is their axis.
+        tokens: the whole length, for lengths that the number of ranks does not divide. None: every rank holds as many.
+
+    Differentiable: a rank's gradient is the sum of what every rank's loss asks of its tokens.
+    """
+    ranks = ranks_of(group)
+    dim = _axis(local, dim)
+    total = local.shape[dim] * ranks.count if tokens is None else whole(tokens)
+    if total is None or total < 0:
+        raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole length")
+    held = ranges(total, ranks.count, layout)
+    own = count(held[ranks.rank])
+    if own != local.shape[dim]:
+        raise InvalidInput(
+            f"local has {local.shape[dim]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {own} of {total}: "
+            "pass tokens= where the ranks' lengths differ"
+        )
+    whole_first: Tensor = _Unsharded.apply(local.movedim(dim, 0), held, ranks)
+    return whole_first.movedim(0, dim)
+
+
+def positions(tokens: int, group: Any = None, layout: str = "zigzag", cu: Tensor | None = None) -> Tensor:
+    """Returns the positions of this rank's tokens in the whole sequence, int64 on the CPU: what rotary embeddings need.
+
+    Args:
+        tokens: the whole sequence's length.
+        cu: offsets (B + 1,) of packed sequences; positions are then those within each sequence.
+    """
+    ranks = ranks_of(group)
+    found = torch.cat([torch.arange(start, stop) for start, stop in ranges(tokens, ranks.count, layout)[ranks.rank]])
+    if cu is None:
+        return found
+    starts = cu.to("cpu", torch.int64)
+    if starts.ndim != 1 or not len(starts) or int(starts[-1]) != tokens:
+        raise InvalidInput(f"cu is {shown(cu)}; must be offsets (B + 1,) that end at {tokens}, the whole length")
+    return found - starts[torch.searchsorted(starts, found, right=True) - 1]
+
+
+def _axis(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+        raise InvalidInput(f"got {shown(x)} with dim {dim}; must be a tensor with that axis, its axis of tokens")
+    return dim % x.ndim
+
+
+class _Unsharded(torch.autograd.Function):
+    """Rows of every rank, in the order of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: tuple[tuple[Range, ...], ...], ranks: Ranks) -> Tensor:
+        ctx.held, ctx.ranks = held, ranks
+        sizes, width = [count(parts) for parts in held], x.shape[1:].numel()
+        sent = x.contiguous().view(-1).repeat(ranks.count)
+        got = x.new_empty(sum(sizes) * width)
+        own = sizes[ranks.rank] * width
+        dist.all_to_all_single(got, sent, [size * width for size in sizes], [own] * ranks.count, group=ranks.group)
+        found = x.new_empty((sum(sizes), *x.shape[1:]))
+        flat = got.view(found.shape)
+        before = 0
+        for start, stop in (part for parts in held for part in parts):
+            found[start:stop] = flat[before : before + stop - start]
+            before += stop - start
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        held, ranks = ctx.held, ctx.ranks
+        sizes, width = [count(parts) for parts in held], grad.shape[1:].numel()
+        sent = torch.cat([grad[start:stop].reshape(-1) for parts in held for start, stop in parts])
+        own = sizes[ranks.rank] * width
+        got = grad.new_empty(own * ranks.count)
+        dist.all_to_all_single(got, sent, [own] * ranks.count, [size * width for size in sizes], group=ranks.group)
+        # in fp32 and in the order of the ranks: the same from run to run
+        total = (
+            got.view(ranks.count, sizes[ranks.rank], *grad.shape[1:]).to(torch.promote_types(grad.dtype, torch.float32)).sum(0)
+        )
+        return total.to(grad.dtype), None, None

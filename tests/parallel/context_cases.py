@@ -1,0 +1,204 @@
+"""What each rank runs in the tests of `context_attention`; the tests read what comes back."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Window
+from rooftile.parallel import context_attention, positions, shard, unshard
+
+MASKS = (FULL, CAUSAL, CAUSAL & Window(7), Window(5, 3), Prefix(9), Chunk(6), CAUSAL & Chunk(8), Prefix(20) & Window(11))
+# documents of one token, of none, and across every boundary
+OFFSETS = (0, 1, 1, 20, 37)
+OPTIONS: tuple[tuple[str, ...], ...] = ((), ("sinks", "softcap", "scale"), ("alibi",), ("bias",))
+
+
+def agreement(rank: int, ranks: int) -> list[tuple[str, float]]:
+    """Returns the worst difference from one process's fp64 results for each kind of call: o, lse and all gradients."""
+    found = []
+    for layout, method, mask, cu, Hk, names in product(
+        ("zigzag", "contiguous"), ("gather", "ulysses"), MASKS, (None, OFFSETS), (1, 4), OPTIONS
+    ):
+        T, H = 37, 4
+        ahead = mask.right != 0
+        if method == "ulysses" and (H % ranks or (Hk % ranks and ranks % Hk) or "bias" in names):
+            continue
+        if ("bias" in names and cu is not None) or ("alibi" in names and ahead and method == "gather"):
+            continue
+        if names and (layout == "contiguous" or Hk == 1):
+            continue
+        name = f"{layout} {method} {mask} {'packed' if cu else 'dense'} Hk={Hk} {names}"
+        found.append((name, _difference(T, H, Hk, mask, cu, layout, method, names)))
+    return found
+
+
+def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
+    torch.manual_seed(0)
+    shape = (T,) if cu else (2, T)
+    axis = len(shape) - 1
+    q, k, v = (torch.randn(*shape, heads, dim, dtype=torch.float64) for heads, dim in ((H, 16), (Hk, 16), (Hk, 24)))
+    do, dlse = torch.randn(*shape, H, 24, dtype=torch.float64), torch.randn(*shape[:-1], H, T, dtype=torch.float64)
+    options: dict[str, Any] = {}
+    if "sinks" in names:
+        options |= {"sinks": torch.randn(H, dtype=torch.float64), "softcap": 2.0, "scale": 0.4}
+    if "alibi" in names:
+        options["alibi"] = torch.rand(H, dtype=torch.float64)
+    if "bias" in names:
+        options["bias"] = torch.randn(1, H, T, T, dtype=torch.float64)
+    leaves = {"q": q, "k": k, "v": v} | {n: x for n, x in options.items() if n in ("sinks", "bias")}
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves.items()}
+    tensors, rest = [leaves[n] for n in "qkv"], options | {n: x for n, x in leaves.items() if n not in "qkv"}
+    if cu:
+        offsets = torch.tensor(cu)
+        o, lse = rt.attention_packed_with_lse(*tensors, offsets, offsets, mask, backend="eager", **rest)
+    else:
+        o, lse = rt.attention_with_lse(*tensors, mask, backend="eager", **rest)
+    due = _gradients(o, lse, do, dlse, leaves)
+    own = {n: shard(x.detach(), dim=axis, layout=layout) for n, x in leaves.items() if n in "qkv"}
+    if "bias" in leaves:
+        own["bias"] = shard(leaves["bias"].detach(), dim=2, layout=layout)
+    if "sinks" in leaves:
+        own["sinks"] = leaves["sinks"].detach().clone()
+    own = {n: x.clone().requires_grad_() for n, x in own.items()}
+    rest = options | {n: x for n, x in own.items() if n not in "qkv"}
+    got = context_attention(
+        own["q"], own["k"], own["v"], mask, group=None, layout=layout, method=method, tokens=T, return_lse=True,
+        cu=torch.tensor(cu) if cu else None, **rest,
+    )  # fmt: skip
+    found = _gradients(*got, shard(do, dim=axis, layout=layout), shard(dlse, dim=-1, layout=layout), own)
+    if "sinks" in found:
+        dist.all_reduce(found["sinks"])
+    pairs = [(unshard(got[0].detach(), None, axis, layout, T), o), (unshard(got[1].detach(), None, -1, layout, T), lse)]
+    for n, x in found.items():
+        whole = x if n == "sinks" else unshard(x, None, 2 if n == "bias" else axis, layout, T)
+        pairs.append((whole, due[n]))
+    return max(float((a - b).nan_to_num(neginf=-1.0).abs().max()) for a, b in pairs)
+
+
+def _gradients(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    loss = (o * do).sum() + (lse * dlse).where(lse.isfinite(), 0).sum()
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def errors(rank: int, dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
+    """Returns the mean error against fp64 of the split call and of one process's, for o, dq, dk and dv."""
+    torch.manual_seed(1)
+    T = 203
+    tensors = [torch.randn(2, T, heads, 32).to(dtype) for heads in (8, 4, 4, 8)]
+
+    def run(q, k, v, do, call) -> list[Tensor]:
+        q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+        o = call(q, k, v)
+        return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+    exact = run(*(x.double() for x in tensors), lambda *x: rt.attention(*x, CAUSAL, backend="eager"))
+    alone = run(*tensors, lambda *x: rt.attention(*x, CAUSAL, backend="tiled"))
+    own = [shard(x) for x in tensors]
+    split = run(*own, lambda *x: context_attention(*x, CAUSAL, group=None, tokens=T, method=method, backend="tiled"))
+    split = [unshard(x, tokens=T) for x in split]
+    return [
+        (float((a.double() - c).abs().mean()), float((b.double() - c).abs().mean()))
+        for a, b, c in zip(split, alone, exact, strict=True)
+    ]
+
+
+def few_tokens(rank: int) -> list[float]:
+    """Returns differences from one process where ranks have one token or none."""
+    found = []
+    for T, method in product((0, 1, 2, 3, 5), ("gather", "ulysses")):
+        torch.manual_seed(2)
+        q, k, v = (torch.randn(1, T, 4, 8, requires_grad=True) for _ in range(3))
+        o = rt.attention(q, k, v, CAUSAL)
+        due = [o, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+        own = [shard(x.detach()).requires_grad_() for x in (q, k, v)]
+        o = context_attention(*own, CAUSAL, group=None, tokens=T, method=method)
+        got = [o.detach(), *torch.autograd.grad(o.square().sum(), own)]
+        found += [float((unshard(a, tokens=T) - b).abs().sum()) for a, b in zip(got, due, strict=True)]
+    return found
+
+
+def hidden_nan(rank: int) -> list[list[bool]]:
+    """Returns which elements are finite behind a NaN in the last token's keys and values: split, and on one process."""
+    T = 24
+    q, k, v = (torch.randn(1, T, 2, 8) for _ in range(3))
+    k[:, -1] = v[:, -1] = float("nan")
+    found = []
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = rt.attention(*leaves, CAUSAL, backend="tiled")
+    alone = [o.detach(), *torch.autograd.grad(o[:, :-1].sum(), leaves)]
+    own = [shard(x).requires_grad_() for x in (q, k, v)]
+    o = context_attention(*own, CAUSAL, group=None, backend="tiled")
+    before = shard(torch.arange(T) < T - 1, dim=0)
+    split = [o.detach(), *torch.autograd.grad(o[:, before].sum(), own)]
+    for a, b in zip(alone, split, strict=True):
+        found.append([bool(x.isfinite().all(-1).all(-1)[0, t]) for x in (a, unshard(b)) for t in range(T)])
+    return found
+
+
+def same_bits(rank: int) -> list[bool]:
+    """Returns whether ulysses gives one process's bits, and whether the gradients of gather are the same in two runs."""
+    torch.manual_seed(3)
+    q, k, v, do = (torch.randn(1, 50, 4, 16) for _ in range(4))
+
+    def run(*x: Tensor, call) -> list[Tensor]:
+        x = tuple(a.detach().clone().requires_grad_() for a in x)
+        o = call(*x)
+        return [o.detach(), *torch.autograd.grad(o, x, do if o.shape[1] == 50 else shard(do))]
+
+    alone = run(q, k, v, call=lambda *x: rt.attention(*x, CAUSAL, deterministic=True, backend="tiled"))
+    own = [shard(x) for x in (q, k, v)]
+    found = []
+    for method in ("ulysses", "gather", "gather"):
+        got = run(
+            *own,
+            call=lambda *x, m=method: context_attention(*x, CAUSAL, group=None, method=m, deterministic=True, backend="tiled"),
+        )
+        found.append([unshard(x) for x in got])
+    equal = [torch.equal(a, b) for a, b in zip(found[0], alone, strict=True)]
+    return equal + [torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True)]
+
+
+def refused(rank: int) -> list[str]:
+    """Returns the sentence of each refusal, which every rank gives by itself and without waiting."""
+    q = torch.randn(1, 6, 4, 8)
+
+    def sentence(x: Tensor = q, **arguments: Any) -> str:
+        try:
+            context_attention(x, x, x, arguments.pop("mask", CAUSAL), group=arguments.pop("group", None), **arguments)
+        except (InvalidInput, Unsupported) as error:
+            return str(error)
+        return ""
+
+    five = torch.randn(1, 6, 5, 8)
+    return [
+        sentence(method="fast"),
+        sentence(layout="spiral"),
+        sentence(five, method="ulysses"),
+        sentence(group="cp"),
+        sentence(tokens=30),
+        sentence(tokens=1.5),
+        sentence(q[0], cu=torch.tensor([0, 5])),
+        sentence(dropout=0.1),
+        sentence(mask=FULL, alibi=torch.ones(4)),
+        sentence(mask=CAUSAL if rank else FULL, validate=True),
+    ]
+
+
+def dealt(rank: int, ranks: int) -> list[Any]:
+    """Returns what `shard`, `unshard` and `positions` give over tokens that are their own positions."""
+    x = torch.arange(11.0)[None].requires_grad_()
+    own = shard(x)
+    whole = unshard(own.detach().requires_grad_(), tokens=11)
+    leaf = own.detach().requires_grad_()
+    weighted = unshard(leaf, tokens=11) * torch.arange(11.0) * (rank + 1)
+    [grad] = torch.autograd.grad(weighted.sum(), [leaf])
+    at = positions(11)
+    cu = torch.tensor([0, 4, 4, 11])
+    return [own.tolist(), whole.tolist(), grad.tolist(), at.tolist(), positions(11, cu=cu).tolist()]

@@ -1,0 +1,98 @@
+"""`context_attention` on 2 to 4 processes over gloo, beside one process's attention in fp64."""
+
+import itertools
+
+import pytest
+import torch
+
+from rooftile.exact.masks import CAUSAL, FULL, Window
+from rooftile.parallel.pieces import share_of
+from tests.parallel import context_cases
+from tests.parallel.processes import run_on
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_agrees_with_one_process(ranks):
+    for answers in run_on(ranks, context_cases.agreement, ranks):
+        assert len(answers) > 50
+        wrong = [(name, error) for name, error in answers if not error < 1e-12]
+        assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_is_as_exact_as_one_process(dtype, method):
+    """Gradients of keys come from four ranks: each part rounded to bf16 would show."""
+    for split, alone in run_on(4, context_cases.errors, dtype, method)[0]:
+        assert split <= 1.1 * alone
+
+
+def test_ranks_may_have_one_token_or_none():
+    for found in run_on(4, context_cases.few_tokens):
+        assert max(found) < 1e-4
+
+
+def test_nan_behind_the_mask_stays_there():
+    for found in run_on(2, context_cases.hidden_nan):
+        for finite in found:
+            assert finite[:24] == finite[24:]
+        assert found[0][:24] == [True] * 23 + [False]
+
+
+def test_bits_are_the_same_where_they_are_promised():
+    for found in run_on(2, context_cases.same_bits):
+        assert found == [True] * 8
+
+
+def test_refusals_are_sentences_on_every_rank():
+    due = [
+        "method is 'fast'; must be one of",
+        "layout is 'spiral'; must be one of",
+        "deals 5 query heads and 5 key heads out to 2 ranks",
+        "group is 'cp'; must be a process group",
+        "the layout 'zigzag' gives it 15 of 30",
+        "tokens is 1.5; must be an integer",
+        "gives it",
+        "dropout 0.1 on a split sequence",
+        "alibi under full on a split sequence",
+        "all must agree",
+    ]
+    for found in run_on(2, context_cases.refused):
+        for sentence, part in zip(found, due, strict=True):
+            assert part in sentence
+
+
+def test_tokens_are_dealt_out_and_put_together():
+    ranks = 3
+    answers = run_on(ranks, context_cases.dealt, ranks)
+    held = [answer[0][0] for answer in answers]
+    assert sorted(itertools.chain(*held)) == list(range(11))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    starts = [0] * 4 + [4] * 7
+    for own, whole, grad, at, within in answers:
+        assert whole == [list(range(11))]
+        # the losses of ranks 0, 1 and 2 ask for 1 + 2 + 3 times the position
+        assert grad == [[6 * t for t in own[0]]]
+        assert at == own[0]
+        assert within == [t - starts[t] for t in at]
+
+
+def test_a_window_moves_its_own_keys_and_nothing_else():
+    """At 128k tokens on 8 ranks a window of 1,024 needs as many keys before each of a rank's two ranges."""
+    T, P = 131_072, 8
+    sent = [share_of(CAUSAL & Window(1_023), T, "zigzag", rank, P, None).exchange.tokens_sent for rank in range(P)]
+    # two boundaries a rank; the first range has none before it, and the middle two ranges are one rank's
+    assert sum(sent) == 1_023 * (2 * P - 2)
+    whole = [share_of(FULL, T, "zigzag", rank, P, None).exchange.tokens_sent for rank in range(P)]
+    assert sum(whole) == T * (P - 1)
+
+
+def test_zigzag_shares_causal_work_evenly():
+    from rooftile.exact.masks import pairs
+
+    work = []
+    for rank in range(4):
+        pieces = [local.piece for local in share_of(CAUSAL, 4_096, "zigzag", rank, 4, None).pieces]
+        work.append(sum(pairs(p.mask, p.t_stop - p.t_start, p.s_stop - p.s_start) for p in pieces))
+    assert sum(work) == 4_096 * 4_097 // 2
+    assert max(work) < 1.001 * min(work)
