@@ -191,6 +191,17 @@ PAGES = (
         ),
     ),
     Page(
+        "parallel",
+        "A sequence on several GPUs",
+        (
+            Section(
+                "Exact attention over a split sequence",
+                "rooftile.parallel",
+                ("context", "checkpoint_contexts", "context_attention", "shard", "unshard", "positions"),
+            ),
+        ),
+    ),
+    Page(
         "recurrent",
         "Recurrences",
         (

@@ -58,7 +58,7 @@ class Exchange:
         return before
 
     def fetch(self, x: Tensor, group: dist.ProcessGroup) -> Fetched:
-        """Starts to fetch the wanted tokens of x (..., tokens, heads, dim), whose third axis from the end is this rank's tokens."""
+        """Starts to fetch the wanted tokens of x (..., tokens, heads, dim), whose tokens are this rank's."""
         return Fetched(self, x, group)
 
     def give_back(self, grad: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -22,10 +22,10 @@ FLOORS = {
     "runtime": 2,
     "hardware": 3, "numerics": 3,
     "fused": 4,
-    "recurrent": 5, "weights": 5, "kvcache": 5, "optim": 5, "moe": 5,
-    "exact": 6,
+    "recurrent": 5, "weights": 5, "kvcache": 5, "optim": 5,
+    "exact": 6, "moe": 6,
     "cost": 7, "integrations": 7,
-    "approximate": 8,
+    "approximate": 8, "parallel": 8,
     # the layers of all of them
     "nn": 9,
     "qat": 10, "models": 10,
