@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rooftile as rt  # noqa: F401 - registers attn_implementation="rooftile"
 from rooftile import parallel
 
-TOKENS = 384  # of a sequence, all documents together; 131,072 where it pays
+TOKENS = 384  # all documents of a sequence together; 131,072 where it pays
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8
 device = "cuda" if torch.cuda.is_available() else "cpu"
 with TemporaryDirectory() as folder:

@@ -469,10 +469,10 @@ def _attend(
     if not is_plain or (isinstance(q, Tensor) and q.is_nested):
         call, finish = normalise(Call(q, k, v, mask, options, settings, is_packed), blocks, padding, validate)
         q, k, v, mask, options, settings, is_packed = call
-    if split.ENTERED.count:
-        found = split.attend(Call(q, k, v, mask, options, settings, is_packed), "rooftile.attention")
-        if found is not None:
-            return found if finish is None else finish(*found)
+    if split.ENTERED.attend is not None:
+        parts = split.ENTERED.attend(Call(q, k, v, mask, options, settings, is_packed))
+        if parts is not None:
+            return parts if finish is None else finish(*parts)
     key = ops.signature(q, k, v, mask, options, settings)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:

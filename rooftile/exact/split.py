@@ -1,4 +1,4 @@
-"""Where `rooftile.parallel.context` takes calls of attention: on the way of every call, below the parallel room.
+"""The place on the way of every call where `rooftile.parallel.context` takes it, below the parallel room.
 
 The context belongs to the thread that entered it. A backward that runs a forward again (activation checkpointing) runs outside
 of it, in a thread of autograd's own; such a call would compute attention over this rank's tokens alone, so it is refused unless
@@ -8,7 +8,7 @@ the checkpoint carries the context.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -24,24 +24,31 @@ CURRENT: ContextVar[Attend | bool | None] = ContextVar("rooftile_split_attention
 
 
 class _Entered:
-    """Whether any thread of the process has entered a context; a compiled graph guards on it."""
+    """Holds `attend` once a thread of the process has entered a context; a compiled graph guards on it."""
 
-    count: int = 0
+    attend: Callable[[Call], tuple[Tensor, Tensor] | None] | None = None
 
 
 ENTERED = _Entered()
 
 
-@torch.compiler.disable
-def attend(call: Call, what: str) -> tuple[Tensor, Tensor] | None:
+def enter(attend: Attend | bool) -> Token[Attend | bool | None]:
+    """Makes calls of this thread run by `attend`, or False by nobody; `CURRENT.reset` takes the token."""
+    if ENTERED.attend is None:
+        # no graph may keep what a thread's context was; the decorator at the top of a module would import Dynamo
+        ENTERED.attend = torch.compiler.disable(_attend)
+    return CURRENT.set(attend)
+
+
+def _attend(call: Call) -> tuple[Tensor, Tensor] | None:
     """Returns o and lse of a call inside a context, None for a call outside of any."""
     current = CURRENT.get()
     if callable(current):
         return current(call)
     if current is None and _in_backward():
         raise Unsupported(
-            f"{what} ran again in a backward, outside of the rooftile.parallel.context that the process has entered; pass "
-            "context_fn=rooftile.parallel.checkpoint_contexts to torch.utils.checkpoint, with use_reentrant=False "
+            "rooftile.attention ran again in a backward, outside of the rooftile.parallel.context that the process has entered; "
+            "pass context_fn=rooftile.parallel.checkpoint_contexts to torch.utils.checkpoint, with use_reentrant=False "
             "(Transformers: gradient_checkpointing_kwargs)"
         )
     return None
@@ -49,7 +56,7 @@ def attend(call: Call, what: str) -> tuple[Tensor, Tensor] | None:
 
 def active() -> bool:
     """Whether this thread is in a context."""
-    return bool(ENTERED.count) and callable(CURRENT.get())
+    return ENTERED.attend is not None and callable(CURRENT.get())
 
 
 def _in_backward() -> bool:

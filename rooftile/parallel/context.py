@@ -54,7 +54,7 @@ def context(
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What torch.utils.checkpoint takes as `context_fn`: the forward that runs again in the backward is in this context too.
+    """Gives torch.utils.checkpoint its `context_fn`: the forward that runs again in the backward is in this context, too.
 
     Outside of a context it says that the forward was outside, so one function serves all checkpoints.
 
@@ -72,8 +72,7 @@ def _same() -> Iterator[None]:
 
 @contextmanager
 def _entered(attend: Any) -> Iterator[None]:
-    split.ENTERED.count = 1
-    token = split.CURRENT.set(attend)
+    token = split.enter(attend)
     try:
         if callable(attend):
             with _TorchAttention():
@@ -115,7 +114,7 @@ def _attend(call: Call, *, group: Any, layout: str, method: str, cu: Tensor | No
 @contextmanager
 def split_off() -> Iterator[None]:
     """The calls that attention on split sequences makes itself are over tensors that are there."""
-    token = split.CURRENT.set(False)
+    token = split.enter(False)
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 class Exchange:
-    """What a rank sends to each other rank, and where it puts what comes.
+    """A plan of one rank: the tokens that it sends to each other rank, and the places of those that come.
 
     `buffer` is the number of tokens that the rank has afterwards: those of its wanted ranges, in rising order.
     """

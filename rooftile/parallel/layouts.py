@@ -1,4 +1,4 @@
-"""Which tokens each rank holds: the tokens are cut into ranges, and a layout deals the ranges out.
+"""Layouts: the tokens are cut into ranges, which are dealt out to the ranks.
 
     contiguous   rank r of P holds range r of P
     zigzag       rank r holds ranges r and 2P - 1 - r of 2P, so that under a causal mask all ranks have as many pairs

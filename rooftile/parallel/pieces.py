@@ -1,4 +1,4 @@
-"""What a rank computes: its tokens' pieces of the mask, where their keys lie once they are there, and the exchange for them."""
+"""The share of one rank: pieces of the mask for its tokens, the places of their keys once they are there, and the exchange."""
 
 from __future__ import annotations
 

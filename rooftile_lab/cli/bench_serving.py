@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rooftile_lab.bench.workloads import Workload
 
 # the names of the models in `rooftile_lab.bench.models`, which needs torch
-MODELS = ("tiny", "0.6b", "1b", "8b", "mamba2-2.7b", "moe-16b", "granite-h-small")
+MODELS = ("tiny", "0.6b", "1b", "8b", "attention-2.7b", "hybrid-2.7b", "mamba2-2.7b", "moe-16b", "granite-h-small")
 
 
 def serving(

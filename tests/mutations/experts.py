@@ -37,8 +37,8 @@ MUTATIONS = {
     "experts, the shared gate": Mutation("moe/by_expert.py", "* s * (1 - s)", "* s", (EXPERTS, "-k", "sorted")),
     "experts, an empty expert's neighbour": Mutation("moe/products.py", "if start < end:", "if start + 1 < end:", (EXPERTS,)),
     "experts, a neighbour's bits": Mutation(
-        "moe/products.py", "product = linear_as_defined if deterministic else functional.linear", "product = functional.linear",
-        (EXPERTS, "-k", "neighbours"),
+        "moe/products.py", "product, E = linear_as_defined if deterministic else functional.linear",
+        "product, E = functional.linear", (EXPERTS, "-k", "neighbours"),
     ),
     "experts, a neighbour's exponential": Mutation(
         "moe/products.py", "return torch.cat([function(row) for row in x.split(1)])", "return function(x)",
@@ -67,8 +67,8 @@ MUTATIONS = {
         (BACKWARD, "-k", "no_expert"), interpreted=True,
     ),
     "experts, gate and up exchanged": Mutation(
-        "models/checkpoints/experts.py", "zip(first, up.chunk(len(first), -2), strict=True)",
-        "zip(first, up.chunk(len(first), -2)[::-1], strict=True)", (FAMILIES, "-k", "transformers or definitions"),
+        "models/checkpoints/experts.py", "zip(parts, weight.chunk(len(parts), -2), strict=True)",
+        "zip(parts, weight.chunk(len(parts), -2)[::-1], strict=True)", (FAMILIES, "-k", "transformers or definitions"),
     ),
     "experts, gates of DeepSeekMoE": Mutation(
         "models/experts/families.py", 'normalise=active > 1 and settings.flag("norm_topk_prob")', "normalise=True",

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of `context_attention`; the tests read what comes back."""
+"""Functions that each rank runs in the tests of `context_attention`; the tests read what comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of `parallel.context`: models and calls that know nothing of it."""
+"""Functions that each rank runs in the tests of `parallel.context`: models and calls that know nothing of it."""
 
 from __future__ import annotations
 
