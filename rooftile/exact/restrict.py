@@ -49,6 +49,32 @@ def restrict(mask: Mask, t_start: int, t_stop: int, T: int, S: int) -> list[Piec
     return [_piece(mask, a, b, S, shift) for a, b in pairwise(cuts)]
 
 
+def over_keys(piece: Piece, s_start: int, s_stop: int) -> Piece | None:
+    """Returns the part of a piece over the keys [s_start, s_stop): only queries that see one of them; None if there is none.
+
+    The piece has no chunks and is not packed: a chunk's borders would have to fall on the range's.
+    """
+    assert not piece.mask.chunks
+    assert piece.cu_q is None
+    low, high = max(piece.s_start, s_start) - piece.s_start, min(piece.s_stop, s_stop) - piece.s_start
+    queries, shift = piece.t_stop - piece.t_start, piece.s_stop - piece.s_start - (piece.t_stop - piece.t_start)
+    left, right = piece.mask.left, piece.mask.right
+    first = 0 if right is None else max(0, low - right - shift)
+    stop = queries if left is None else min(queries, high + left - shift)
+    last = stop - 1 + shift
+    high = high if right is None else min(high, last + right + 1)
+    if first >= stop or low >= high:
+        return None
+    # the last query lies at the last key of the part, and the window moves by as much
+    ahead = high - 1 - last
+    sees_left = left is None or last - left <= low
+    sees_right = right is None or first + shift + right >= high - 1
+    mask = Mask(None if sees_left else left + ahead, None if sees_right else right - ahead)  # type: ignore[operator]
+    return Piece(
+        mask, piece.t_start + first, piece.t_start + stop, piece.s_start + low, piece.s_start + high, piece.ahead + ahead
+    )  # fmt: skip
+
+
 def restrict_packed(mask: Mask, t_start: int, t_stop: int, cu: Sequence[int]) -> list[Piece]:
     """Returns the pieces of self-attention from tokens [t_start, t_stop) of sequences that lie back to back, with offsets `cu`.
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window, materialise
-from rooftile.exact.restrict import restrict, restrict_packed
+from rooftile.exact.restrict import over_keys, restrict, restrict_packed
 
 SIDES = st.one_of(st.none(), st.integers(0, 20))
 MASKS = st.lists(
@@ -49,6 +49,25 @@ def test_pieces_show_each_visible_pair_once(masks, T, S, data):
     assert [piece.t_start for piece in pieces[1:]] == [piece.t_stop for piece in pieces[:-1]]
     assert not pieces or (pieces[0].t_start, pieces[-1].t_stop) == (a, b)
     assert all(0 <= piece.s_start <= piece.s_stop <= S for piece in pieces)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.builds(Window, SIDES, SIDES), st.one_of(st.just(FULL), st.builds(Prefix, st.integers(0, 24))), st.data())
+def test_ranges_of_keys_show_each_visible_pair_once(window, other, data):
+    mask = window & other
+    T, S = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    a = data.draw(st.integers(0, T - 1))
+    b = data.draw(st.integers(a + 1, T))
+    cuts = sorted({0, S, *data.draw(st.lists(st.integers(0, S), max_size=4))})
+    parts = [
+        part
+        for piece in restrict(mask, a, b, T, S)
+        for low, high in itertools.pairwise(cuts)
+        if (part := over_keys(piece, low, high)) is not None
+    ]
+    due = torch.zeros(T, S, dtype=torch.int64)
+    due[a:b] = materialise(mask, T, S)[a:b].long()
+    assert torch.equal(counted(parts, T, S), due)
 
 
 @settings(max_examples=300, deadline=None)
