@@ -58,6 +58,8 @@ class Spec:
     has_kv_scales: bool = False  # a paged KV cache in FP8, with one scale per token and head for keys and for values
     deterministic: bool = False  # bit-equal gradients; a sequence's output does not depend on the rest of the batch
     wide_grads: bool = False  # gradients of q, k and v in fp32, to be added up by the caller and rounded once
+    # the keys are a part of those that lse is of, and of those that the caller merges: o in fp32, and no lse is made more exact
+    partial: bool = False
     precision: Precision | None = None  # formats of the forward's matrix products; None: the dtype of the inputs
     v_order: ValueOrder | None = None  # the order of values that are already quantised; None if the backend quantises them
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
@@ -111,6 +113,7 @@ class Spec:
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
         words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
         words += ["deterministic"] * self.deterministic + ["fp32-grads"] * self.wide_grads
+        words += ["partial"] * self.partial
         return " ".join([*words, f"on {self.device}"])
 
 
@@ -151,6 +154,7 @@ class CallSettings(NamedTuple):
     needs_lse: bool = False
     backend: Any = None
     block_size: tuple[int, int] | None = None  # the size of a listed block
+    partial: bool = False  # o in fp32, and a backward by an lse that has other keys, too
     wide_grads: bool = False  # gradients of q, k and v in fp32 from the operator of the backward; autograd has their own dtypes
 
 
@@ -194,6 +198,11 @@ def option_names(spec: Spec) -> tuple[str, ...]:
         "key_entries": spec.block_size is not None and spec.needs_grad,
     }
     return tuple(name for name, there in present.items() if there)
+
+
+def output_dtype(q: Tensor, spec: Spec) -> torch.dtype:
+    """Returns the dtype of o."""
+    return torch.promote_types(q.dtype, torch.float32) if spec.partial else q.dtype
 
 
 def grad_dtype(x: Tensor, spec: Spec) -> torch.dtype:
@@ -269,13 +278,13 @@ def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, device, deterministic=False, softcap=0.0, dropout=0.0, has_bias=False,
     has_alibi=False, has_sinks=False, needs_grad=False, bias_grad=False, needs_lse=False, forward_mode=False,
     precision="native", has_kv_scales=False, queries="any", v_order=None, block_size=None, has_bits=False,
-    wide_grads=False,
+    wide_grads=False, partial=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
     flags = (
         has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode
-        + 128 * deterministic + 256 * has_kv_scales + 512 * has_bits + 1024 * wide_grads
+        + 128 * deterministic + 256 * has_kv_scales + 512 * has_bits + 1024 * wide_grads + 2048 * partial
     )  # fmt: skip
     size = "None" if block_size is None else f"{block_size[0]}x{block_size[1]}"
     return (
@@ -287,7 +296,7 @@ def encode(
 # the bits of a code's flags, as `encode` adds them
 _FLAGS = (
     "has_bias", "has_alibi", "has_sinks", "needs_grad", "bias_grad", "needs_lse", "forward_mode", "deterministic",
-    "has_kv_scales", "has_bits", "wide_grads",
+    "has_kv_scales", "has_bits", "wide_grads", "partial",
 )  # fmt: skip
 
 

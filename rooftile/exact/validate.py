@@ -120,6 +120,7 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, set
         has_bits=options.block_bits is not None,
         deterministic=_deterministic(settings.deterministic),
         wide_grads=settings.wide_grads,
+        partial=settings.partial,
         device=arch(q.device),
         # written out, as Dynamo may take a function's default for a number that varies
         **{"dtype": q.dtype, "dropout": 0.0} | own,

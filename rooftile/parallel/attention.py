@@ -11,14 +11,14 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import validate as checks
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options
-from rooftile.parallel import gathered, heads
+from rooftile.parallel import gathered, heads, ring
 from rooftile.parallel.groups import Ranks, check_device, ranks_of
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.tensors import check_offsets
 
-METHODS = ("auto", "gather", "ulysses")
+METHODS = ("auto", "gather", "ulysses", "ring")
 
 
 @torch.compiler.disable
@@ -52,7 +52,7 @@ def context_attention(
         group: a process group, a one-dimensional DeviceMesh, or None for the default group. Every rank of it calls this.
         layout: "zigzag" or "contiguous": which tokens a rank holds.
         method: "gather" fetches the keys that a rank's queries see; "ulysses" exchanges tokens for heads by two all-to-alls;
-            "auto" takes "gather".
+            "ring" passes keys around, so that no rank ever holds more than two ranks' keys; "auto" takes "gather".
         cu: offsets (B + 1,) of the *whole* pack's sequences, the same on every rank. They are read, which waits for a GPU if they
             are there.
         tokens: the whole sequence's length, for lengths that P does not divide. None: every rank holds as many tokens.
@@ -98,12 +98,18 @@ def context_attention(
     if bias is not None and (cu is not None or bias.ndim < 2):
         raise Unsupported("a bias of packed sequences, or of fewer than two axes, on a split sequence; has (B, H, T / P, T)")
     mask = FULL if mask is None else mask
-    settings = CallSettings(scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses")
+    settings = CallSettings(
+        scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses", partial=method == "ring"
+    )
     if validate:
         _agree(ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total))
     options = Options(bias, alibi, sinks)
     if method == "ulysses":
         found = heads.attend(q, k, v, mask, options, heads.Problem(ranks, layout, total, offsets, settings, backend))
+    elif method == "ring":
+        if alibi is not None or bias is not None:
+            raise Unsupported(f"{'alibi' if bias is None else 'bias'} with method 'ring'; has none: use method='gather'")
+        found = ring.attend(q, k, v, sinks, ring.Problem(ranks, layout, total, offsets, mask, settings, backend))
     else:
         share = share_of(mask, total, layout, ranks.rank, ranks.count, offsets)
         if alibi is not None and any(local.piece.ahead for local in share.pieces):

@@ -6,6 +6,7 @@ registers, and that Hopper's run on wgmma. `python -m tests.kernels.test_triton_
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from dataclasses import replace
@@ -29,7 +30,17 @@ from tests.kernels.newer import NEWER  # noqa: E402
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
 # whole walk; more with every option at once, and for fp32, which has no matrix unit
-STACK = {"full": 112, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "listed": 112, "bits": 128, "fp32": 512}
+STACK = {
+    "full": 112,
+    "causal": 96,
+    "window": 96,
+    "everything": 256,
+    "blocks": 96,
+    "partial": 96,
+    "listed": 112,
+    "bits": 128,
+    "fp32": 512,
+}
 # those inside a hot loop: a word or two at D = 256
 HOT_SPILLS = 10 if NEWER else 2
 
@@ -67,6 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"mask": CAUSAL & Window(100), "softcap": 30.0, "has_sinks": True},
     "blocks": {"mask": Prefix(100) & Chunk(1000) & Window(500)},
     "listed": {"mask": CAUSAL, "block_size": (128, 128)},
+    "partial": {"mask": CAUSAL, "partial": True, "wide_grads": True, "needs_lse": True},
     "bits": {"mask": FULL, "block_size": (64, 64), "has_bits": True, "layout": "packed"},
     "everything": {
         "mask": Window(100, 7) & Chunk(64) & Prefix(8),
@@ -169,7 +181,9 @@ def _type(name: str, constants: dict[str, Any], dtype: str) -> str | tuple[str, 
     if name in TUPLES:
         return TUPLES[name]
     if name.endswith("_ptr"):
-        return "*" + POINTERS.get(name, dtype)
+        # parts of attention have outputs and gradients in fp32
+        partial = constants["SPEC"].FAR == math.inf and name in ("o_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+        return "*" + ("fp32" if partial else POINTERS.get(name, dtype))
     return "i32" if name in INTEGERS else "fp32"
 
 
@@ -193,6 +207,7 @@ USUAL = [
     (90, "fp32", 64, 64, "causal"),
     (100, "bf16", 64, 64, "window"),
     (90, "bf16", 128, 128, "listed"),
+    (90, "bf16", 128, 128, "partial"),
     (80, "bf16", 64, 64, "bits"),
     # every causal backward on Hopper launches the same repair kernel
     (90, "bf16", 128, 128, "causal"),

@@ -20,11 +20,12 @@ def test_agrees_with_one_process(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
 def test_is_as_exact_as_one_process(dtype, method):
     """Gradients of keys come from four ranks: each part rounded to bf16 would show."""
     for split, alone in run_on(4, context_cases.errors, dtype, method)[0]:
-        assert split <= 1.1 * alone
+        # parts of a ring are merged by their lse, whose rounding shows in fp32 only
+        assert split <= (1.3 if method == "ring" and dtype == torch.float32 else 1.1) * alone
 
 
 def test_ranks_may_have_one_token_or_none():
@@ -41,7 +42,7 @@ def test_nan_behind_the_mask_stays_there():
 
 def test_bits_are_the_same_where_they_are_promised():
     for found in run_on(2, context_cases.same_bits):
-        assert found == [True] * 8
+        assert found == [True] * 12
 
 
 def test_refusals_are_sentences_on_every_rank():
@@ -55,6 +56,7 @@ def test_refusals_are_sentences_on_every_rank():
         "gives it",
         "dropout 0.1 on a split sequence",
         "alibi under full on a split sequence",
+        "alibi with method 'ring'",
         "all must agree",
     ]
     for found in run_on(2, context_cases.refused):

@@ -33,6 +33,7 @@ from rooftile.exact.spec import (
     differentiable,
     grad_dtype,
     option_names,
+    output_dtype,
 )
 from rooftile.runtime.launch import BoundedCache
 from rooftile.runtime.operators import autocast_on, below_autograd, define, transformed, wants_grad, watched
@@ -204,7 +205,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
 def fake_attention(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=wide)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, decode(spec))), q.new_empty(rows, dtype=wide)
 
 
 def _fake_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -> list[Tensor]:

@@ -30,6 +30,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.v_order == "columns":
         yield "values quantised in columns; reads rows, which quantise_qkv(..., backend='eager') makes"
     yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
+    if spec.partial and spec.needs_grad:
+        yield "gradients by an lse that has other keys, too; has them of a whole softmax"
     if spec.precision is not None:
         for name in ("bias", "alibi"):
             if getattr(spec, f"has_{name}"):
@@ -69,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tup
         else:
             seen = None if blocks is None else blocks.pairs(q.shape[1], k.shape[1])
             o, lse = reference.attention(q, k, v, spec.mask, seen=seen, **shared)
-    return o.to(spec.dtype).contiguous(), lse.contiguous()
+    return (o if spec.partial else o.to(spec.dtype)).contiguous(), lse.contiguous()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

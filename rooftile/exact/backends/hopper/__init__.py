@@ -67,6 +67,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield from _refusals_of_bias(spec)
     if spec.block_size is not None:
         yield from _refusals_of_blocks(spec)
+    if spec.partial:
+        yield "an output in fp32 over a part of the keys; has whole outputs in the dtype of the inputs"
     if spec.wide_grads and spec.needs_grad:
         yield "gradients in fp32; has them in the dtype of the inputs"
     if not spec.scale > 0:

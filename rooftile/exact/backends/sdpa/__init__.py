@@ -28,6 +28,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     yield from (f"{name}; has none" for name in spec.options_on)
     if spec.needs_grad and spec.needs_lse:
         yield "gradients through lse; has gradients through the output only"
+    if spec.partial:
+        yield "an output in fp32 over a part of the keys; has whole outputs in the dtype of the inputs"
     if spec.wide_grads and spec.needs_grad:
         yield "gradients in fp32; has them in the dtype of the inputs"
     if spec.forward_mode:

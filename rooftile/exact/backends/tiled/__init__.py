@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.exact.backends import paged_by_gather
-from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, grad_dtype
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Spec, grad_dtype, output_dtype
 from rooftile.kvcache import PagedKV
 
 NAME = "tiled"
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
     # (B, H, T) or (H, total): moves the axis of rows behind the axis of heads
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, spec))
     lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
     for heads in blocks(q, k, v, options, spec):
         flash_fwd.run(heads, heads.place.of_queries(o), heads.place.of_rows(lse))

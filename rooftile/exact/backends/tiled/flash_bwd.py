@@ -116,7 +116,7 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> RowStrips:
         finite = finite and all_finite(D)
     D.masked_fill_(empty, 0.0)
     lse.masked_fill_(empty, math.inf)
-    rest = _rest_of_lse(heads, lse)
+    rest = None if heads.spec.partial else _rest_of_lse(heads, lse)
     if grads.dsinks is not None:
         x = heads.sinks[..., None, None] - lse
         grads.dsinks.sub_((torch.exp(x if rest is None else x - rest) * D).sum((2, 3)))

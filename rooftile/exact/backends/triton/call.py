@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ def constants_of(spec: Spec) -> Constants:
         CHUNK=bool(chunk),
         FOLD=plain and spec.scale > 0 and spec.dtype.itemsize == 2,
         NATURAL=spec.dtype.itemsize == 4 or spec.has_bias,
-        FAR=FAR_OF_FP32 if spec.dtype.itemsize == 4 else FAR_OF_HALF,
+        FAR=math.inf if spec.partial else FAR_OF_FP32 if spec.dtype.itemsize == 4 else FAR_OF_HALF,
         SOFTCAP=spec.softcap > 0,
         BIAS=spec.has_bias,
         ALIBI=spec.has_alibi,

@@ -50,7 +50,7 @@ from rooftile.exact.backends.triton.scores import (
     zero_non_finite,
 )
 from rooftile.exact.backends.triton.tiles import BlockShape, forward_tile
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import Options, Spec, output_dtype
 from rooftile.runtime.launch import BoundedCache, Kernel, empties, kind_of
 
 # keys per step of the NaN fallback: few, since it is rare and must not cost the main loop registers
@@ -261,7 +261,7 @@ def launch(call: TritonCall, tile: BlockShape) -> tuple[Tensor, Tensor]:
 def plan(call: TritonCall, tile: BlockShape) -> Forward:
     """The forward of tensors like the call's, with all but the outputs and the launch done; it holds no tensor."""
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    new_o = empties((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype, call.q.device)
+    new_o = empties((*call.q.shape[:-1], call.v.shape[-1]), output_dtype(call.q, call.spec), call.q.device)
     new_lse = empties(call.rows_shape, torch.float32, call.q.device)
     numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, call.list_numbers)
     launch = _start_forward.bound((programs, 1, 1), numbers, _constants(call.spec, tile)) if programs else None
