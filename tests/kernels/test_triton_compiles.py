@@ -31,7 +31,8 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227
 # bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
 # whole walk; more with every option at once, and for fp32, which has no matrix unit
 STACK = {
-    "full": 112, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "partial": 96, "listed": 112, "bits": 128, "fp32": 512,
+    "full": 112, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "partial": 96, "listed": 112, "bits": 128,
+    "fp32": 512,
 }  # fmt: skip
 # those inside a hot loop: a word or two at D = 256
 HOT_SPILLS = 10 if NEWER else 2
