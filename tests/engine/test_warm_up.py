@@ -82,8 +82,9 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
     for longest, size in ((40, 16), (300, 16), (300, 8)):
         found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=size, kv_dtype=kv_dtype, longest=longest)
         masks = len(set(config.windows))
-        # prompts of three lengths, or of two together and one, and a short one after much; the step in two; samples in three
-        assert len(found) == masks * (4 if (longest, size, kv_dtype) == (300, 16, torch.float32) else 3) + 5
+        # prompts of three lengths, or of two together and one, and a short one after much; the step in two, and of one token;
+        # samples in three
+        assert len(found) == masks * (4 if (longest, size, kv_dtype) == (300, 16, torch.float32) else 3) + 6
         with torch.inference_mode():
             for job in found:
                 job()
@@ -91,7 +92,7 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
         config, torch.float32, torch.device("cpu"), size=16, kv_dtype=kv_dtype, longest=40, deterministic=True
     )  # fmt: skip
     # one kernel for all prompts and single tokens, with its chunks in one program and in several
-    assert len(found) == 2 * masks + 5
+    assert len(found) == 2 * masks + 6
     with torch.inference_mode():
         for job in found:
             job()
@@ -107,7 +108,8 @@ def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: 
         monkeypatch.setattr(SparseStep, name, lambda self, layer, q, *x, run=run: read.append(len(q)) or run(self, layer, q, *x))
     found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
     exact = "attention" in mixers
-    assert len(found) == 2 + 4 * exact + 4
+    # and a token alone for each kind of layer
+    assert len(found) == 2 + 4 * exact + 4 + len(set(mixers))
     with torch.inference_mode():
         for job in found:
             job()
@@ -124,7 +126,8 @@ def test_layers_with_a_recurrence_are_run(name: str, monkeypatch: pytest.MonkeyP
         RecurrentStep, "__call__", lambda self, layer, x, *more: read.append(len(x)) or run(self, layer, x, *more)
     )
     found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
-    assert len(found) == 4 + 4 * (name not in ("mamba", "mamba2")) + 4
+    hybrid = name not in ("mamba", "mamba2")
+    assert len(found) == 4 + 4 * hybrid + 4 + 1 + hybrid
     with torch.inference_mode():
         for job in found:
             job()
@@ -144,7 +147,7 @@ def test_layers_with_sums_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LinearStep, "__call__", counted)
     found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
-    assert len(found) == 4 + 4 + 8
+    assert len(found) == 4 + 4 + 8 + 3
     with torch.inference_mode():
         for job in found:
             job()
@@ -198,7 +201,8 @@ def test_experts_are_run_up_to_the_longest_step(monkeypatch: pytest.MonkeyPatch)
     )
     dense, *layers = Decoder.random(config, torch.float32, "cpu").layers
     assert warm_up.kind_of_products(dense) == ()
-    assert warm_up.kind_of_products(layers[0]) == warm_up.kind_of_products(layers[1]) == (sizes,)
+    assert warm_up.kind_of_products(layers[0]) == warm_up.kind_of_products(layers[1])
+    assert warm_up.kind_of_products(layers[0])[0] == sizes
     found = warm_up.jobs_of_products(layers[0], longest=8192)
     assert [job.args[1] for job in found[:3]] == [8192, 4096, 2048]
     rows: list[int] = []
@@ -209,7 +213,8 @@ def test_experts_are_run_up_to_the_longest_step(monkeypatch: pytest.MonkeyPatch)
     with torch.inference_mode():
         for job in found:
             job()
-    assert rows == sorted({*warm_up.PRODUCT_ROWS, *(2**n for n in range(14))}, reverse=True)
+    # and the fewest tokens that are sorted
+    assert rows == sorted({*warm_up.PRODUCT_ROWS, 5, *(2**n for n in range(14))}, reverse=True)
 
 
 def test_layers_of_one_kind_are_compiled_once(peers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,19 +22,20 @@ ROOM = 32 if NEWER else 0
 # on Ampere each warp holds a whole factor of the keys' gradient
 AMPERE = 640
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-FORWARD = ("prepare", "walk")
-BACKWARD = ("walk_back", "gradients")
+FORWARD = ("prepare", "walk", "outputs")
+BACKWARD = ("through_outputs", "walk_back", "pair_gradients", "query_gradients", "key_gradients")
 KERNELS = (*FORWARD, *BACKWARD, "step")
 GIVEN = {f"{name}_ptr" for name in ("q", "k", "v", "y", "beta", "dq", "dk", "dv", "dy", "dbeta")}
-# X, P, V', the states between chunks, and the gradients of these are in bf16, or in fp32
-BETWEEN = {f"{name}_ptr" for name in ("x", "pairs", "new", "states", "dr", "dstates")}
+# W, V', the states between chunks, and the gradients of these are in bf16, or in fp32
+BETWEEN = {f"{name}_ptr" for name in ("w", "u", "new", "states", "dnew", "dr", "dstates", "by_key", "by_both")}
 
 
 def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:
+    between = {*BETWEEN, "v_ptr"} if name == "outputs" else BETWEEN
     signature = {}
     for argument in kernel.arg_names:
         pointer = WORDS[dtype] if argument in GIVEN else "*fp32"
-        if argument in BETWEEN:
+        if argument in between:
             pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         pointer = {"total_ptr": "*fp64", "cu_ptr": "*i32", "slots_ptr": "*i64"}.get(argument, pointer)
         other = "fp32" if argument == "scale" else "i32"
@@ -44,7 +45,7 @@ def _signature(kernel, name: str, constants: dict, dtype: torch.dtype) -> dict:
     return signature
 
 
-def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1, packed: bool = False, outputs: bool = True):
+def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1, packed: bool = False):
     """Compiles a kernel as it is launched for tensors that are aligned to 16 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -55,7 +56,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     constants = delta.tile_of(name, dim, dim, dtype, sm >= 90)
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
     constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "PACKED": packed}
-    constants |= {"QK_NORM": True, "SLOTS": True, "HAS_LAST": True, "OUTPUTS": outputs}
+    constants |= {"QK_NORM": True, "SLOTS": True, "HAS_LAST": True}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     even: list[tuple[int, ...]] = [(n,) for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr")]

@@ -147,12 +147,14 @@ def test_routers() -> None:
     assert config_of(V2 | {"model_type": "deepseek_v2", "topk_method": "greedy"}, "here").experts.router.groups == 1
 
 
-def test_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+def test_a_folder_that_says_fp8_and_has_none_is_refused(tmp_path: Path) -> None:
     saved(theirs("deepseek_v3"), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(InvalidInput, match=r"quantised, and experts are read in 16 bits; give the 16-bit checkpoint") as refused:
+    with pytest.raises(
+        InvalidInput, match=r"the checkpoint lacks layers.0.self_attn.q_a_proj.weight_scale_inv, which its quantization_config"
+    ) as refused:
         Decoder.from_folder(tmp_path)
     assert "\n" not in str(refused.value)
 
