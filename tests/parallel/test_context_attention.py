@@ -15,7 +15,8 @@ from tests.parallel.processes import run_on
 def test_agrees_with_one_process(ranks):
     for answers in run_on(ranks, context_cases.agreement, ranks):
         assert len(answers) > 50
-        wrong = [(name, error) for name, error in answers if not error < 1e-12]
+        # gradients of scores that are 30 times as steep
+        wrong = [(name, error) for name, error in answers if not error < (1e-10 if "far" in name else 1e-12)]
         assert not wrong
 
 
