@@ -19,7 +19,7 @@ from rooftile.exact.spec import Call
 
 Attend = Callable[[Call], tuple[Tensor, Tensor]]
 
-# what runs a call of this thread: None says that nobody does, and False that the caller has said so
+# the function that runs this thread's calls of attention; None outside of any context, False where a caller has left it
 CURRENT: ContextVar[Attend | bool | None] = ContextVar("rooftile_split_attention", default=None)
 
 

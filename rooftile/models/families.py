@@ -287,7 +287,7 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
 }
-# what models of other families have that no layer here has, by model type and by class
+# parts of other families' models that no layer here has, by model type and by class
 _OTHERS = {
     ("falcon_h1", "FalconH1ForCausalLM"): "Mamba-2 and attention side by side in each layer",
     ("zamba", "ZambaForCausalLM"): "attention whose weights several layers share",

@@ -45,12 +45,12 @@ WRAPPERS: dict[str, Wrapper] = {
 # the names of tensors of text models begin with one of these, the first that fits
 # the last is the head's, which lies in the text model of some
 PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model.")
-# ... and those of what reads images, behind "model." or without
+# ... and the tensors of the image encoder, behind "model." or without
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
 
 _QWEN_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "max_window_layers": 80}
 _QWEN3_VL = {"rope_theta": 500_000.0, "head_dim": 128}
-# what sections leave out, where Transformers has another default than the family's reader, or sizes
+# values that a section may leave out: sizes, and defaults of Transformers that differ from the family's reader
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,

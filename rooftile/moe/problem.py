@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
 
 class QuantisedWeights(NamedTuple):
-    """The same, of which some are quantised: those of all experts are one weight, one expert below the other."""
+    """The same weights, some quantised: one quantised weight stacks the rows of all experts, one expert below the other."""
 
     up: Tensor | QuantisedWeight  # (E, 2 h, d), or quantised (E 2 h, d)
     down: Tensor | QuantisedWeight  # (E, d, h), or quantised (E d, h)

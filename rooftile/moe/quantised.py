@@ -1,4 +1,4 @@
-"""Experts whose weights are quantised: one `QuantisedWeight` has those of all experts, one below the other.
+"""Experts whose weights are quantised: one `QuantisedWeight` stacks the rows of all experts, one below the other.
 
 Tokens stay in 16 bits, whatever the format: a weight, which is a constant, is dequantised to their dtype in the product that
 reads it.

@@ -16,12 +16,15 @@ from rooftile.parallel.groups import Ranks, check_device, ranks_of
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
 from rooftile.runtime.arguments import shown, whole
-from rooftile.runtime.tensors import check_offsets
+from rooftile.runtime.operators import transformed
+from rooftile.runtime.tensors import autocast, check_offsets
+from rooftile.runtime.words import answers_foreign_words
 
 METHODS = ("auto", "gather", "ulysses", "ring")
 
 
 @torch.compiler.disable
+@answers_foreign_words
 def context_attention(
     q: Tensor,  # (B, T / P, H, D) or (total / P, H, D)
     k: Tensor,  # (B, T / P, Hk, D) or (total / P, Hk, D)
@@ -84,6 +87,10 @@ def context_attention(
         raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
     if dropout:
         raise Unsupported(f"dropout {dropout} on a split sequence; has none yet: use dropout=0, or one device")
+    if transformed():
+        raise Unsupported("context_attention under torch.func; has autograd: call backward(), or torch.autograd.grad")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (autocast(x) for x in (q, k, v))
     checks.check_tensors(q, k, v, checks.DENSE if cu is None else checks.PACKED)
     check_device("q", q, ranks)
     if k.shape[-3] != q.shape[-3]:

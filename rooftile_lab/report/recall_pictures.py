@@ -13,7 +13,7 @@ from rooftile_lab.report.recall import Curve, Curves
 # a small picture, of which two stand beside each other on a phone
 SMALL = {"width": 260, "height": 180}
 SMALL_LEFT, SMALL_RIGHT, SMALL_TOP, SMALL_BOTTOM = 42, 10, 10, 34
-# what has a state of one size, and what attends in some layers or in all; each with its colour
+# methods with a state of fixed size, and methods that attend in some layers or in all; each with its colour
 STATES = {EXACT: "other", HYBRID: "third", "delta": "gold", "mamba2": "rose"}
 SHORT = {EXACT: "attention", HYBRID: "hybrid", "delta": "delta net", "mamba2": "Mamba-2"}
 

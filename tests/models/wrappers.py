@@ -22,7 +22,7 @@ DELTA = WIDE | {
     },
 }  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-# what reads images: of Qwen, and of others
+# the image encoders of Qwen and of the other families
 TOWER = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 40, "patch_size": 2,
     "spatial_merge_size": 1, "temporal_patch_size": 1,

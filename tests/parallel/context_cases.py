@@ -171,6 +171,21 @@ def same_bits(rank: int) -> list[bool]:
     return equal + again
 
 
+def under_autocast(rank: int) -> list[tuple[str, str, float]]:
+    """Returns the dtypes of o and of a gradient under autocast to bf16, and the difference from one process, for each method."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, 12, heads, 16) for heads in (4, 2, 2))
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        due = shard(rt.attention(q, k, v, CAUSAL))
+        for method in ("gather", "ulysses", "ring"):
+            own = [shard(x).requires_grad_() for x in (q, k, v)]
+            o = context_attention(*own, CAUSAL, group=None, method=method)
+            [grad] = torch.autograd.grad(o.float().sum(), own[1:2])
+            found.append((str(o.dtype), str(grad.dtype), float((o.detach().float() - due.float()).abs().max())))
+    return found
+
+
 def refused(rank: int) -> list[str]:
     """Returns the sentence of each refusal, which every rank gives by itself and without waiting."""
     q = torch.randn(1, 6, 4, 8)
@@ -179,6 +194,13 @@ def refused(rank: int) -> list[str]:
         try:
             context_attention(x, x, x, arguments.pop("mask", CAUSAL), group=arguments.pop("group", None), **arguments)
         except (InvalidInput, Unsupported) as error:
+            return str(error)
+        return ""
+
+    def under_func() -> str:
+        try:
+            torch.func.grad(lambda x: context_attention(x, q, q, CAUSAL, group=None).sum())(q)
+        except Unsupported as error:
             return str(error)
         return ""
 
@@ -192,6 +214,7 @@ def refused(rank: int) -> list[str]:
         sentence(tokens=1.5),
         sentence(q[0], cu=torch.tensor([0, 5])),
         sentence(dropout=0.1),
+        under_func(),
         sentence(mask=FULL, alibi=torch.ones(4)),
         sentence(method="ring", alibi=torch.ones(4)),
         sentence(mask=CAUSAL if rank else FULL, validate=True),

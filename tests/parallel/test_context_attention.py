@@ -46,6 +46,13 @@ def test_bits_are_the_same_where_they_are_promised():
         assert found == [True] * 12
 
 
+def test_autocast_is_that_of_one_process():
+    for found in run_on(2, context_cases.under_autocast):
+        for dtype, of_gradient, difference in found:
+            assert (dtype, of_gradient) == ("torch.bfloat16", "torch.float32")
+            assert difference < 0.02
+
+
 def test_refusals_are_sentences_on_every_rank():
     due = [
         "method is 'fast'; must be one of",
@@ -56,6 +63,7 @@ def test_refusals_are_sentences_on_every_rank():
         "tokens is 1.5; must be an integer",
         "gives it",
         "dropout 0.1 on a split sequence",
+        "context_attention under torch.func",
         "alibi under full on a split sequence",
         "alibi with method 'ring'",
         "all must agree",

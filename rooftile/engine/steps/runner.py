@@ -81,7 +81,7 @@ class Runner:
         self.caches, self.pages = caches, caches.pages
         self.device = decoder.embedding.device
         self.deterministic = deterministic
-        # where no kernel of ours runs, one tile and one row at a time
+        # without a kernel, a deterministic step computes one tile and one row at a time
         self._tile_by_tile = deterministic and not decoder.embedding.is_cuda
         self._multiply: Multiply = linear if deterministic else functional.linear
         # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders

@@ -32,7 +32,7 @@ class ScheduledTokens(NamedTuple):
     outputs: tuple[Answer, ...]
     """The answers that get their next token from the last of these tokens; none while the prompt goes on."""
     kept: tuple[tuple[int, int], ...] = ()
-    """Where the state after some of these tokens is kept, the last one's apart: a position, and the row of states."""
+    """States that are kept after some of these tokens, besides the last token's: a position, and the row of states."""
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
 
 
 def by_expert(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """Returns stored tensors with the parts of each expert by themselves, where files have those of all experts in one.
+    """Returns stored tensors with each expert's parts as tensors of their own, where files stack all experts in one tensor.
 
     Transformers has (E, 2 h, d), gate rows first, and (E, d, h); Qwen3-VL's own files are transposed.
 

@@ -137,7 +137,7 @@ def _second(
         expert = tl.load(chosen_ptr + t * K + choice)
         gate = tl.load(gates_ptr + t * K + choice)
         is_expert = (expert >= 0) & (expert < E)
-        # NaN apart from the sum: what stands in the row of such a choice was not written
+        # NaN is added apart from the sum: no program wrote the row of such a choice
         y += tl.where(is_expert, 0.0, float("nan"))
         expert = tl.where(is_expert, expert, 0).to(tl.int64)
         w = down_ptr + expert * (D * H) + n.to(tl.int64) * H

@@ -69,7 +69,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj_b = nn.Linear(dim, value_heads, **made)  # type: ignore[arg-type]
         self.in_proj_a = nn.Linear(dim, value_heads, **made)  # type: ignore[arg-type]
         self.conv1d = convolution(sum(self._parts), conv, False, device, dtype)
-        # as in Mamba-2; with the ones of Transformers' class, which only loads weights, a state forgets all within a token
+        # the first biases are Mamba-2's: with ones, as in Transformers' class, a state forgets everything within a token
         self.dt_bias = undecayed(first_dt_bias(value_heads), device, dtype)
         self.A_log = undecayed(torch.log(torch.empty(value_heads).uniform_(0.01, 16)), device, dtype)
         self.norm = GatedNorm(value_dim, gate_first=False, eps=eps, device=device, dtype=dtype)

@@ -49,7 +49,7 @@ def _topics() -> list[str]:
 
 
 def _docstrings(folder: Path) -> Iterator[str]:
-    """The docstrings of all modules below a folder, without those of tests and of packages that were installed."""
+    """The docstrings of all modules below a folder, without the docstrings of tests and of installed packages."""
     for file in sorted(folder.rglob("*.py")):
         if any(part in SKIPPED for part in file.relative_to(folder).parts):
             continue

@@ -47,7 +47,7 @@ PLANS = {
 def measure(
     session: Session, names: Sequence[str], say: Progress, jobs: int = 1, plan: ExpertPlan | None = None
 ) -> Iterator[Row]:
-    """A row for each kind; with `jobs` so many processes train at once. By default the plan is the device's."""
+    """Yields a row for each kind; `jobs` is the number of processes that train at once. By default the plan is the device's."""
     if jobs > 1:
         yield from side_by_side(session, "expert-training", [[name] for name in names], jobs, say)
         return

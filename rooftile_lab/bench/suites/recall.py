@@ -54,7 +54,7 @@ PLANS = {
 
 
 def measure(session: Session, names: Sequence[str], say: Progress, jobs: int = 1) -> Iterator[Row]:
-    """A row for each method and task, and for each way to decode the needle; with `jobs` so many processes train at once."""
+    """A row for each method and task, and for each way to decode the needle; `jobs` processes train at once."""
     if jobs > 1:
         yield from side_by_side(session, "recall", groups_of(names), jobs, say)
         return
