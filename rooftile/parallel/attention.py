@@ -12,11 +12,11 @@ from rooftile.exact import validate as checks
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options
 from rooftile.parallel import gathered, heads, ring
-from rooftile.parallel.groups import Ranks, check_device, ranks_of
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.operators import transformed
+from rooftile.runtime.ranks import Ranks, check_device, ranks_of
 from rooftile.runtime.tensors import autocast, check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
