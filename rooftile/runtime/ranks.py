@@ -64,3 +64,12 @@ def contiguous(tokens: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """
     ends = [rank * (tokens // ranks) + min(rank, tokens % ranks) for rank in range(ranks + 1)]
     return tuple(pairwise(ends))
+
+
+def check_agreement(ranks: Ranks, problem: tuple[Any, ...]) -> None:
+    """Raises InvalidInput on every rank if the ranks were given different problems."""
+    found: list[Any] = [None] * ranks.count
+    dist.all_gather_object(found, problem, group=ranks.group)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")
