@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from tests.kernels.test_quantised_products_compile import compiled
 from tests.kernels.test_sampling_compiles import stack
 
-FLOATS = dict.fromkeys(("eps", "scale", "smoothing", "softcap", "z_loss"), "fp32")
+FLOATS = dict.fromkeys(("eps", "scale", "smoothing", "softcap", "spread", "z_loss"), "fp32")
 FP32 = dict.fromkeys(("dw_ptr", "db_ptr", "losses_ptr", "lse_ptr", "dlosses_ptr"), "*fp32")
 WORDS = FLOATS | FP32 | {"rows": "i32", "per_program": "i32", "parts": "i32", "ignore_index": "i32", "target_ptr": "*i64"}
 
