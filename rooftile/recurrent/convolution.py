@@ -22,12 +22,14 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
+from rooftile.recurrent.split.context import follows_context
 from rooftile.recurrent.words import CONVOLUTION
 from rooftile.runtime.arguments import check_backend, check_flag, shown
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 
+@follows_context("x")
 @answers_with(CONVOLUTION)
 def causal_conv(
     x: Tensor,  # (B, T, W)

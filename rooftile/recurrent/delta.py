@@ -30,6 +30,7 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.split.context import follows_context
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag, shown
 from rooftile.runtime.tensors import check_offsets
@@ -39,6 +40,7 @@ from rooftile.runtime.words import answers_with
 EPS = 1e-6
 
 
+@follows_context("q", "k", "v", "g", "beta")
 @answers_with(CALL)
 def gated_delta(
     q: Tensor,  # (B, T, Hk, Dk)

@@ -14,6 +14,7 @@ from torch import Tensor
 from rooftile.errors import Unsupported
 from rooftile.recurrent import walk
 from rooftile.recurrent.rule import Given, Kernels, Rule, Tensors
+from rooftile.recurrent.split.context import refuse_step
 from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, call, define, transformed, wants_grad, watched
@@ -70,6 +71,7 @@ class Operators:
         self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Sequence[Any]
     ) -> Tensor:  # fmt: skip
         """Reads one token of each sequence, changes the states in place, and returns the outputs."""
+        refuse_step(f"a step of {self.rule.name}")
         if transformed():
             raise Unsupported(
                 f"a step of {self.rule.name} under torch.func: it changes states in place and has no gradient; write "

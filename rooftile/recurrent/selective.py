@@ -26,6 +26,7 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
+from rooftile.recurrent.split.context import follows_context
 from rooftile.recurrent.state_space import FREE, steps_of
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
@@ -33,6 +34,7 @@ from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 
+@follows_context("x", "dt", "B", "C", "z")
 @answers_with(CALL)
 def selective_scan(
     x: Tensor,  # (B, T, W)

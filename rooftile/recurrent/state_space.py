@@ -32,6 +32,7 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.split.context import follows_context
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.tensors import check_offsets
@@ -41,6 +42,7 @@ from rooftile.runtime.words import answers_with
 UNLIMITED, FREE = (0.0, math.inf), (-math.inf, math.inf)
 
 
+@follows_context("x", "dt", "B", "C", "z")
 @answers_with(CALL)
 def ssd(
     x: Tensor,  # (B, T, H, P)

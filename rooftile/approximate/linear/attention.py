@@ -26,6 +26,7 @@ from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.features import PLAIN
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.linear.step import read_token
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_backend, check_deterministic, check_flag
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
@@ -36,6 +37,7 @@ Sums = tuple[Tensor, Tensor]
 _WITH_STATE = "call linear_with_state, which returns (o, (S, z))"
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": _WITH_STATE})
 def linear(
     q: Tensor,  # (B, T, H, D)
@@ -88,6 +90,7 @@ def linear(
     return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state)[0]
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": "leave it out: the state is always returned"})
 def linear_with_state(
     q: Tensor,  # (B, T, H, D)

@@ -27,6 +27,7 @@ from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.linear.step import read_token
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_backend, check_deterministic, shown
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
@@ -37,6 +38,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 _WITH_STATE = "call performer_with_state, which returns (o, (S, z, largest))"
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": _WITH_STATE})
 def performer(
     q: Tensor,  # (B, T, H, D)
@@ -88,6 +90,7 @@ def performer(
     return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)[0]
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": "leave it out: the state is always returned"})
 def performer_with_state(
     q: Tensor,  # (B, T, H, D)
