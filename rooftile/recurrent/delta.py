@@ -30,10 +30,11 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.split.carries import Matrix
 from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import placed
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag, shown
-from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 # is added to the square of a key's length
@@ -54,6 +55,7 @@ def gated_delta(
     state: Tensor | None = None,  # (B, Hv, Dk, Dv)
     return_state: bool = True,
     cu: Tensor | None = None,
+    group: Any = None,
     backend: str | None = None,
 ) -> Any:
     """The gated delta rule: S_t = exp(g_t) S_{t-1} (1 - beta_t k_t k_t^T) + beta_t k_t v_t^T, y_t = scale S_t^T q_t.
@@ -72,6 +74,9 @@ def gated_delta(
             it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
+            rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
         backend: "triton" (kernels, for g of each head), "tiled" (pieces, in plain operations) or "eager" (token by token, with
             gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN
             reaches the up to 63 tokens before its own, too.
@@ -93,11 +98,12 @@ def gated_delta(
     """
     q, k, v = narrowed(q, k, v)
     sizes, options = _checked(q, k, v, g, beta, scale, qk_norm, "B T" if cu is None else "total")
-    cu = None if cu is None else check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
+    keeps = check_flag("return_state", return_state)
+    part, cu = placed("gated_delta", group, cu, q)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["Hv"], sizes["Dk"], sizes["Dv"]), wide_dtype(q), q)
-    y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, check_backend(backend, BACKENDS))
-    return (y, last) if check_flag("return_state", return_state) else y
+    y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, check_backend(backend, BACKENDS), part, keeps)
+    return (y, last) if keeps else y
 
 
 @answers_with(CALL)
@@ -211,5 +217,6 @@ OPERATORS = Operators(
         length=32,
         like=2,
         kernels="rooftile.recurrent.kernels.delta",
+        carry=Matrix(),
     )
 )  # fmt: skip

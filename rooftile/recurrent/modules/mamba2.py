@@ -17,7 +17,8 @@ from rooftile.recurrent.modules.parts import (
     first_dt_bias,
     undecayed,
 )
-from rooftile.recurrent.state_space import UNLIMITED, ssd, ssd_step
+from rooftile.recurrent.state_space import ssd, ssd_step
+from rooftile.recurrent.steps import UNLIMITED
 from rooftile.recurrent.words import LAYER
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.words import answers_with
