@@ -1,7 +1,5 @@
 """Training with a sequence on several processes: FSDP2, checkpoints, tiles, offload, accumulation, compiled blocks."""
 
-from pathlib import Path
-
 import os
 import socket
 import subprocess
