@@ -95,7 +95,7 @@ def linear_cross_entropy(
         found = _loss(tensors, targets, counted(targets, ignore_index, reduction), numbers, reduction)
     else:
         found = _loss_over_ranks(tensors, targets, numbers, reduction, parts, validate)
-    return found.reshape(target.shape if reduction == "none" else ())
+    return found.reshape(target.shape) if reduction == "none" else found
 
 
 def _loss(tensors: Any, targets: Tensor, count: Tensor | None, numbers: tuple[Any, ...], reduction: str) -> Tensor:

@@ -58,8 +58,8 @@ def cross_entropy(
     check(input, input.shape[-1], target, ignore_index, reduction, label_smoothing, softcap)
     rows, targets = as_rows(input), target.reshape(-1)
     losses, _ = CROSS_ENTROPY(rows, targets, ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
-    count = counted(targets, ignore_index, reduction)
-    return reduced(losses, count, reduction).reshape(target.shape if reduction == "none" else ())
+    found = reduced(losses, counted(targets, ignore_index, reduction), reduction)
+    return found.reshape(target.shape) if reduction == "none" else found
 
 
 def check(
