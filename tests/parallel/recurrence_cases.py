@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile import approximate as ap
+from rooftile import parallel
+from rooftile import recurrent as rec
 from rooftile.runtime.ranks import contiguous
+from tests.parallel.context_model_cases import sentence
 from tests.recurrent.cases import KINDS, Case, front, rand
 
 # sequences of one token, of none, inside of a rank, and across every border
@@ -120,3 +126,127 @@ def performer(T: int, *, cu: Tensor | None = None, **options: Any) -> Case:
 
 
 CASES = {**KINDS, "linear": linear, "performer": performer}
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "mamba2": lambda: rt.nn.Mamba2(16, head_dim=8, state_size=6, groups=2, dtype=torch.float64),
+    "mamba": lambda: rt.nn.Mamba(12, state_size=3, dtype=torch.float64),
+    "delta": lambda: rt.nn.GatedDeltaNet(
+        12, key_heads=2, value_heads=4, key_dim=6, value_dim=5, dtype=torch.float64
+    ),
+}  # fmt: skip
+
+
+def layers(rank: int, ranks: int) -> list[tuple[str, float]]:
+    """Returns the worst difference of outputs and gradients of layers inside a context from one process's."""
+    found = []
+    for name, checkpointed, cu in product(LAYERS, (False, True), (None, (0, 1, 8, 17))):
+        torch.manual_seed(0)
+        layer, T = LAYERS[name](), 17
+        x, w = rand(1, T, layer.dim), rand(1, T, layer.dim)
+        offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+        leaf = x.clone().requires_grad_()
+        due = layer(leaf) if cu is None else layer(leaf[0], cu=offsets)[None]
+        whole = torch.autograd.grad((due * w).sum(), [leaf, *layer.parameters()])
+        own = parallel.shard(x, layout="contiguous").requires_grad_()
+        with parallel.context(None, layout="contiguous", cu=offsets):
+            if checkpointed:
+                y = checkpoint(layer, own, use_reentrant=False, context_fn=parallel.checkpoint_contexts)
+            else:
+                y = layer(own)
+            kept, state = layer.with_state(own)
+        grads = torch.autograd.grad((y * parallel.shard(w, layout="contiguous")).sum(), [own, *layer.parameters()])
+        due_state = (layer.with_state(x) if cu is None else layer.with_state(x[0], cu=offsets))[1]
+        pairs = [(y, parallel.shard(due, layout="contiguous")), (kept, y), *zip(state, due_state, strict=True)]
+        pairs.append((grads[0], parallel.shard(whole[0], layout="contiguous")))
+        for a, b in zip(grads[1:], whole[1:], strict=True):
+            a = a.contiguous()
+            dist.all_reduce(a)
+            pairs.append((a, b))
+        found.append((f"{name} {checkpointed} {cu}", max(float((a - b).detach().abs().max()) for a, b in pairs)))
+    return found
+
+
+def refused(rank: int, ranks: int) -> list[str]:
+    """Returns the sentence of each refusal, which every rank gives by itself and without waiting."""
+    x, layer = torch.randn(1, 6, 12), rt.nn.Mamba(12, state_size=3)
+    q, W = torch.randn(1, 6, 2, 4), torch.randn(12, 4)
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    world = dist.group.WORLD
+
+    def inside(call: Any, **options: Any) -> str:
+        with parallel.context(None, **{"layout": "contiguous", **options}):
+            return sentence(call)
+
+    def second_forward() -> None:
+        leaf = x.clone().requires_grad_()
+        with parallel.context(None, layout="contiguous"):
+            y = checkpoint(layer, leaf, use_reentrant=False)
+        y.sum().backward()
+
+    return [
+        inside(lambda: layer(x), layout="zigzag"),
+        inside(lambda: layer(x[0], cu=cu)),
+        inside(lambda: layer(torch.cat((x, x)), cu=None), cu=cu),
+        inside(lambda: rec.conv_step(torch.zeros(1, 12, 3), x[:, 0], W)),
+        inside(lambda: ap.linear(q, q, q)),
+        sentence(second_forward),
+        sentence(lambda: rec.causal_conv(x[0], W, cu=torch.tensor([0, 30], dtype=torch.int32), group=world)),
+        sentence(lambda: rec.causal_conv(x, W, group="cp")),
+        sentence(lambda: ap.linear(q, q, q, rt.CAUSAL, backend="eager", group=world)),
+        sentence(lambda: rec.causal_conv(x, W, backend="triton", group=world)),
+        sentence(lambda: torch.func.grad(lambda x: rec.causal_conv(x, W, group=world)[0].sum())(x)),
+    ]
+
+
+def nan_stays(rank: int, ranks: int) -> list[tuple[str, list[bool], list[bool]]]:
+    """Returns which tokens are finite beside a NaN in one packed sequence, split and on one process: outputs and gradients."""
+    found = []
+    for kind in CASES:
+        torch.manual_seed(0)
+        T, cu = 24, torch.tensor([0, 5, 14, 24], dtype=torch.int32)
+        case = CASES[kind](T, cu=cu)
+        tensors = dict(case.tensors)
+        name = "x" if "x" in tensors else "v"
+        tensors[name] = tensors[name].index_fill(0, torch.tensor(9), float("nan"))
+        start, stop = contiguous(T, ranks)[rank]
+        leaves = {n: x.clone().requires_grad_() for n, x in (*tensors.items(), *case.given.items())}
+        own = {n: x if n in SHARED else x[start:stop].detach().requires_grad_() for n, x in leaves.items()}
+        answers = []
+        for given, options in ((own, {"group": dist.group.WORLD}), (leaves, {})):
+            [y] = called(case, given, states=False, **options)
+            [grad] = torch.autograd.grad(y.sum(), [given[name]])
+            for x in (y, grad):
+                finite = x.detach().isfinite().flatten(1).all(1)
+                answers.append((finite if options else finite[start:stop]).tolist())
+        found += [(f"{kind} y", answers[0], answers[2]), (f"{kind} gradient", answers[1], answers[3])]
+    return found
+
+
+def bytes_sent(rank: int, ranks: int) -> list[int]:
+    """Returns the bytes that this rank sends in a forward: dense, with the last states, packed, and where nothing crosses."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(got: Tensor, given: Tensor, *arguments: Any, **options: Any) -> Any:
+        sent[-1] += given.numel() * given.itemsize
+        return exchange(got, given, *arguments, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        for kind, cu in product(("ssd", "conv", "delta"), (None, (0, 5, 24), (0, 6, 12, 18, 24))):
+            sent.append(0)
+            case = CASES[kind](24, cu=None if cu is None else torch.tensor(cu, dtype=torch.int32))
+            start, stop = contiguous(24, ranks)[rank]
+            every = {**case.tensors, **case.given}
+            own = {n: x if n in SHARED else x.narrow(int(cu is None), start, stop - start) for n, x in every.items()}
+            called(case, own, states=False, group=dist.group.WORLD)
+    finally:
+        dist.all_to_all_single = exchange
+    return sent
+
+
+def every(rank: int, ranks: int) -> dict[str, Any]:
+    """Returns the answers of all functions here: processes start once."""
+    functions = (agreement, layers, refused, nan_stays, bytes_sent)
+    return {function.__name__: function(rank, ranks) for function in functions}
