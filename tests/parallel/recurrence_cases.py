@@ -15,6 +15,7 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile import parallel
 from rooftile import recurrent as rec
+from rooftile.recurrent.split import carries
 from rooftile.runtime.ranks import contiguous
 from tests.parallel.context_model_cases import sentence
 from tests.recurrent.cases import KINDS, Case, front, rand
@@ -55,6 +56,11 @@ def differences(rank: int, ranks: int, group: Any) -> list[tuple[str, float]]:
         add(kind, 9, (0, 2, 9), states=False)
     for kind in KINDS:
         add(kind, 9, (0, 2, 9), backend="eager")
+    for kind, cu in product(("delta", "channels"), (None, OFFSETS[0])):
+        if ranks in (1, 2, 4):
+            more = {"Hk": 4, "lengths": LENGTHS[ranks] if cu is None else None, "split": {"method": "heads"}}
+            add(kind, 37, cu, **more)
+            add(kind, 37, cu, **more, states=False)
     add("ssd", 11, dt_limit=(0.3, 0.9))
     add("conv", 5, K=1)
     return found
@@ -62,7 +68,7 @@ def differences(rank: int, ranks: int, group: Any) -> list[tuple[str, float]]:
 
 def difference(
     rank: int, ranks: int, group: Any, kind: str, T: int, cu: Any, lengths: Any = None, backend: str = "tiled",
-    states: bool = True, **options: Any,
+    states: bool = True, split: Any = None, **options: Any,
 ) -> float:  # fmt: skip
     torch.manual_seed(0)
     case = CASES[kind](T, cu=None if cu is None else torch.tensor(cu, dtype=torch.int32), **options)
@@ -74,7 +80,7 @@ def difference(
         return x if name in SHARED else x.narrow(axis, start, stop - start)
 
     own = {name: here(name, x).detach().clone().requires_grad_() for name, x in leaves.items()}
-    split = called(case, own, states=states, backend=backend, group=group)
+    got = called(case, own, states=states, backend=backend, group=group, **(split or {}))
     due = called(case, leaves, states=states, backend=backend)
     torch.manual_seed(1)
     weights = [torch.randn(x.shape, dtype=x.dtype) for x in due]
@@ -83,9 +89,9 @@ def difference(
     parts = [here("", weights[0]), *(share * w for w in weights[1:])]
     # the largest exponent has no gradient
     unused = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(sum((y * w).sum() for y, w in zip(split, parts, strict=True)), list(own.values()), **unused)
+    grads = torch.autograd.grad(sum((y * w).sum() for y, w in zip(got, parts, strict=True)), list(own.values()), **unused)
     whole = torch.autograd.grad(sum((y * w).sum() for y, w in zip(due, weights, strict=True)), list(leaves.values()), **unused)
-    pairs = [(split[0], here("", due[0])), *zip(split[1:], due[1:], strict=True)]
+    pairs = [(got[0], here("", due[0])), *zip(got[1:], due[1:], strict=True)]
     for name, a, b in zip(own, grads, whole, strict=True):
         if name in SHARED:
             a = a.contiguous()
@@ -195,6 +201,8 @@ def refused(rank: int, ranks: int) -> list[str]:
         sentence(lambda: rec.causal_conv(x, W, group="cp")),
         sentence(lambda: ap.linear(q, q, q, rt.CAUSAL, backend="eager", group=world)),
         sentence(lambda: rec.causal_conv(x, W, backend="triton", group=world)),
+        sentence(lambda: rec.gated_delta(q, q, q, -q[..., 0].abs(), q[..., 0], group=world, method="heads")),
+        sentence(lambda: rec.gated_delta(q, q, q, -q[..., 0].abs(), q[..., 0], group=world, method="ring")),
         sentence(lambda: torch.func.grad(lambda x: rec.causal_conv(x, W, group=world)[0].sum())(x)),
     ]
 
@@ -246,7 +254,22 @@ def bytes_sent(rank: int, ranks: int) -> list[int]:
     return sent
 
 
+def broken(rank: int, ranks: int) -> list[float]:
+    """Returns the differences from one process without a decay, without a neighbour's tail, and without its gradient."""
+    found = []
+    for kind, carry, name, wrong in (
+        ("ssd", carries.Decay, "back", lambda self, map, grad: grad),
+        ("conv", carries.Shift, "join", lambda self, map, before, own: own),
+        ("delta", carries.Matrix, "back", lambda self, map, grad: map @ grad),
+    ):
+        right = getattr(carry, name)
+        setattr(carry, name, wrong)
+        found.append(difference(rank, ranks, dist.group.WORLD, kind, 9, None))
+        setattr(carry, name, right)
+    return found
+
+
 def every(rank: int, ranks: int) -> dict[str, Any]:
     """Returns the answers of all functions here: processes start once."""
-    functions = (agreement, layers, refused, nan_stays, bytes_sent)
+    functions = (agreement, layers, refused, nan_stays, bytes_sent, broken)
     return {function.__name__: function(rank, ranks) for function in functions}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rooftile.recurrent.split.part import shares_of
+from rooftile.recurrent.split.plan import DeltaSizes, plan_delta
 from tests.parallel import recurrence_cases
 from tests.parallel.processes import run_on
 
@@ -45,6 +47,8 @@ def test_refusals_are_sentences_on_every_rank(answers):
         "group is 'cp'; must be a process group",
         "backend 'eager' of linear attention with a group",
         "backend 'triton' cannot run causal_conv",
+        "2 key heads are not a multiple of 4 ranks",
+        "method is 'ring'; must be one of",
         "causal_conv with a group under torch.func",
     ]
     for answer in answers:
@@ -76,3 +80,23 @@ def test_shares_cover_each_sequence_once():
     held = [share.cu[-1] for share in shares_of(cu, 4)]
     assert held == [10, 9, 9, 9]
     assert [share.spans for share in shares_of(cu, 4)] == [False, True, False, False]
+
+
+def test_a_map_that_is_left_out_shows(answers):
+    """The tests above would see it: a decay that is 1, a tail that is not the neighbour's, a matrix that is not transposed."""
+    for difference in zip(*(answer["broken"] for answer in answers), strict=True):
+        assert max(difference) > 1e-3
+
+
+def test_the_plan_takes_what_costs_less():
+    sizes = DeltaSizes(ranks=4, tokens=1_000, rows=1, Hk=16, Hv=32, Dk=128, Dv=128)
+    plan = plan_delta(sizes)
+    # 3/4 of q, k, v, y, of g in fp32 and of beta
+    assert (plan.method, plan.bytes_sent) == ("heads", 750 * (2 * 2 * (16 + 32) * 128 + 32 * (4 + 2)))
+    scan = plan_delta(sizes, "scan")
+    # the second rank sends a state and a matrix to two ranks
+    assert (scan.bytes_sent, scan.runs) == (2 * 32 * (128 * 128 + 128 * 128) * 4, 3)
+    assert str(plan_delta(replace(sizes, ranks=3))).startswith("scan: sends")
+    assert "16 key heads are not a multiple of 3 ranks" in str(plan_delta(replace(sizes, ranks=3)))
+    # small heads have little to compute again
+    assert plan_delta(replace(sizes, Dk=16, Dv=16)).method == "scan"
