@@ -45,6 +45,9 @@ class Carry(Protocol):
     def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a map, whose states have the shape `state`."""
 
+    def nothing(self, state: tuple[int, ...], like: Tensor) -> Tensor:
+        """Returns the state of no tokens."""
+
     def memory(self, state: tuple[int, ...]) -> int | None:
         """Returns the number of tokens that a state knows of, None where it knows of all."""
 

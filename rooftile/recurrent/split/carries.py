@@ -18,7 +18,20 @@ from torch import Tensor
 from rooftile.recurrent.rule import Given, Run, wide_dtype
 
 
-class Decay:
+class _Plain:
+    """A carry whose state knows of all tokens, is zero before them, and whose map needs no state."""
+
+    def nothing(self, state: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_zeros(state)
+
+    def memory(self, state: tuple[int, ...]) -> int | None:
+        return None
+
+    def turned(self, map: Tensor, before: Tensor, behind: Tensor) -> Tensor:
+        return map
+
+
+class Decay(_Plain):
     """A factor of the state, which has the first `axes` of the state's axes."""
 
     def __init__(self, axes: int, exponents: Callable[[Given, Given, Given], Tensor]) -> None:
@@ -26,9 +39,6 @@ class Decay:
 
     def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
         return state[: self._axes]
-
-    def memory(self, state: tuple[int, ...]) -> int | None:
-        return None
 
     def map(self, run: Run, tokens: Given, constants: Given, state: Tensor, options: Given) -> Tensor:
         return self._exponents(tokens, constants, options).exp().to(state.dtype)
@@ -39,18 +49,12 @@ class Decay:
     def back(self, map: Tensor, grad: Tensor) -> Tensor:
         return map.reshape(*map.shape, *(1,) * (grad.ndim - map.ndim)) * grad
 
-    def turned(self, map: Tensor, before: Tensor, behind: Tensor) -> Tensor:
-        return map
 
-
-class Matrix:
+class Matrix(_Plain):
     """A matrix on the axis of keys: the rule itself makes it of the identity, with values of zero."""
 
     def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
         return *state[:-1], state[-2]
-
-    def memory(self, state: tuple[int, ...]) -> int | None:
-        return None
 
     def map(self, run: Run, tokens: Given, constants: Given, state: Tensor, options: Given) -> Tensor:
         q, k, v, g, beta = tokens
@@ -66,11 +70,8 @@ class Matrix:
     def back(self, map: Tensor, grad: Tensor) -> Tensor:
         return map.transpose(-1, -2) @ grad
 
-    def turned(self, map: Tensor, before: Tensor, behind: Tensor) -> Tensor:
-        return map
 
-
-class Shift:
+class Shift(_Plain):
     """Places of a tail (rows, W, K - 1): a number on the device, so that no rank waits for it. Nothing is multiplied by zero."""
 
     def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,9 +89,6 @@ class Shift:
 
     def back(self, map: Tensor, grad: Tensor) -> Tensor:
         return _moved(grad, -map[:1].long())
-
-    def turned(self, map: Tensor, before: Tensor, behind: Tensor) -> Tensor:
-        return map
 
 
 def _moved(x: Tensor, by: Tensor) -> Tensor:

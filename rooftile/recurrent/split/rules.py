@@ -38,22 +38,28 @@ class RuleOnRank:
         self.tokens, self.like = len(self._rule.tokens), self._rule.like
         self.carry: Carry = operators.rule.carry
 
-    def forward(self, tensors: Given, state: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor]:
+    def empty(self, tensors: Given) -> Tensor:
+        return torch.empty_like(tensors[self.like])
+
+    def forward(self, tensors: Given, state: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         if self._by_token is None:
-            return self._operators.run_forward((*tensors, state, cu, *self._options, self._backend))
+            return *self._operators.run_forward((*tensors, state, cu, *self._options, self._backend)), ()
         with torch.autocast(state.device.type, enabled=False):
             y, last = walk.forward(self._by_token, *self._parted(tensors), state, cu, self._options)
-        return y.contiguous(), last.clone()
+        return y.contiguous(), last.clone(), ()
 
-    def backward(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, cu: Tensor | None) -> list[Tensor | None]:
+    def backward(
+        self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, cu: Tensor | None, kept: Given
+    ) -> tuple[list[Tensor | None], Tensor]:
         dy, d_last = dy.contiguous(), d_last.contiguous()
         if self._by_token is None:
             found = self._operators.run_backward((dy, d_last, *tensors, state, cu, *self._options, self._backend))
         else:
             with torch.autocast(state.device.type, enabled=False):
                 found = walk.backward(self._by_token, dy, d_last, *self._parted(tensors), state, cu, self._options)
-        grads = iter(found)
-        return [None if x is None else next(grads) for x in (*tensors, state)]
+        *others, d_first = found
+        grads = iter(others)
+        return [None if x is None else next(grads) for x in tensors], d_first
 
     def map(self, tensors: Given, state: Tensor) -> Tensor:
         tokens, constants = self._parted(tensors)

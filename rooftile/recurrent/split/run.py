@@ -20,21 +20,29 @@ from torch.autograd.function import once_differentiable
 
 from rooftile.recurrent.rule import Carry, Given
 from rooftile.recurrent.split.part import Part
-from rooftile.recurrent.split.travel import empty_rows, everywhere, exchange, folded, is_needed, summed
+from rooftile.recurrent.split.travel import Message, empty_rows, everywhere, exchange, folded, is_needed, summed
 
 
 class Recurrence(Protocol):
     """A recurrence on the tokens of one rank, in numbers: nothing is recorded."""
 
     tokens: int  # the number of tensors of tokens, before those that all tokens share
-    like: int  # the place of the tensor whose shape and dtype the outputs have
-    carry: Carry
+    like: int  # the place of a tensor of tokens that is always there
 
-    def forward(self, tensors: Given, state: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the outputs, and the states behind the tokens."""
+    @property
+    def carry(self) -> Carry:
+        """How the states travel."""
 
-    def backward(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, cu: Tensor | None) -> list[Tensor | None]:
-        """Returns the gradients of the tensors, None for those that are not there, and last of the first states."""
+    def empty(self, tensors: Given) -> Tensor:
+        """Returns the outputs of no tokens."""
+
+    def forward(self, tensors: Given, state: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Returns the outputs, the states behind the tokens, and what the backward needs beside the tensors, for each token."""
+
+    def backward(
+        self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, cu: Tensor | None, kept: Given
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Returns the gradients of the tensors, None for those that are not there, and of the first states."""
 
     def map(self, tensors: Given, state: Tensor) -> Tensor:
         """Returns the map of tokens (rows, c, ...)."""
@@ -63,11 +71,11 @@ class _Split(torch.autograd.Function):
         map = turned = None
         found = None if share.enters else local.forward(first)
         if local.travels:
-            message = None
+            message: Message | None = None
             if share.leaves:
                 own = local.crossing(-1)
                 if share.spans:
-                    zero = state.new_zeros(local.shape)
+                    zero = carry.nothing(local.shape, state)
                     map = problem.recurrence.map(own, zero)
                     message = map, local.end(own, zero)
                 else:
@@ -75,19 +83,19 @@ class _Split(torch.autograd.Function):
             messages = exchange(problem.part, message, local.shapes, local.wide(state), 1)
             if share.enters:
                 local.edge(first, 0).copy_(folded(messages, carry.join))
-        y, last = found if found is not None else local.forward(first)
+        y, last, kept = found if found is not None else local.forward(first)
         if map is not None:
             turned = carry.turned(map, local.edge(first, 0), local.edge(last, -1))
-        ctx.save_for_backward(first, turned, *tensors)
-        ctx.problem, ctx.shape = problem, state.shape
+        ctx.save_for_backward(first, turned, *tensors, *kept)
+        ctx.problem, ctx.shape, ctx.count = problem, state.shape, len(tensors)
         return y, everywhere(problem.part, last, state) if problem.keeps else None
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor, d_last: Tensor | None) -> tuple[Any, ...]:
-        first, turned, *tensors = ctx.saved_tensors
+        first, turned, *saved = ctx.saved_tensors
         problem: Problem = ctx.problem
-        local = _Local(problem, tensors, ctx.shape)
+        local = _Local(problem, saved[: ctx.count], ctx.shape, saved[ctx.count :])
         share, part, carry = problem.part.own, problem.part, problem.recurrence.carry
         if d_last is None:
             d_last = first.new_zeros(ctx.shape)
@@ -99,29 +107,29 @@ class _Split(torch.autograd.Function):
         if local.travels:
             message = None
             if share.enters:
-                grad = local.edge(found[-1], 0) if found is not None else local.begin(dy, local.edge(d_rows, 0), first)
+                grad = local.edge(found[1], 0) if found is not None else local.begin(dy, local.edge(d_rows, 0), first)
                 message = (turned if share.spans else None), grad
             messages = exchange(part, message, local.shapes, local.wide(first), -1)
             if share.leaves:
                 local.edge(d_rows, -1).copy_(folded(messages, lambda map, grad, own: carry.back(map, grad) + own))
         found = found if found is not None else local.backward(dy, d_rows, first)
         d_state = first.new_zeros(ctx.shape)
-        local.rows_of(d_state).copy_(found[-1])
+        local.rows_of(d_state).copy_(found[1])
         if share.enters:
             # the state that came from another rank is not the caller's
             local.edge(local.rows_of(d_state), 0).zero_()
         if part.cu is not None:
             empty = empty_rows(part, first.device)
             d_state[empty] = d_last[empty]
-        return None, d_state, *found[:-1]
+        return None, d_state, *found[0]
 
 
 class _Local:
     """This rank's tokens: all of them, and those of the sequences that cross its borders."""
 
-    def __init__(self, problem: Problem, tensors: Given, states: tuple[int, ...]) -> None:
-        self._problem, self._tensors, self._share = problem, tensors, problem.part.own
-        self._recurrence, share = problem.recurrence, self._share
+    def __init__(self, problem: Problem, tensors: Given, states: tuple[int, ...], kept: Given = ()) -> None:
+        self._tensors, self._kept, self._recurrence = tensors, kept, problem.recurrence
+        share = self._share = problem.part.own
         like = tensors[self._recurrence.like]
         self._packed = share.rows is not None
         self._cu = torch.tensor(share.cu, dtype=torch.int32, device=like.device) if self._packed else None
@@ -153,15 +161,15 @@ class _Local:
         own = slice(cu[0], cu[1]) if place == 0 else slice(cu[-2], cu[-1])
         return self._sliced(self._tensors, lambda x: x[None, own])
 
-    def forward(self, first: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, first: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         if not self._count:
-            return torch.empty_like(self._tensors[self._recurrence.like]), first.clone()
+            return self._recurrence.empty(self._tensors), first.clone(), ()
         return self._recurrence.forward(self._tensors, first, self._cu)
 
-    def backward(self, dy: Tensor, d_last: Tensor, first: Tensor) -> list[Tensor | None]:
+    def backward(self, dy: Tensor, d_last: Tensor, first: Tensor) -> tuple[list[Tensor | None], Tensor]:
         if not self._count:
-            return [*(None if x is None else torch.zeros_like(x) for x in self._tensors), d_last]
-        return self._recurrence.backward(dy, d_last, self._tensors, first, self._cu)
+            return [None if x is None else torch.zeros_like(x) for x in self._tensors], d_last
+        return self._recurrence.backward(dy, d_last, self._tensors, first, self._cu, self._kept)
 
     def end(self, tensors: list[Any], first: Tensor) -> Tensor:
         """Returns the state behind tokens (rows, c, ...)."""
@@ -172,15 +180,14 @@ class _Local:
 
     def begin(self, dy: Tensor, d_last: Tensor, first: Tensor) -> Tensor:
         """Returns the gradient of the state before the first sequence here."""
-        tensors = self.crossing(0)
-        dy = dy[None, : self._share.cu[1]] if self._packed else dy
-        if (memory := self._recurrence.carry.memory(self.shape)) is not None:
-            tensors, dy = self._sliced(tensors, lambda x: x[:, :memory]), dy[:, :memory]
-        if not dy.shape[1]:
+        if not self._count:
             return d_last
-        found = self._recurrence.backward(dy, d_last, tensors, self.edge(first, 0), None)[-1]
-        assert found is not None
-        return found
+        tensors, each = self.crossing(0), [dy, *self._kept]
+        if self._packed:
+            each = [x[None, : self._share.cu[1]] for x in each]
+        if (memory := self._recurrence.carry.memory(self.shape)) is not None:
+            tensors, each = self._sliced(tensors, lambda x: x[:, :memory]), [x[:, :memory] for x in each]
+        return self._recurrence.backward(each[0], d_last, tensors, self.edge(first, 0), None, each[1:])[1]
 
     def _sliced(self, tensors: Given, cut: Any) -> list[Any]:
         n = self._recurrence.tokens
