@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.delta.chunks import CHUNK, chunk_rows, decay_between, inverse_length, product, sequence_of
+from rooftile.recurrent.kernels.delta.chunks import chunk_rows, decay_between, inverse_length, sequence_of
+from rooftile.recurrent.kernels.delta.inverse import CHUNK, product
 from rooftile.recurrent.linear.kernels.tiles import part_of
 
 
@@ -52,10 +53,10 @@ def _walk_back(
         k = chunk_rows(k_ptr, k_strides, batch, h // GROUP, first + start, d, here, d < D)
         x = tl.load(x_ptr + chunk * (CHUNK * CHUNK) + square)
         q = chunk_rows(q_ptr, q_strides, batch, h // GROUP, first + start, d, here, d < D)
-        beta = tl.load(beta_ptr + row + n * HEADS, mask=here, other=0.0)
-        recall = tl.load(recall_ptr + row + n * HEADS, mask=here, other=0.0)
-        left = tl.load(left_ptr + row + n * HEADS, mask=here, other=0.0)
-        reach = tl.load(reach_ptr + row + n * HEADS, mask=here, other=0.0)
+        beta = tl.load(beta_ptr + chunk * CHUNK + n)
+        recall = tl.load(recall_ptr + chunk * CHUNK + n)
+        left = tl.load(left_ptr + chunk * CHUNK + n)
+        reach = tl.load(reach_ptr + chunk * CHUNK + n)
         end = tl.load(end_ptr + chunk)
         tl.store(dstates_ptr + chunk * (D * DV) + own, state, mask=inside)
         dr = product(tl.trans(pairs), dy, HOW) + product(k, state, HOW) * left[:, None]
@@ -101,7 +102,7 @@ def _pair_gradients(
     here = n < length - start
     first += start
     row, chunk = ((0 if PACKED else batch * T) + first) * HEADS + h, slot.to(tl.int64) * HEADS + h
-    beta = tl.load(beta_ptr + row + n * HEADS, mask=here, other=0.0)
+    beta = tl.load(beta_ptr + chunk * CHUNK + n)
     system, pairs = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     dbeta = tl.zeros((CHUNK,), tl.float32)
     for column in range(0, DV, BLOCK_V):
@@ -112,10 +113,9 @@ def _pair_gradients(
         tl.store(dv_ptr + place, dr * beta[:, None], mask=here[:, None] & (e < DV)[None, :])
         system -= product(dr, tl.trans(new), HOW)
         pairs += product(_columns(dy_ptr + row * DV, e, here, HEADS, DV), tl.trans(new), HOW)
-    # rows after the last token have its sum, so that no exponent is positive
-    decay = decay_between(tl.load(total_ptr + row + tl.minimum(n, length - start - 1) * HEADS))
-    unit = tl.load(unit_ptr + row + n * HEADS, mask=here, other=0.0)
-    pairs *= decay * tl.load(factor_ptr + row + n * HEADS, mask=here, other=0.0)[:, None] * unit[None, :]
+    decay = decay_between(tl.load(total_ptr + chunk * CHUNK + n))
+    unit = tl.load(unit_ptr + chunk * CHUNK + n)
+    pairs *= decay * tl.load(factor_ptr + chunk * CHUNK + n)[:, None] * unit[None, :]
     system = tl.where(n[:, None] > n[None, :], system, 0.0) * decay
     square = chunk * (CHUNK * CHUNK) + n[:, None] * CHUNK + n[None, :]
     tl.store(by_key_ptr + square, pairs)
@@ -129,9 +129,9 @@ def _pair_gradients(
         q = chunk_rows(q_ptr, q_strides, batch, h // GROUP, first, d, here, d < D)
         queries += product(q, tl.trans(k), HOW)
     apart = keys * unit[:, None] * unit[None, :] * system
-    tl.store(own_ptr + row + n * HEADS, dbeta + tl.sum(apart, 1), mask=here)
+    tl.store(own_ptr + chunk * CHUNK + n, dbeta + tl.sum(apart, 1), mask=here)
     apart = apart * beta[:, None] + queries * pairs
-    tl.store(part_ptr + row + n * HEADS, tl.sum(apart, 1) - tl.sum(apart, 0), mask=here)
+    tl.store(part_ptr + chunk * CHUNK + n, tl.sum(apart, 1) - tl.sum(apart, 0), mask=here)
 
 
 @triton.jit
@@ -167,8 +167,8 @@ def _query_gradients(
             e = column + tl.arange(0, BLOCK_V)
             dy = _columns(dy_ptr + row * DV, e, here, HEADS, DV)
             own += product(dy, tl.trans(_state(states_ptr + chunk * (D * DV), d, e, D, DV)), HOW)
-        own *= tl.load(reach_ptr + row + n * HEADS, mask=here, other=0.0)[:, None]
-        place = part_ptr + row + n * HEADS
+        own *= tl.load(reach_ptr + chunk * CHUNK + n)[:, None]
+        place = part_ptr + chunk * CHUNK + n
         part = tl.sum(own * chunk_rows(q_ptr, q_strides, batch, head, first, d, here, d < D), 1)
         tl.store(place, tl.load(place, mask=here, other=0.0) + part, mask=here)
         dq += own
@@ -203,7 +203,7 @@ def _key_gradients(
     for i in range(0, GROUP):
         h = head * GROUP + i
         row, chunk = begin * HEADS + h, slot.to(tl.int64) * HEADS + h
-        beta = tl.load(beta_ptr + row + n * HEADS, mask=here, other=0.0)
+        beta = tl.load(beta_ptr + chunk * CHUNK + n)
         kept = tl.zeros((BLOCK_D,), tl.float32)
         for column in range(0, DV, 16):
             e = column + tl.arange(0, 16)
@@ -215,7 +215,7 @@ def _key_gradients(
             e = column + tl.arange(0, BLOCK_V)
             dstate = _state(dstates_ptr + chunk * (D * DV), d, e, D, DV)
             own += product(_columns(new_ptr + row * DV, e, here, HEADS, DV), tl.trans(dstate), HOW)
-        own *= tl.load(left_ptr + row + n * HEADS, mask=here, other=0.0)[:, None]
+        own *= tl.load(left_ptr + chunk * CHUNK + n)[:, None]
         moved = tl.sum(own * chunk_rows(k_ptr, k_strides, batch, head, first, d, here, d < D), 1)
         dk += own
         own = tl.zeros((CHUNK, BLOCK_D), tl.float32)
@@ -223,21 +223,21 @@ def _key_gradients(
             e = column + tl.arange(0, BLOCK_V)
             dr = _columns(dr_ptr + row * DV, e, here, HEADS, DV)
             own += product(dr, tl.trans(_state(states_ptr + chunk * (D * DV), d, e, D, DV)), HOW)
-        own *= tl.load(recall_ptr + row + n * HEADS, mask=here, other=0.0)[:, None]
+        own *= tl.load(recall_ptr + chunk * CHUNK + n)[:, None]
         recalled = tl.sum(own * chunk_rows(k_ptr, k_strides, batch, head, first, d, here, d < D), 1)
         dk -= own * beta[:, None]
-        part = tl.load(part_ptr + row + n * HEADS, mask=here, other=0.0) - moved - recalled * beta
+        part = tl.load(part_ptr + chunk * CHUNK + n, mask=here, other=0.0) - moved - recalled * beta
         at_end = tl.load(end_ptr + chunk) * tl.sum(kept, 0) + tl.sum(moved, 0)
-        dbeta = tl.load(own_ptr + row + n * HEADS, mask=here, other=0.0) - recalled
+        dbeta = tl.load(own_ptr + chunk * CHUNK + n, mask=here, other=0.0) - recalled
         tl.store(dbeta_ptr + row + n * HEADS, dbeta, mask=here)
         tl.store(dg_ptr + row + n * HEADS, tl.cumsum(part, 0, reverse=True) + at_end, mask=here)
         pairs = tl.trans(tl.load(by_key_ptr + chunk * (CHUNK * CHUNK) + square))
         dk += product(pairs, chunk_rows(q_ptr, q_strides, batch, head, first, d, here, d < D), HOW)
         system = tl.load(by_both_ptr + chunk * (CHUNK * CHUNK) + square)
         # the factor is outside, since Triton gives two groups of warps the same rows where one product is added to another
-        unit = tl.load(unit_ptr + row + n * HEADS, mask=here, other=0.0)
+        unit = tl.load(unit_ptr + chunk * CHUNK + n)
         dk += product(system, chunk_rows(k_ptr, k_strides, batch, head, first, d, here, d < D), HOW) * unit[:, None]
     k = chunk_rows(k_ptr, k_strides, batch, head, first, d, here, d < D)
-    unit = tl.load(unit_ptr + begin * HEADS + head * GROUP + n * HEADS, mask=here, other=0.0)
+    unit = tl.load(unit_ptr + (slot.to(tl.int64) * HEADS + head * GROUP) * CHUNK + n)
     place = (begin * (HEADS // GROUP) + head) * D + n[:, None] * (HEADS // GROUP * D) + d[None, :]
     tl.store(dk_ptr + place, _unscaled(dk, k, unit, QK_NORM), mask=here[:, None] & (d < D)[None, :])

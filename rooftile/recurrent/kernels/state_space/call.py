@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.kernels.parts import readable
-from rooftile.recurrent.kernels.state_space.copies import Box, copying, is_aligned, token_box
+from rooftile.recurrent.kernels.parts import processors, readable
+from rooftile.recurrent.kernels.copies import Box, copying, is_aligned, token_box
 from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
@@ -97,11 +97,6 @@ def some(kernel: Kernel, key: tuple[Any, ...], **own: Any) -> dict[str, Any]:
     return {name: value for name, value in constants_of(*key, **own).items() if name in names}
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 class Call:
     """The sizes of a call, and its steps, sums and products of B and C."""
 
@@ -142,7 +137,7 @@ class Call:
 
     def _segment(self) -> int:
         # a sequence is not cut if batch and heads alone give each processor two programs
-        at_once = 2 * _processors(self.x.device)
+        at_once = 2 * processors(self.x.device)
         if not self.packed and (self.count * self.H >= at_once or self.T <= _SEGMENT // 4):
             return max(-(-self.T // self.block), 1) * self.block
         size = _SEGMENT

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from rooftile.recurrent.kernels.state_space.call import Call
-from rooftile.recurrent.kernels.state_space.copies import Box, axes_of, state_box, token_box
+from rooftile.recurrent.kernels.copies import state_box, token_box
+from rooftile.recurrent.kernels.copies_hopper import described
 from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
-from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
 from rooftile.runtime.launch import Kernel
 
 STAGES = 3
@@ -51,19 +51,14 @@ def _cells(call: Call) -> Tensor:
 @cache
 def _outputs_kernel(N: int) -> Kernel:
     values, rows = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N)
-    return _described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value))
+    return described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value), line=CHUNK.value)
 
 
 @cache
 def _gradients_kernel(N: int) -> Kernel:
     values, rows, states = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N), state_box(CHUNK.value, N)
     pairs = state_box(CHUNK.value, CHUNK.value)
-    return _described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs)
-
-
-def _described(kernel: Any, *boxes: Box) -> Kernel:
-    """A kernel that takes tiles of its first tensors, and then a line of numbers."""
-    return Kernel(kernel, (*(partial(_tile, box=box) for box in boxes), partial(_line, count=CHUNK.value)))
+    return described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs, line=CHUNK.value)
 
 
 @cache
@@ -72,21 +67,3 @@ def _constants(H: int, share: int, N: int, skip: bool, **own: Any) -> dict[str, 
     return {
         "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "num_warps": 4, **own,
     }  # fmt: skip
-
-
-def _tile(x: Tensor, box: Box) -> TensorDescriptor:
-    shape, strides, box = axes_of(x, box)
-    return TensorDescriptor(x, shape, strides, box, layout(tuple(box)))
-
-
-def _line(x: Tensor, count: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [count], LINE)
-
-
-LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-@cache
-def layout(box: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    """The layout of a tile of bf16 in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
