@@ -75,10 +75,13 @@ class Buffer(Shared):
 
 
 def emulate_copies(
-    monkeypatch: pytest.MonkeyPatch, modules: tuple[Any, ...], functions: tuple[Any, ...], cached: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    modules: tuple[Any, ...],
+    functions: tuple[Any, ...],
+    cached: tuple[Any, ...],
     **names: Any,
 ) -> Iterator[None]:
-    """Replaces Gluon in `modules`, and the launches of the kernels `functions`, which the functions `cached` remember; sets names."""
+    """Replaces Gluon in `modules`, and the launches of `functions`, which `cached` remember; sets names."""
     current = SimpleNamespace(program=(0, 0, 0))
     none = lambda *about, **more: None  # noqa: E731
     language = SimpleNamespace(

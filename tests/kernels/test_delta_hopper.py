@@ -12,7 +12,7 @@ from tests.recurrent import definitions
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.recurrent.kernels.delta import call, launch_hopper, walk_hopper  # noqa: E402
+from rooftile.recurrent.kernels.delta import call, launch_hopper, walk_back_hopper, walk_hopper  # noqa: E402
 from tests.kernels.emulated_copies import emulate_copies, record  # noqa: E402
 
 SHAPES = record("D", "DV", "OUTPUTS", "WALKERS")
@@ -24,7 +24,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = {"Shape": SHAPES, "Tiles": TILES, "LINES": 4, "FIRST_LINE": 2}
     monkeypatch.setattr(call, "_has_gluon", lambda device: True)
     yield from emulate_copies(
-        monkeypatch, (walk_hopper,), (walk_hopper._walk_columns,), (launch_hopper._kernel,), **names
+        monkeypatch, (walk_hopper, walk_back_hopper), (walk_hopper._walk_columns, walk_back_hopper._walk_columns_back),
+        (launch_hopper._kernel, launch_hopper._kernel_back), **names,
     )  # fmt: skip
 
 
@@ -103,3 +104,35 @@ def test_the_walk_equals_the_definition(
         right = v - chunks.vectors[3, n, :, :count, None].double() * (k @ before[b])
         found = new[b, i * 64 : i * 64 + 64].movedim(1, 0)
         assert_near(found, chunks.x[n, :, :count, :count].double() @ (right * beta[..., None]))
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(("batch", "T", "Hk", "H", "D", "DV", "walkers"), CASES)
+@pytest.mark.parametrize("has_last", [False, True])
+def test_the_walk_back_equals_its_formulas(
+    batch: int, T: int, Hk: int, H: int, D: int, DV: int, walkers: int, has_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, state = inputs(batch, T, Hk, H, D, DV)
+    monkeypatch.setattr(call, "processors", lambda device: 0 if walkers == 2 else 1 << 20)
+    chunks = prepared(given, state)
+    dy = torch.randn(batch, T, H, DV).bfloat16()
+    d_last = torch.randn_like(state) if has_last else None
+    dr, d_states = torch.full_like(dy, float("nan")), torch.full((chunks.slots, H, D, DV), float("nan")).bfloat16()
+    d_first = torch.full_like(state, float("nan"))
+    chunks.walk_back(dy, dr, d_states, d_last, d_first)
+    _, _, beta, recall, left, reach = chunks.vectors.double()[..., None]
+    each = chunks.slots // batch
+    for b in range(batch):
+        back = torch.zeros(H, D, DV, dtype=torch.float64) if d_last is None else d_last[b].double()
+        for i in reversed(range(each)):
+            n = b * each + i
+            assert_near(d_states[n], back)
+            q, k, gradient = (x[b, i * 64 : i * 64 + 64].double().movedim(1, 0) for x in (given[0], given[1], dy))
+            q, k = (x.repeat_interleave(H // Hk, 0) for x in (q, k))
+            count = k.shape[1]
+            pairs, system = (x[n, :, :count, :count].double() for x in (chunks.pairs, chunks.x))
+            due = system.mT @ (pairs.mT @ gradient + left[n, :, :count] * (k @ back))
+            assert_near(dr[b, i * 64 : i * 64 + 64].movedim(1, 0), due)
+            back = chunks.end[n, :, None, None] * back + q.mT @ (reach[n, :, :count] * gradient)
+            back -= k.mT @ ((beta * recall)[n, :, :count] * due)
+        assert_near(d_first[b], back)

@@ -19,7 +19,6 @@ from rooftile.recurrent.kernels.delta.gradients import (
     _key_gradients,
     _pair_gradients,
     _query_gradients,
-    _walk_back,
 )
 from rooftile.recurrent.kernels.delta.steps import _step
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
@@ -29,7 +28,7 @@ from rooftile.runtime.launch import Kernel
 LARGEST_DIM = 128
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_start_step, _start_walk_back, _start_pairs = Kernel(_step), Kernel(_walk_back), Kernel(_pair_gradients)
+_start_step, _start_pairs = Kernel(_step), Kernel(_pair_gradients)
 _start_queries, _start_keys = Kernel(_query_gradients), Kernel(_key_gradients)
 
 
@@ -81,15 +80,7 @@ def backward(
     states, d_states = (chunks.empty(chunks.slots, heads, q.shape[-1], dim_v) for _ in range(2))
     chunks.walk(None, states, new)
     found = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (*tokens, state) if one is not None]
-    if state.numel():
-        own = chunks.constants("walk_back", HAS_LAST=d_last is not None)
-        last = chunks.state if d_last is None else d_last.contiguous()
-        read = (q, k, beta, dy, chunks.x, chunks.pairs, recall, left, reach, chunks.end)
-        _start_walk_back(
-            (triton.cdiv(dim_v, own["BLOCK_V"]), chunks.sequences, heads),
-            (*read, dr, d_states, last, found[-1], chunks.cu, q_strides, k_strides, *sizes),
-            own,
-        )
+    chunks.walk_back(dy, dr, d_states, d_last, found[-1])
     if v.numel():
         # nothing reads X and P any more
         by_key, by_both = chunks.pairs, chunks.x

@@ -62,9 +62,9 @@ class Tiles:
 @gluon.jit
 def _load(
     keys: Ring, tiles: Tiles, q_desc, k_desc, v_desc, x_desc, p_desc, line_desc,
-    sequence, h, g, column, slot, chunks, line, line_step, plane, shape: Shape,
+    sequence, h, g, column, slot, chunks, line, line_step, plane, shape: Shape, BACK: gl.constexpr = False,
 ):  # fmt: skip
-    """The role that has chunks copied in."""
+    """The role that has chunks copied in; back from the last one with the outputs' gradients for values."""
     needed: gl.constexpr = (
         k_desc.block_type.nbytes + x_desc.block_type.nbytes + shape.WALKERS * v_desc.block_type.nbytes
         + LINES * line_desc.block_type.nbytes
@@ -72,19 +72,20 @@ def _load(
     of_outputs: gl.constexpr = q_desc.block_type.nbytes + p_desc.block_type.nbytes
     for i in range(chunks):
         stage = i % keys.stages
-        t = i * CHUNK
+        chunk = chunks - 1 - i if BACK else i
+        t = chunk * CHUNK
         full = keys.full_barrier(i)
         keys.wait_empty(i)
         mbarrier.expect(full, needed + of_outputs if shape.OUTPUTS else needed)
         tma_load(k_desc, [sequence, g, t, 0], full, keys.buffer(i))
         for n in gl.static_range(LINES):
-            tma_load(line_desc, [line + i * line_step + n * plane], full, tiles.lines.index(LINES * stage + n))
+            tma_load(line_desc, [line + chunk * line_step + n * plane], full, tiles.lines.index(LINES * stage + n))
         for n in gl.static_range(shape.WALKERS):
             tma_load(v_desc, [sequence, h, t, column + n * CHUNK], full, tiles.values.index(shape.WALKERS * stage + n))
-        tma_load(x_desc, [slot + i, h, 0, 0], full, tiles.systems.index(stage))
+        tma_load(x_desc, [slot + chunk, h, 0, 0], full, tiles.systems.index(stage))
         if shape.OUTPUTS:
             tma_load(q_desc, [sequence, g, t, 0], full, tiles.queries.index(stage))
-            tma_load(p_desc, [slot + i, h, 0, 0], full, tiles.pairs.index(stage))
+            tma_load(p_desc, [slot + chunk, h, 0, 0], full, tiles.pairs.index(stage))
 
 
 @gluon.jit

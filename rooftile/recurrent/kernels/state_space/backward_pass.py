@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import STEPPED, Call, Tile, some
 from rooftile.recurrent.kernels.copies import state_box, token_box
+from rooftile.recurrent.kernels.state_space.call import STEPPED, Call, Tile, some
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
 from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums

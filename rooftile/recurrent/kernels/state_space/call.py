@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.kernels.parts import processors, readable
 from rooftile.recurrent.kernels.copies import Box, copying, is_aligned, token_box
+from rooftile.recurrent.kernels.parts import processors, readable
 from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper

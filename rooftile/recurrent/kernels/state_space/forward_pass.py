@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import Call, some
 from rooftile.recurrent.kernels.copies import token_box
+from rooftile.recurrent.kernels.state_space.call import Call, some
 from rooftile.recurrent.kernels.state_space.outputs import _outputs
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel

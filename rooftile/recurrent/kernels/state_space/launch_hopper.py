@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import Call
 from rooftile.recurrent.kernels.copies import state_box, token_box
 from rooftile.recurrent.kernels.copies_hopper import described
+from rooftile.recurrent.kernels.state_space.call import Call
 from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
 from rooftile.runtime.launch import Kernel
