@@ -121,6 +121,9 @@ def emulate_copies(
             for current.program in random.Random(0).sample(programs, len(programs)):
                 self.run(*made, *rest, **given)
 
+        def bound(self, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+            return lambda *tensors: self(grid, (*tensors, *numbers), constants)
+
     monkeypatch.setattr(copies_hopper, "Kernel", Emulated)
     for made in cached:
         made.cache_clear()

@@ -1,8 +1,10 @@
 """The gated delta rule in Triton kernels, for Ampere and newer: g of each head, heads up to 128, fp32, bf16 and fp16.
 
-    chunks      the forward, by chunks of 64 tokens
-    gradients   the backward, by the same chunks, whose states are computed again
-    steps       one token of each sequence, in place
+    call             the sizes and tiles of a call, and its launches
+    chunks           the forward, by chunks of 64 tokens; `inverse` inverts their systems
+    gradients        the backward, by the same chunks, whose states are computed again
+    walk_hopper, walk_back_hopper, launch_hopper    the walks from chunk to chunk on Hopper, in Gluon
+    steps            one token of each sequence, in place
 
 Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours. A NaN or
 an infinity may reach earlier tokens of its chunk.

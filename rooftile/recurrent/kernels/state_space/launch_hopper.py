@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.copies import state_box, token_box
 from rooftile.recurrent.kernels.copies_hopper import described
-from rooftile.recurrent.kernels.state_space.call import Call
+from rooftile.recurrent.kernels.state_space.call import Call, Launch
 from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
 from rooftile.runtime.launch import Kernel
@@ -22,12 +22,8 @@ GRADIENTS = {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56}
 
 def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
     """Writes y, and the last states, from the states with which segments start."""
-    skip, d_strides = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
-    given = (
-        call.x, call.B, call.C, y, _cells(call), call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
-    )  # fmt: skip
-    _outputs_kernel(call.N)((call.slots * call.H // 2, 1, 1), given, own)
+    tensors = (call.x, call.B, call.C, y, _cells(call), call.steps, start, last, call.skip, call.steps)
+    call.start("outputs of pairs", tensors, lambda: _outputs(call))
 
 
 def write_gradients(
@@ -35,13 +31,23 @@ def write_gradients(
     of_steps: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
-    skip, (d_stride, _) = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
-    given = (
-        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
-        d_stride, call.T, call.size, call.slots,
+    tensors = (
+        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, call.skip, of_skip, d_cb, *maps,
+        *of_steps,
     )  # fmt: skip
-    _gradients_kernel(call.N)((call.slots * call.chunks, call.G, len(d_cb)), given, own)
+    call.start("chunk gradients", tensors, lambda: _gradients(call, span, len(d_cb)))
+
+
+def _outputs(call: Call) -> Launch:
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
+    numbers = (call.skip_strides, call.T, call.size, call.slots)
+    return Launch(_outputs_kernel(call.N), (call.slots * call.H // 2, 1, 1), numbers, own)
+
+
+def _gradients(call: Call, span: int, spans: int) -> Launch:
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
+    numbers = (call.skip_strides[0], call.T, call.size, call.slots)
+    return Launch(_gradients_kernel(call.N), (call.slots * call.chunks, call.G, spans), numbers, own)
 
 
 def _cells(call: Call) -> Tensor:
