@@ -61,9 +61,9 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     from triton.compiler import ASTSource
 
     from rooftile.recurrent.kernels import delta
-    from rooftile.recurrent.kernels.delta import call
+    from rooftile.recurrent.kernels.delta import call, walks
 
-    kernel = getattr(call if hasattr(call, f"_{name}") else delta, f"_{name}")
+    kernel = next(getattr(module, f"_{name}") for module in (call, walks, delta) if hasattr(module, f"_{name}"))
     own = {"walk": {"OUTPUTS": outputs}, "walk_back": {"HAS_LAST": True}, "step": {"QK_NORM": True, "SLOTS": True}}.get(name)
     if own is None:
         own = {} if name == "pair_gradients" else {"QK_NORM": True}

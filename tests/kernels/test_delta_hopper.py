@@ -12,7 +12,7 @@ from tests.recurrent import definitions
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.recurrent.kernels.delta import call, launch_hopper, walk_back_hopper, walk_hopper  # noqa: E402
+from rooftile.recurrent.kernels.delta import call, launch_hopper, walk_back_hopper, walk_hopper, walks  # noqa: E402
 from tests.kernels.emulated_copies import emulate_copies, record  # noqa: E402
 
 SHAPES = record("D", "DV", "OUTPUTS", "WALKERS")
@@ -86,12 +86,12 @@ def test_the_walk_equals_the_definition(
     assert chunks.suits_warpgroups
     assert chunks.walkers == walkers
     y = torch.full_like(given[2], float("nan"))
-    last = chunks.walk(y, None, None)
+    last = walks.walk(chunks, y, None, None)
     y_due, last_due = definitions.gated_delta(*(x.double() for x in given), state=state.double())
     assert_near(y, y_due)
     assert_near(last, last_due)
     new, states = torch.full_like(y, float("nan")), torch.full((chunks.slots, H, D, DV), float("nan")).bfloat16()
-    assert_near(chunks.walk(None, states, new), last_due)
+    assert_near(walks.walk(chunks, None, states, new), last_due)
     for n in range(chunks.slots):
         b, i = divmod(n, chunks.slots // batch)
         before = state.double()
@@ -119,7 +119,7 @@ def test_the_walk_back_equals_its_formulas(
     d_last = torch.randn_like(state) if has_last else None
     dr, d_states = torch.full_like(dy, float("nan")), torch.full((chunks.slots, H, D, DV), float("nan")).bfloat16()
     d_first = torch.full_like(state, float("nan"))
-    chunks.walk_back(dy, dr, d_states, d_last, d_first)
+    walks.walk_back(chunks, dy, dr, d_states, d_last, d_first)
     _, _, beta, recall, left, reach = chunks.vectors.double()[..., None]
     each = chunks.slots // batch
     for b in range(batch):

@@ -1,9 +1,10 @@
 """The gated delta rule in Triton kernels, for Ampere and newer: g of each head, heads up to 128, fp32, bf16 and fp16.
 
-    call             the sizes and tiles of a call, and its launches
+    call             the sizes and tiles of a call, and what its chunks need but the state
+    walks            the walks from chunk to chunk, in Triton, or by
     chunks           the forward, by chunks of 64 tokens; `inverse` inverts their systems
     gradients        the backward, by the same chunks, whose states are computed again
-    walk_hopper, walk_back_hopper, launch_hopper    the walks from chunk to chunk on Hopper, in Gluon
+    launch_hopper, walk_hopper, walk_back_hopper    in Gluon, on Hopper
     steps            one token of each sequence, in place
 
 Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours. A NaN or
@@ -23,6 +24,7 @@ from rooftile.recurrent.kernels.delta.gradients import (
     _query_gradients,
 )
 from rooftile.recurrent.kernels.delta.steps import _step
+from rooftile.recurrent.kernels.delta.walks import walk, walk_back
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
@@ -64,7 +66,7 @@ def forward(
     chunks, v = prepared(tokens, state, cu, options), tokens[2]
     assert v is not None
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return y, chunks.walk(y, None, None)
+    return y, walk(chunks, y, None, None)
 
 
 def backward(
@@ -80,9 +82,9 @@ def backward(
     sizes = (chunks.length, chunks.sequences)
     new, dr = chunks.empty(*v.shape), chunks.empty(*v.shape)
     states, d_states = (chunks.empty(chunks.slots, heads, q.shape[-1], dim_v) for _ in range(2))
-    chunks.walk(None, states, new)
+    walk(chunks, None, states, new)
     found = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (*tokens, state) if one is not None]
-    chunks.walk_back(dy, dr, d_states, d_last, found[-1])
+    walk_back(chunks, dy, dr, d_states, d_last, found[-1])
     if v.numel():
         # nothing reads X and P any more
         by_key, by_both = chunks.pairs, chunks.x

@@ -1,4 +1,4 @@
-"""The sizes and tiles of a call, what all its chunks need but the state, and the walk from chunk to chunk."""
+"""The sizes and tiles of a call, and what all its chunks need but the state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import triton
 from torch import Tensor
 
 from rooftile.recurrent.kernels.copies import is_aligned
-from rooftile.recurrent.kernels.delta.chunks import _prepare, _walk
-from rooftile.recurrent.kernels.delta.gradients import _walk_back
+from rooftile.recurrent.kernels.delta.chunks import _prepare
 from rooftile.recurrent.kernels.delta.inverse import CHUNK, _invert
 from rooftile.recurrent.kernels.parts import processors
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
@@ -20,7 +19,6 @@ from rooftile.runtime.devices import capability, lack_of_gluon
 from rooftile.runtime.launch import Kernel
 
 _start_prepare, _start_invert = Kernel(_prepare), Kernel(_invert)
-_start_walk, _start_walk_back = Kernel(_walk), Kernel(_walk_back)
 # a warp for each system
 INVERTING = {"num_warps": 1, "num_stages": 1}
 
@@ -128,65 +126,6 @@ class Chunks(NamedTuple):
         """The warpgroups of a program of 64 columns each: one where each program has a processor, else two, which share keys."""
         parts = self.shape[3] // 64
         return 2 if parts % 2 == 0 and self.sequences * self.shape[0] * parts > processors(self.x.device) else 1
-
-    def walk(self, y: Tensor | None, states: Tensor | None, new: Tensor | None) -> Tensor:
-        """Writes y, or else V' and the states before all chunks; returns the last states."""
-        (q, k, v, *_), last = self.tokens, torch.empty(self.state.shape, dtype=torch.float32, device=self.x.device)
-        states, new = self.x if states is None else states, v if new is None else new
-        if last.numel() and self.suits_warpgroups:
-            from rooftile.recurrent.kernels.delta import launch_hopper
-
-            launch_hopper.walk(self, y, states, new, last)
-        elif last.numel():
-            own = self.constants("walk", OUTPUTS=y is not None)
-            _, _, beta, recall, left, reach = self.vectors
-            read = (q, k, v, beta, self.x, self.pairs, recall, left, reach, self.end)
-            _start_walk(
-                (triton.cdiv(self.shape[3], own["BLOCK_V"]), self.sequences, self.shape[0]),
-                (
-                    *read,
-                    states,
-                    new,
-                    v if y is None else y,
-                    self.state,
-                    last,
-                    self.cu,
-                    *self.strides[:3],
-                    self.length,
-                    self.sequences,
-                ),
-                own,
-            )
-        return last
-
-    def walk_back(self, dy: Tensor, dr: Tensor, d_states: Tensor, d_last: Tensor | None, d_first: Tensor) -> None:
-        """Writes dR, and the gradients of the states after all chunks and of the first states."""
-        if not d_first.numel():
-            return
-        last = None if d_last is None else d_last.contiguous()
-        if self.suits_warpgroups and is_aligned(dy):
-            from rooftile.recurrent.kernels.delta import launch_hopper
-
-            launch_hopper.walk_back(self, dy, dr, d_states, last, d_first)
-            return
-        own, (q, k, *_) = self.constants("walk_back", HAS_LAST=last is not None), self.tokens
-        _, _, beta, recall, left, reach = self.vectors
-        read = (q, k, beta, dy, self.x, self.pairs, recall, left, reach, self.end)
-        _start_walk_back(
-            (triton.cdiv(self.shape[3], own["BLOCK_V"]), self.sequences, self.shape[0]),
-            (
-                *read,
-                dr,
-                d_states,
-                self.state if last is None else last,
-                d_first,
-                self.cu,
-                *self.strides[:2],
-                self.length,
-                self.sequences,
-            ),
-            own,
-        )
 
 
 def prepared(tokens: Tensors, state: Tensor, cu: Tensor | None, options: Given) -> Chunks:

@@ -50,7 +50,7 @@ class Shape:
 
 @aggregate
 class Tiles:
-    """What lies in shared memory beside the keys, which are the ring's own: tiles of as many chunks as the ring has stages."""
+    """Tiles in shared memory beside the keys, which are the ring's own: of as many chunks as the ring has stages."""
 
     queries: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
