@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -102,7 +102,7 @@ class Operators:
             return lack
         return self._kernels.refusal(tokens, constants, state, options)
 
-    @property
+    @cached_property
     def _kernels(self) -> Kernels:
         assert self.rule.kernels is not None
         found: Any = import_module(self.rule.kernels)
