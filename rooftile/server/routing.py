@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 # an engine with a prompt's blocks may hold so many times its share of the tokens, and the tokens that it saves on top
 FAIR = 1.25
-# tokens that an answer counts for beside its prompt, since nobody knows its length
+# tokens that an answer counts for beside its prompt, whose length is not known
 ANSWER_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of an engine when a prompt is routed.
+    """An engine, as far as it is known when a prompt is routed.
 
     Args:
         load: tokens of the requests that it holds, which wait or run.

@@ -1,4 +1,4 @@
-"""Which engine answers a prompt: the choice, the blocks that are known, the GPUs of each replica, and starts again."""
+"""The engine that answers a prompt: the choice, the blocks that are known, the GPUs of each replica, and starts again."""
 
 from __future__ import annotations
 

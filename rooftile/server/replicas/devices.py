@@ -1,4 +1,4 @@
-"""Which GPUs each replica has, by CUDA_VISIBLE_DEVICES: the server's process names them without torch, an engine counts them."""
+"""The GPUs of each replica, by CUDA_VISIBLE_DEVICES: the server's process names them without torch, an engine counts them."""
 
 from __future__ import annotations
 

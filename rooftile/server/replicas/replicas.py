@@ -58,7 +58,7 @@ class Replicas:
 
     @property
     def facts(self) -> Ready | None:
-        """What an engine has said of itself and its model; None if none answers."""
+        """The facts that an engine has told of itself and its model; None if no engine answers."""
         return next((each.engine.ready for each in self.answering), None)
 
     @property
