@@ -164,7 +164,7 @@ class FakeEngine:
 
     def _compute(self, plan: StepPlan) -> SimpleNamespace:
         self.clock.time += 0.4
-        return SimpleNamespace(arrived=None)
+        return SimpleNamespace(found=Computed(torch.empty(0), None, [], None))
 
 
 def asked(prompt: list[int], tokens: int, at: float = 0.0, **more: int) -> WorkloadRequest:
@@ -216,7 +216,7 @@ def test_on_a_gpu_the_host_does_what_is_not_waiting() -> None:
 
     def compute(plan: StepPlan) -> SimpleNamespace:
         clock.time += 0.2
-        return SimpleNamespace(arrived=Event())
+        return SimpleNamespace(found=Computed(torch.empty(0), None, [], Event()))
 
     class Ahead(FakeEngine):
         def step(self) -> list[FakeRequest]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,12 @@ class Result:
             yield work, top_rows(found)
 
 
+class Arrival(Protocol):
+    """Something on a device that can be waited for."""
+
+    def synchronize(self) -> None: ...
+
+
 class Computed(NamedTuple):
     """The tensors that a step leaves, on their way to the host."""
 
@@ -69,7 +75,8 @@ class Computed(NamedTuple):
     tops: tuple[Tensor, ...] | None
     prompts: list[tuple[Tensor, ...]]
     """Logprobs of prompt tokens, for each of `Step.scored`."""
-    arrived: torch.cuda.Event | None
+    arrived: Arrival | None
+    """The end of the step on the device; None where the tensors are there."""
 
 
 def top_rows(found: tuple[Tensor, ...]) -> list[Top]:
@@ -126,12 +133,14 @@ class Runner:
 
     def run(self, plan: StepPlan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
-        found = self.execute(self._maker.make(plan))
+        step = self._maker.make(plan)
+        with torch.inference_mode():
+            found = self._collect(step, *self.execute(step))
         return Result([answer for work in plan.work for answer in work.outputs], self._maker.scored_works(plan.work), found)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> Computed:
-        """Launches a step that is given in integers."""
+    def execute(self, step: Step) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+        """Launches a step that is given in integers; returns logits and tokens of its outputs, and logprobs of its prompts."""
         self.sampling.set(step.started)
         self._update_tables(step)
         self.sampling.allow(step.masked, step.masks.view(torch.int32)[:, : words_of(self.sampling.vocab)])
@@ -149,7 +158,7 @@ class Runner:
             tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, step.features)
         if step.states_after.numel():
             self.caches.finish(dict(step.states_after.T.tolist()))
-        return self._collect(step, logits, tokens, prompts)
+        return logits, tokens, prompts
 
     def capture(self) -> None:
         """Captures the graphs that most steps need, before the first request comes."""
