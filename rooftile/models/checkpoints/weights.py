@@ -16,7 +16,7 @@ from rooftile.models.checkpoints import gpt_oss
 from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.checkpoints.nemotron import by_layer
-from rooftile.models.checkpoints.stored import JoinedTensor, StoredTensor
+from rooftile.models.checkpoints.stored import Cut, JoinedTensor, StoredTensor, cut_tensors
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -64,17 +64,19 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
         InvalidInput: tensors are missing, unexpected or of other shapes.
     """
     with ExitStack() as stack:
-        _matched(config, dict(places), files, stack)
+        matched(config, dict(places), stored_in(config, files, stack))
 
 
-def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
+def load(config: ModelConfig, places: Places, files: Iterable[Path], cuts: Mapping[str, Cut] | None = None) -> None:
     """Fills a decoder from files, one tensor at a time, so that memory holds the decoder and one tensor.
+
+    `cuts` says which part of which tensor a rank holds (`rooftile.models.checkpoints.cuts`); no other part is read.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
     with ExitStack() as stack:
-        pairs = _matched(config, dict(places), files, stack)
+        pairs = matched(config, dict(places), cut_tensors(stored_in(config, files, stack), cuts or {}))
         whole, done = max(1, sum(place.nbytes for _, place in pairs)), 0
         for stored, place in pairs:
             place.copy_(stored.get_tensor())
@@ -88,13 +90,6 @@ def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> d
     if config.family == "nemotron_h":
         return by_layer(found, config.mixers, config.feed_forwards)
     return gpt_oss.rearranged(found) if config.family == "gpt_oss" else by_expert(found, config)
-
-
-def _matched(
-    config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
-) -> list[tuple[StoredTensor, Tensor]]:
-    """Returns each stored tensor with the parameter that it fills."""
-    return matched(config, places, stored_in(config, files, stack))
 
 
 def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
