@@ -33,6 +33,8 @@ def test_sums_columns_and_the_least() -> None:
         total = group.add(x)
         assert total is x
         joined = group.gather(torch.arange(4).view(2, 2) + 10 * group.rank)
+        # a step of which no answer gets a token
+        assert group.gather(torch.empty(0, 5)).shape == (0, 15)
         return total.unique().tolist(), joined.tolist(), group.least([5 - group.rank, 7 + group.rank])
 
     due = ([111.0], [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]], [3, 7])

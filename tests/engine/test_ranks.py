@@ -32,10 +32,10 @@ from tests.models.checkpoints import SMALL, saved
 
 # chunks, more requests than run at once, and so few blocks that some are preempted
 CROWDED: dict[str, Any] = {
-    "dtype": "fp32", "block_size": 8, "max_model_len": 96, "num_blocks": 24, "max_batched_tokens": 13, "max_num_seqs": 6,
+    "dtype": "fp32", "block_size": 8, "max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 13, "max_num_seqs": 6,
     "seed": 3,
 }  # fmt: skip
-ROOMY: dict[str, Any] = {"dtype": "fp32", "max_model_len": 96, "num_blocks": 99}
+ROOMY: dict[str, Any] = {"dtype": "fp32", "max_model_len": 96, "num_blocks": 99, "seed": 3}
 ENDLESS = {"ignore_eos": True, "max_tokens": 9}
 ASKED = [
     SamplingParams(temperature=0, **ENDLESS),
@@ -94,7 +94,6 @@ def test_tokens_are_those_of_one_rank(folder: Path, two: LLM) -> None:
     for _ in range(2):
         assert_same(two.generate(asked, ASKED * 2), one.generate(asked, ASKED * 2))
     assert two.engine.scheduler.preemptions == one.engine.scheduler.preemptions > 0
-    assert two.engine.steps["steps"] > group.COMPARED
     assert any(output.num_cached_tokens for output in two.generate(asked[:3], ASKED[0]))
     assert_clean(two)
     # a caller that leaves ends its request

@@ -81,7 +81,7 @@ class RankGroup:
 
     def gather(self, x: Tensor) -> Tensor:
         """Joins the columns (n, w) of all ranks to (n, ranks w), those of rank 0 first."""
-        return self._all(x).transpose(0, 1).reshape(len(x), -1)
+        return self._all(x).transpose(0, 1).reshape(x.shape[0], self.ranks * x.shape[1])
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Returns, place by place, the least of what the ranks give."""
