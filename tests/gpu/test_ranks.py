@@ -12,7 +12,7 @@ from rooftile.engine.ranks.failures import RankEnded
 from rooftile.models import ModelConfig
 from rooftile.models.rotary import Rotary
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 MODEL = ModelConfig(
     family="llama", vocab_size=1003, layers=2, hidden=256, heads=8, kv_heads=2, head_dim=64, ffn=512, max_len=512,
@@ -54,7 +54,7 @@ def test_two_gpus_give_the_tokens_of_one_and_end_with_a_sentence() -> None:
     assert answers(LLM(MODEL, enforce_eager=True, **ROOM)) == due
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_gpus_without_graphs() -> None:
     eager: dict[str, Any] = ROOM | {"enforce_eager": True}
     two = LLM(MODEL, tensor_parallel_size=2, **eager)
