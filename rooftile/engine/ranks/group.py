@@ -20,7 +20,7 @@ dist: Any = torch.distributed
 # steps after which the ranks compare what they have drawn
 COMPARED = 256
 # seconds that a rank may take for its part of a step
-LIMIT_S = 120.0
+LIMIT_S = 100.0
 # a rank may wait for an order as long as nobody asks anything
 _IDLE = timedelta(days=365)
 # int64 numbers of an order that are sent at once; a longer one is sent in two parts

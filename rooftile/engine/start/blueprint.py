@@ -139,6 +139,10 @@ def _check_ranks(model: Model, config: EngineConfig, device: torch.device) -> No
             f"tensor_parallel_size is {ranks} and a decoder is given, which is whole; give a checkpoint's folder, of which each "
             "rank reads its part"
         )
+    if isinstance(model, ModelConfig) and quantiser_of(config.weights) is not None:
+        raise Unsupported(
+            f"tensor_parallel_size is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits"
+        )
     torchrun = Torchrun.of_environment()
     if torchrun is not None and torchrun.ranks != ranks:
         raise InvalidInput(f"tensor_parallel_size is {ranks}, and torchrun has started {torchrun.ranks} ranks; make them equal")

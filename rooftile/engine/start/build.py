@@ -107,22 +107,19 @@ def load_decoder(blueprint: Blueprint, group: RankGroup | None = None) -> Decode
     model, config = blueprint.model, blueprint.config
     compilation = start_compiling(blueprint)
     try:
-        if isinstance(model, Decoder):
-            decoder = model
+        placement = Placement(blueprint.shape.dtype, blueprint.device)
+        if group is not None:
+            placement = Placement(*placement[:2], group.rank, group.ranks, group.add, group.gather)
+        if isinstance(model, Decoder | ModelConfig):
+            decoder = model if isinstance(model, Decoder) else Decoder.random(model, placement=placement)
             quantiser = quantiser_of(config.weights)
             if quantiser is not None:
                 quantise_decoder(decoder, quantiser)
         else:
-            placement = Placement(blueprint.shape.dtype, blueprint.device)
-            if group is not None:
-                placement = Placement(*placement[:2], group.rank, group.ranks, group.add, group.gather)
-            if isinstance(model, ModelConfig):
-                decoder = Decoder.random(model, placement=placement)
-            else:
-                decoder = Decoder.from_folder(
-                    model, max_len=blueprint.max_len, weights=config.weights,
-                    on_layer=None if compilation is None else compilation.add, placement=placement,
-                )  # fmt: skip
+            decoder = Decoder.from_folder(
+                model, max_len=blueprint.max_len, weights=config.weights,
+                on_layer=None if compilation is None else compilation.add, placement=placement,
+            )  # fmt: skip
     except BaseException:
         # a caller whose folder has no weights hears that at once, and does not wait for kernels
         if compilation is not None:
