@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
+from rooftile.engine.ranks.torchrun import Torchrun
 from rooftile.engine.start.checkpoint import is_hub_name
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
@@ -72,6 +73,12 @@ def serve(
         raise InvalidInput(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
+    torchrun = Torchrun.of_environment()
+    if torchrun is not None and torchrun.rank and settings.get("tensor_parallel_size", 1) > 1:
+        from rooftile.engine import LLM
+
+        # rank 0 answers HTTP; this rank serves it until it ends
+        LLM(model, **settings)
     served = ServerSettings(
         model=model, host=host, port=port, served_model_name=served_model_name,
         keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY"), api_key or ()), open=open,

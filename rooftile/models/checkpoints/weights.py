@@ -33,8 +33,18 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 @contextmanager
 def reporting_progress(report: Callable[[float], None]) -> Iterator[None]:
-    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads."""
-    token = _listener.set(report)
+    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads.
+
+    Inside of another such block, that one's `report` is called, too.
+    """
+    outer = _listener.get()
+
+    def report_both(share: float) -> None:
+        report(share)
+        if outer is not None:
+            outer(share)
+
+    token = _listener.set(report_both)
     try:
         yield
     finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -17,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from rooftile.engine.loop.pauses import freeze_garbage
+from rooftile.engine.ranks.parent_watch import exit_with
 from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
@@ -27,15 +27,6 @@ from rooftile.server.replicas.devices import share_machine
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM
-
-
-def exit_with(connection: socket.socket) -> None:
-    """Ends this process as soon as the other end of the connection is closed."""
-    watch = select.poll()
-    # with no event asked for, only a hang-up is reported
-    watch.register(connection, 0)
-    watch.poll()
-    os._exit(0)
 
 
 def ready_message(llm: LLM, folder: str | None) -> Ready:
