@@ -53,8 +53,8 @@ def loss(
     T = -(-tokens // ranks) if split == "tokens" else tokens
     V = -(-vocabulary // ranks) if split == "vocabulary" else vocabulary
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
-    meta = (torch.empty(n, dim, dtype=dtype, device="meta") for n in (T, V))
-    rows = max((part.stop - part.start for part in chunks(*meta)), default=0)
+    input, weight = (torch.empty(n, dim, dtype=dtype, device="meta") for n in (T, V))
+    rows = max((part.stop - part.start for part in chunks(input, weight)), default=0)
     held = rows * V * itemsize + T * dim * itemsize + V * dim * max(itemsize, WIDE_BYTES)
     sent = 0
     if split == "vocabulary":
