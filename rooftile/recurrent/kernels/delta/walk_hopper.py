@@ -10,7 +10,8 @@ With the letters of `chunks.py`, all is transposed, so that neither the state no
     Y^T  = scale exp(G) S^T Q^T + V'^T P^T
     S^T <- exp(G_last) S^T + (exp(G_last - G) V'^T) K
 
-The outputs' products run under what the walk waits for, and a chunk's outputs are written under the next one's first product. Where a backward needs them, V' and the states take the place of Y.
+The outputs' products run under what the walk waits for, and a chunk's outputs are written under the next one's first product. Where
+a backward needs them, V' and the states take the place of Y.
 
 Yang, Kautz and Hatamizadeh, arXiv:2412.06464.
 """
