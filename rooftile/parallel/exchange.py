@@ -48,6 +48,11 @@ class Exchange:
         """Tokens that this rank sends to others."""
         return sum(count(tuple(part)) for peer, part in enumerate(self.sends) if peer != self.rank)
 
+    @property
+    def tokens_fetched(self) -> int:
+        """Tokens that this rank gets from others."""
+        return sum(count(tuple(part)) for peer, part in enumerate(self.places) if peer != self.rank)
+
     def place(self, start: int) -> int:
         """Returns where a token lies in the buffer."""
         before = 0
