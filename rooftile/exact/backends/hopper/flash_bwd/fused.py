@@ -288,9 +288,9 @@ def _compute(
         flag_nan(nan_flag_ptr, dk, config)
         flag_nan(nan_flag_ptr, dv, config)
         # no other warpgroup reads these values
-        store_rows(room, dv.to(dtype), dv_desc, dv_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM_V, config)
+        store_rows(room, dv.to(dv_ptr.dtype.element_ty), dv_desc, dv_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM_V, config)
         wait_for_store()
-        store_rows(room, dk.to(dtype), dk_desc, dk_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM, config)
+        store_rows(room, dk.to(dk_ptr.dtype.element_ty), dk_desc, dk_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM, config)
         wait_for_store()
         values.release(tile)
         tile += 1
