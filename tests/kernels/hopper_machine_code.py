@@ -286,7 +286,8 @@ FORWARD |= {
         (64, "causal", NARROW), (128, "full", LONG), (128, "causal", LONG), (128, "window", MASKED), (128, "everything", MASKED),
         (256, "packed-causal", WIDE),
     )
-} | {"d128-causal-partial-group-4": Configuration(128, MASKED._replace(HEADS_PER_TILE=4), CAUSAL, group=4, wide=True)}  # fmt: skip
+}  # fmt: skip
+FORWARD["d128-causal-partial-group-4"] = Configuration(128, MASKED._replace(HEADS_PER_TILE=4), CAUSAL, group=4, wide=True)
 BACKWARD = {
     f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
     for kernel, part, dims, names in (
@@ -331,12 +332,18 @@ BACKWARD = {
     **{
         f"bwd-{part}d{dim}-{name}-fp32-grads": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "", wide=True)
         for kernel, part, dim, name in (
-            ("flash_bwd", "", 64, "causal"), ("flash_bwd", "", 128, "full"), ("flash_bwd", "", 128, "causal"),
-            ("flash_bwd", "", 128, "window"), ("flash_bwd", "", 128, "packed-causal"), ("flash_bwd", "", 128, "everything"),
-            ("flash_bwd", "ordered-", 128, "causal"), ("flash_bwd_kv", "kv-", 256, "packed-causal"),
-            ("flash_bwd_q", "q-", 128, "causal"), ("flash_bwd_q", "q-", 256, "packed-causal"),
+            ("flash_bwd", "", 64, "causal"),
+            ("flash_bwd", "", 128, "full"),
+            ("flash_bwd", "", 128, "causal"),
+            ("flash_bwd", "", 128, "window"),
+            ("flash_bwd", "", 128, "packed-causal"),
+            ("flash_bwd", "", 128, "everything"),
+            ("flash_bwd", "ordered-", 128, "causal"),
+            ("flash_bwd_kv", "kv-", 256, "packed-causal"),
+            ("flash_bwd_q", "q-", 128, "causal"),
+            ("flash_bwd_q", "q-", 256, "packed-causal"),
         )
-    },  # fmt: skip
+    },
     "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
     "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),

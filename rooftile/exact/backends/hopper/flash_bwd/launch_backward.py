@@ -120,7 +120,9 @@ def _plan(
 
 def _without_keys(stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options, spec: Spec) -> Grads:
     dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
-    return Grads(*_zeros(q, k, v, spec), dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows))
+    return Grads(
+        *_zeros(q, k, v, spec), dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows)
+    )
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Tensor]:

@@ -25,7 +25,7 @@ def _store_held(o, o_ptr, work, row, H, config: KernelConfig):
     rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, o.type.layout))
     t = row + query_offset(rows, config.ROWS)
     e = gl.arange(0, config.DV, gl.SliceLayout(0, o.type.layout))
-    # packed: b is 0
+    # all sequences of a pack are number 0, and their rows are counted from the first one's
     lines = ((work.b.to(gl.int64) * work.T + work.q_start + t) * H + config.query_head(rows, work)) * config.DIM_V
     in_bounds = gl.expand_dims(t < work.T, 1) & gl.expand_dims(e < config.DIM_V, 0)
     gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o, mask=in_bounds)
