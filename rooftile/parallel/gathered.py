@@ -36,15 +36,20 @@ class Problem(NamedTuple):
     def head_groups(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[HeadGroup]:
         """Returns groups of key heads and their query heads, the same on every rank."""
         Hk, row = k.shape[-2], k.shape[:-3].numel() * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        asked = min(self.share.exchange.most_fetched * row * Hk // GROUP_BYTES, MOST_GROUPS)
         # a bias has gradients, and may have one head for all
-        groups = 1 if options.bias is not None else max(n for n in range(1, max(asked, 1) + 1) if Hk % n == 0)
+        groups = 1 if options.bias is not None else groups_of(self.share.exchange.most_fetched, Hk, row)
         each, per = Hk // groups, q.shape[-2] // Hk
         return [HeadGroup(slice(n * each * per, (n + 1) * each * per), slice(n * each, (n + 1) * each)) for n in range(groups)]
 
     def fetched(self, k: Tensor, v: Tensor, groups: list[HeadGroup]) -> list[Fetched]:
         """Starts to fetch the keys and values that this rank's queries see, group by group."""
         return [self.share.exchange.fetch([_heads(x, each.keys) for x in (k, v)], self.group) for each in groups]
+
+
+def groups_of(tokens: int, Hk: int, row_bytes: int) -> int:
+    """Returns into how many groups key heads are cut, where a rank fetches so many tokens with so many bytes per head."""
+    asked = min(tokens * row_bytes * Hk // GROUP_BYTES, MOST_GROUPS)
+    return max(n for n in range(1, max(asked, 1) + 1) if Hk % n == 0)
 
 
 class HeadGroup(NamedTuple):
@@ -92,7 +97,7 @@ class _Gathered(torch.autograd.Function):
         given = [x for of_group in calls for call in of_group for x in call.options]
         ctx.save_for_backward(q.new_empty((0, len(problem.share.pieces) + 1)), q, k, v, o, lse, bias, sinks, *given)
         ctx.problem, ctx.groups = problem, groups
-        ctx.calls = [[call._replace(options=[None] * len(call.options)) for call in of_group] for of_group in calls]
+        ctx.calls = [[(call._replace(options=[]), len(call.options)) for call in of_group] for of_group in calls]
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -147,14 +152,15 @@ def _prepared(
     return local_call(*tensors, piece.mask, own, problem.settings, problem.backend, needs, cu)
 
 
-def _widest_first(problem: Problem, calls: list[LocalCall], saved: list[Tensor]) -> list[tuple[LocalPiece, LocalCall]]:
+def _widest_first(
+    problem: Problem, calls: list[tuple[LocalCall, int]], saved: list[Tensor]
+) -> list[tuple[LocalPiece, LocalCall]]:  # fmt: skip
     """A group's pieces and calls with their saved options, which are taken from the list: the one of most keys first.
 
     Its gradients of keys become the sum of all, where it covers them.
     """
     found = []
-    for local, call in zip(problem.share.pieces, calls, strict=True):
-        count = len(call.options)
+    for local, (call, count) in zip(problem.share.pieces, calls, strict=True):
         found.append((local, call._replace(options=saved[:count])))
         del saved[:count]
     return sorted(found, key=lambda each: each[0].keys[0] - each[0].keys[1])

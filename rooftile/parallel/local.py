@@ -57,7 +57,8 @@ def local_call(
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if plain and key in _KNOWN:
-        return LocalCall(*_KNOWN[key], offsets)
+        code, chosen = _KNOWN[key]
+        return LocalCall(code, chosen, offsets)
     # the code says whether a backward must exist, as it would outside of an autograd function
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs[:3], strict=True))

@@ -7,6 +7,7 @@
 
     scaling_ratio              T1 / (P T): T1 is the least time of one GPU, T the time on P GPUs, of the slowest rank
     tflops_of_rank             the FLOPs of the visible pairs over P and the time
+    predicted_us               the time that `parallel.plan` predicts from the time of one GPU and the link's measured rate
     sent_mib                   the most that a rank sends, by `parallel.traffic`
     attention_us, transfer_us, other_us    kernels of attention, of NCCL, and all others, in one call by the profiler
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rooftile as rt
+from rooftile import parallel
 from rooftile.cost.session import Session
 from rooftile.exact.masks import CAUSAL, Mask, Window, pairs
+from rooftile.exact.spec import DTYPES, Problem, Sizes, Spec
 from rooftile.hardware import link
 from rooftile.hardware.clock import Work
 from rooftile.parallel import context_attention, shard, traffic
@@ -67,6 +71,17 @@ class Case:
         """FLOPs of the visible pairs (see `cost.flops`)."""
         bounds = (0, self.tokens) if self.cu is None else self.cu
         return 4 * self.D * self.H * sum(pairs(self.mask, b - a, b - a) for a, b in pairwise(bounds))
+
+    def problem(self, session: Session) -> Problem:
+        """The problem over the whole sequence."""
+        spec = Spec(
+            dtype=DTYPES[session.dtype], dim=self.D, dim_v=self.D, group=self.H // self.Hk, mask=self.mask, scale=self.D**-0.5,
+            layout="packed" if self.documents else "dense", device=session.machine.arch,
+        )  # fmt: skip
+        lengths = tuple((n, n) for n in self.documents)
+        return Problem(
+            spec=spec, sizes=Sizes(B=len(lengths) or 1, T=self.tokens, S=self.tokens, H=self.H, Hk=self.Hk, lengths=lengths)
+        )
 
     def on(self, ranks: int, itemsize: int) -> traffic.Sequence:
         return traffic.Sequence(
@@ -126,8 +141,8 @@ def _link_rows(rows: _Rows) -> Iterator[Row]:
         got, part = torch.empty_like(whole), whole[: len(whole) // P]
         even = len(part) * P
         works: dict[str, Work] = {
-            "all-gather": lambda got=got, part=part, even=even: dist.all_gather_into_tensor(got[:even], part),
-            "all-to-all": lambda got=got, whole=whole, even=even: dist.all_to_all_single(got[:even], whole[:even]),
+            "all-gather": partial(dist.all_gather_into_tensor, got[:even], part),
+            "all-to-all": partial(dist.all_to_all_single, got[:even], whole[:even]),
         }
         for name, samples in rows.clock.take_turns(works).items():
             moved = (P - 1) * len(part)
@@ -184,6 +199,11 @@ def _timed(
 ) -> Iterator[Row]:  # fmt: skip
     best = min((min(samples) for backend, samples in taken.items() if backend.startswith("one-")), default=None)
     flops = case.forward_flops * (1 if phase == "fwd" else 3.5)
+    found = parallel.plan(
+        case.problem(rows.session), rows.ranks, link.measure(dist.group.WORLD, rows.session.device), rows.session.ceilings,
+        phase=phase, one_us=best,
+    )  # fmt: skip
+    predicted = {each.method: each.time_us for each in found.estimates}
     for backend, samples in taken.items():
         P = 1 if backend.startswith("one-") else rows.ranks
         middle = sorted(samples)[len(samples) // 2]
@@ -194,6 +214,8 @@ def _timed(
             sequence = case.on(P, 2 if rows.session.dtype == "bf16" else 4)
             sent = sum(traffic.bytes_sent(backend, sequence, each) for each in phase.split("+"))
             measures["sent_mib"] = figures(sent / 2**20)
+            if best is not None and backend in predicted:
+                measures["predicted_us"] = figures(predicted[backend])
         yield from rows.make(
             samples, case=name, backend=backend, phase=phase, measures=measures | shares.get(backend, {}),
             settings=settings.get(backend, {}),
