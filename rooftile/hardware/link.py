@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rooftile.runtime.devices import arch
 
 # bytes that a rank sends in the collective that measures the rate, and calls of which the median counts
-BYTES, CALLS = 1 << 28, 5
+BYTES, CALLS, IN_A_ROW = 1 << 28, 5, 4
 # fewer over gloo, which moves them through the host
 BYTES_OF_HOST = 1 << 24
 
@@ -87,12 +87,13 @@ def _all_to_all_us(group: Any, device: torch.device, nbytes: int) -> float:
 
 
 def timed_us(collective: Callable[[], Any], group: Any, device: torch.device) -> float:
-    """Returns the time of one call of a collective, which begins when all ranks are there."""
+    """Returns the mean time of calls of a collective that follow one another, from when all ranks are there."""
     dist.barrier(group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
-    collective()
+    for _ in range(IN_A_ROW):
+        collective()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * 1e6
+    return (time.perf_counter() - began) / IN_A_ROW * 1e6

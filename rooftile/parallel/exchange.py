@@ -144,7 +144,7 @@ class _Swap:
         self._widths = [x.shape[:-3].numel() * x.shape[-2:].numel() for x in tensors]
         others = [peer != exchange.rank for peer in range(len(outgoing))]
         parts = [
-            part.reshape(-1)
+            part
             for ranges, is_other in zip(outgoing, others, strict=True) if is_other
             for x in tensors for part in _slices(x, ranges)
         ]  # fmt: skip
@@ -154,7 +154,7 @@ class _Swap:
             for each in (outgoing, incoming)
         )
         self._got = like.new_empty(sum(self._sizes))
-        self._sent = torch.cat(parts) if parts else like.new_empty(0)
+        self._sent = _flat(parts, like)
         self._work = None
         if exchange.most_fetched and width:
             self._work = dist.all_to_all_single(self._got, self._sent, self._sizes, out, group=group, async_op=True)
@@ -172,6 +172,18 @@ class _Swap:
             part.view(*shape[:-3], stop - low, *shape[-2:])
             for part, (low, stop) in zip(flat.split([(stop - low) * width for low, stop in ranges]), ranges, strict=True)
         ]
+
+
+def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
+    """All elements in one line."""
+    if all(part.is_contiguous() for part in parts):
+        return torch.cat([part.view(-1) for part in parts]) if parts else like.new_empty(0)
+    # torch.cat would copy twice what is not contiguous
+    found, before = like.new_empty(sum(part.numel() for part in parts)), 0
+    for part in parts:
+        found[before : before + part.numel()].view(part.shape).copy_(part)
+        before += part.numel()
+    return found
 
 
 def _overlaps(first: Sequence[Range], second: Sequence[Range], by_second: bool = False) -> list[Range]:

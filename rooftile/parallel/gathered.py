@@ -9,6 +9,7 @@ In the backward, the gradients of a group travel under the next group's attentio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rooftile.exact.spec import CallSettings, Options
 from rooftile.parallel.exchange import Fetched
+from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range
 from rooftile.parallel.local import LocalCall, added, local_call, some
 from rooftile.parallel.pieces import LocalPiece, Share
@@ -82,16 +84,20 @@ class _Gathered(torch.autograd.Function):
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.promote_types(q.dtype, torch.float32))
         calls: list[list[LocalCall]] = []
+        lanes = Lanes(q.device)
         for each, coming in zip(groups, problem.fetched(k, v, groups), strict=True):
             keys, values = coming.wait()
+            lanes.fork((keys, values))
             calls.append([])
-            for local in problem.share.pieces:
+            for n, local in enumerate(problem.share.pieces):
                 tensors = _of_piece(q, local.rows, each.queries), _tokens(keys, local.keys), _tokens(values, local.keys)
                 call = _prepared(problem, local, tensors, options, each, ctx.needs_input_grad)
-                part = call.forward(*tensors)
-                _of_piece(o, local.rows, each.queries).copy_(part[0])
-                _rows_of_lse(lse, local.rows, each.queries).copy_(part[1])
+                with lanes.lane(n):
+                    part = call.forward(*tensors)
+                    _of_piece(o, local.rows, each.queries).copy_(part[0])
+                    _rows_of_lse(lse, local.rows, each.queries).copy_(part[1])
                 calls[-1].append(call)
+        lanes.join()
         # first a tensor of a shape that no other attention saves: a checkpoint whose forward ran again outside of the context has
         # saved something else, and torch.utils.checkpoint says so
         given = [x for of_group in calls for call in of_group for x in call.options]
@@ -109,18 +115,25 @@ class _Gathered(torch.autograd.Function):
         dq = torch.empty_like(q)
         dbias, dsinks = (None if x is None else torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (bias, sinks))
         travelling = []
+        lanes = Lanes(q.device)
         for each, calls, coming in zip(ctx.groups, ctx.calls, problem.fetched(k, v, ctx.groups), strict=True):
             keys, values = coming.wait()
-            sums: list[Tensor | None] = [None, None]
-            for local, call in _widest_first(problem, calls, saved):
+            lanes.fork()
+            found: list[tuple[LocalPiece, list[Tensor], dict[str, Tensor]]] = []
+            for n, (local, call) in enumerate(_with_options(problem, calls, saved)):
                 rows, held = local.rows, local.keys
-                grads, extra = call.backward(
-                    some(do, (..., slice(*rows), each.queries, slice(None))), some(dlse, (..., each.queries, slice(*rows))),
-                    _of_piece(q, rows, each.queries), _tokens(keys, held), _tokens(values, held),
-                    _of_piece(o, rows, each.queries), _rows_of_lse(lse, rows, each.queries),
-                )  # fmt: skip
-                _of_piece(dq, rows, each.queries).copy_(grads[0])
-                sums = [added(total, part, *held, keys.shape[-3]) for total, part in zip(sums, grads[1:], strict=True)]
+                with lanes.lane(n):
+                    part, extra = call.backward(
+                        some(do, (..., slice(*rows), each.queries, slice(None))), some(dlse, (..., each.queries, slice(*rows))),
+                        _of_piece(q, rows, each.queries), _tokens(keys, held), _tokens(values, held),
+                        _of_piece(o, rows, each.queries), _rows_of_lse(lse, rows, each.queries),
+                    )  # fmt: skip
+                    _of_piece(dq, rows, each.queries).copy_(part[0])
+                found.append((local, part[1:], extra))
+            lanes.join()
+            sums: list[Tensor | None] = [None, None]
+            for local, part, extra in found:
+                sums = [added(total, grad, *local.keys, keys.shape[-3]) for total, grad in zip(sums, part, strict=True)]
                 if dbias is not None and "bias" in extra:
                     _bias_part(dbias, local).add_(extra["bias"])
                 if dsinks is not None and "sinks" in extra:
@@ -152,18 +165,13 @@ def _prepared(
     return local_call(*tensors, piece.mask, own, problem.settings, problem.backend, needs, cu)
 
 
-def _widest_first(
+def _with_options(
     problem: Problem, calls: list[tuple[LocalCall, int]], saved: list[Tensor]
-) -> list[tuple[LocalPiece, LocalCall]]:  # fmt: skip
-    """A group's pieces and calls with their saved options, which are taken from the list: the one of most keys first.
-
-    Its gradients of keys become the sum of all, where it covers them.
-    """
-    found = []
+) -> Iterator[tuple[LocalPiece, LocalCall]]:  # fmt: skip
+    """Yields a group's pieces and calls with their saved options, which are taken from the list."""
     for local, (call, count) in zip(problem.share.pieces, calls, strict=True):
-        found.append((local, call._replace(options=saved[:count])))
+        yield local, call._replace(options=saved[:count])
         del saved[:count]
-    return sorted(found, key=lambda each: each[0].keys[0] - each[0].keys[1])
 
 
 def _tokens(x: Tensor, part: Range) -> Tensor:

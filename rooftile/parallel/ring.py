@@ -20,6 +20,7 @@ from rooftile.exact.masks import Mask
 from rooftile.exact.restrict import Piece, over_keys, restrict
 from rooftile.exact.spec import NO_OPTIONS, CallSettings
 from rooftile.parallel.groups import Ranks
+from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range, count, ranges
 from rooftile.parallel.local import LocalCall, added, local_call
 
@@ -106,10 +107,17 @@ class _Ring(torch.autograd.Function):
         ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         merged = _Merged(q, v.shape[-1])
+        lanes = Lanes(q.device)
         for owner, (keys, values) in _around(problem, k, v):
-            for part in problem.parts(owner):
+            lanes.fork()
+            results = []
+            for n, part in enumerate(problem.parts(owner)):
                 tensors = _rows(q, part.rows), _rows(keys, part.keys), _rows(values, part.keys)
-                merged.add(part.rows, *_prepared(problem, part, tensors, False).forward(*tensors))
+                with lanes.lane(n):
+                    results.append((part.rows, *_prepared(problem, part, tensors, False).forward(*tensors)))
+            lanes.join()
+            for result in results:
+                merged.add(*result)
         o, lse = merged.o, merged.lse
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -129,17 +137,24 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         do = torch.zeros_like(o) if do is None else do
         grads: list[Tensor] = []
+        lanes = Lanes(q.device)
         for owner, (keys, values) in _around(problem, k, v):
             # the gradients of these keys come in while this rank computes its part of them
             coming = None if owner == problem.ranks.rank else _Passed(problem, grads, owner)
-            sums: list[Tensor | None] = [None, None]
-            for part in problem.parts(owner):
+            lanes.fork()
+            results = []
+            for n, part in enumerate(problem.parts(owner)):
                 rows, held = part.rows, part.keys
                 tensors = _rows(q, rows), _rows(keys, held), _rows(values, held)
-                found, _ = _prepared(problem, part, tensors, True).backward(
-                    _rows(do, rows), None if dlse is None else dlse[..., slice(*rows)], *tensors, _rows(o, rows),
-                    lse[..., slice(*rows)],
-                )  # fmt: skip
+                with lanes.lane(n):
+                    found, _ = _prepared(problem, part, tensors, True).backward(
+                        _rows(do, rows), None if dlse is None else dlse[..., slice(*rows)], *tensors, _rows(o, rows),
+                        lse[..., slice(*rows)],
+                    )  # fmt: skip
+                results.append((rows, held, found))
+            lanes.join()
+            sums: list[Tensor | None] = [None, None]
+            for rows, held, found in results:
                 _rows(dq, rows).add_(found[0])
                 sums = [added(total, grad, *held, keys.shape[1]) for total, grad in zip(sums, found[1:], strict=True)]
             own = [torch.zeros_like(x, dtype=lse.dtype) if y is None else y for x, y in zip((keys, values), sums, strict=True)]
