@@ -132,8 +132,8 @@ class _Gathered(torch.autograd.Function):
                 found.append((local, part[1:], extra))
             lanes.join()
             sums: list[Tensor | None] = [None, None]
-            for local, part, extra in found:
-                sums = [added(total, grad, *local.keys, keys.shape[-3]) for total, grad in zip(sums, part, strict=True)]
+            for local, of_keys, extra in found:
+                sums = [added(total, grad, *local.keys, keys.shape[-3]) for total, grad in zip(sums, of_keys, strict=True)]
                 if dbias is not None and "bias" in extra:
                     _bias_part(dbias, local).add_(extra["bias"])
                 if dsinks is not None and "sinks" in extra:
@@ -142,8 +142,8 @@ class _Gathered(torch.autograd.Function):
             travelling.append(problem.share.exchange.give_back(grads, problem.group))
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for each, coming_back in zip(ctx.groups, travelling, strict=True):
-            for whole, part in zip((dk, dv), coming_back.wait(), strict=True):
-                _heads(whole, each.keys).copy_(part)
+            for whole, own in zip((dk, dv), coming_back.wait(), strict=True):
+                _heads(whole, each.keys).copy_(own)
         wanted = ctx.needs_input_grad
         return (
             None, dq, dk, dv,
