@@ -13,8 +13,8 @@ import typer
 from rooftile.engine.settings.table import SETTINGS, Setting, check_settings
 from rooftile.errors import InvalidInput
 
-# vLLM's short spellings
-_SHORT = {"tensor_parallel_size": ("-tp",)}
+# short spellings, the first of them vLLM's
+_SHORT = {"tensor_parallel_size": ("-tp", "--tp")}
 
 
 def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ vllm_names     vLLM's keywords that have another name here, or none
 
 loop/          takes orders and runs steps, for the server's process and for AsyncEngine's thread
 settings/      EngineConfig, and the table of all settings
+ranks/         several processes that share a model: orders, failures, the end
 start/         builds an engine from a model's name; compiles kernels while weights load
 requests/      a request, its answers, and the outputs that a caller gets back
 steps/         which tokens the model reads in a step (scheduler), and how a device computes them (runner)
@@ -24,6 +25,7 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile.engine.async_engine import AsyncEngine, Overloaded
     from rooftile.engine.llm import LLM
+    from rooftile.engine.ranks.failures import RankEnded
     from rooftile.engine.requests.output import CompletionOutput, RequestOutput
     from rooftile.engine.requests.request import Logprob
     from rooftile.engine.requests.stats import EngineStats
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from rooftile.engine.settings.config import EngineConfig
 
 __all__ = [
-    "LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded", "RequestOutput",
-    "SamplingParams",
+    "LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded", "RankEnded",
+    "RequestOutput", "SamplingParams",
 ]  # fmt: skip
 
 # late: the server's process reads texts and parameters without torch
@@ -40,6 +42,7 @@ __getattr__ = late_names(
     "rooftile.engine",
     {
         "LLM": "rooftile.engine.llm", "AsyncEngine": "rooftile.engine.async_engine", "Overloaded": "rooftile.engine.async_engine",
+        "RankEnded": "rooftile.engine.ranks.failures",
         "CompletionOutput": "rooftile.engine.requests.output", "RequestOutput": "rooftile.engine.requests.output",
         "EngineConfig": "rooftile.engine.settings.config", "Logprob": "rooftile.engine.requests.request",
         "SamplingParams": "rooftile.engine.sampling.params", "EngineStats": "rooftile.engine.requests.stats",

@@ -15,7 +15,7 @@ from rooftile.engine.sampling.forbidden import emptied_by
 from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
-from rooftile.engine.steps.runner import Result, Runner, top_rows
+from rooftile.engine.steps.runner import Result, Runner
 from rooftile.engine.steps.scheduler import Scheduler
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.prompt import banned_sequences, check_tokens
@@ -224,8 +224,8 @@ class Engine:
                 self._fail(request, str(error))
             except Exception as error:
                 self._note_failure(request, error)
-        for work, found in result.prompts:
-            for place, top in enumerate(top_rows(found), work.start + 1):
+        for work, tops in result.prompt_tops():
+            for place, top in enumerate(tops, work.start + 1):
                 work.answer.request.prompt_tops[place] = top
 
     def _take_result(self, answer: Answer, token: int, top: Top | None) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
+from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.approximation import Approximation
 from rooftile.engine.process_lock import ProcessLock
 from rooftile.engine.requests.output import RequestOutput
@@ -17,13 +19,14 @@ from rooftile.engine.requests.progress import progress_bar
 from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.settings.config import EngineConfig
-from rooftile.engine.start.build import build_engine, current_device
+from rooftile.engine.start.blueprint import Blueprint, current_device
+from rooftile.engine.start.build import build_runner, engine_of
 from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig
 from rooftile.runtime.words import answers_foreign_words, answers_with, takes_names
 from rooftile.weights.files.plan import Weights
 
@@ -52,7 +55,8 @@ class LLM:
 
     Args:
         model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), the name of a model in the Hugging Face
-            Hub's cache on this machine ("Qwen/Qwen3-0.6B"), or a `rooftile.models.Decoder`.
+            Hub's cache on this machine ("Qwen/Qwen3-0.6B"), or a `rooftile.models.Decoder`. A `rooftile.models.ModelConfig`
+            makes random weights, to measure.
         dtype: the dtype of weights and computation, as torch.bfloat16, "bfloat16" or "bf16"; "auto" takes the checkpoint's.
         device: None or "auto" takes a GPU if there is one.
         max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
@@ -64,7 +68,10 @@ class LLM:
         kv_dtype: the dtype of the KV cache: "auto" takes the model's, which may be named, too; "fp8" takes half of 16 bits, plus
             a scale per token, head, key and value.
         allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
-        tensor_parallel_size: must be 1.
+        tensor_parallel_size: the processes (ranks) that share the model, each with a part of its heads and columns on a GPU of
+            its own; without a GPU they compute on the CPU. They are started here, on this machine; under torchrun they are
+            those that it has started, also on several machines. There, an LLM of a rank other than 0 serves rank 0 until that
+            closes its own, and then raises SystemExit.
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
         enable_prefix_caching: whether prompts that begin alike share what is cached.
@@ -109,10 +116,11 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | Decoder, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
-        max_model_len: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_batched_tokens: int = 8192,
-        gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
-        tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
+        self, model: str | Path | Decoder | ModelConfig, dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None, max_model_len: int | None = None, block_size: int = 16,
+        num_blocks: int | None = None, max_batched_tokens: int = 8192, gpu_memory_utilization: float = 0.9,
+        kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged", tensor_parallel_size: int = 1,
+        *, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
@@ -128,14 +136,16 @@ class LLM:
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
             state_every=state_every, state_share=state_share,
         )  # fmt: skip
-        self.model = "a decoder" if isinstance(model, Decoder) else str(model)
+        self.model = str(model) if isinstance(model, str | Path) else "a decoder"
         self._default_params = SamplingParams()
-        if not isinstance(model, Decoder):
+        if isinstance(model, str | Path):
             model = find_folder(model, download=download)
             if generation_config == "auto":
                 self._default_params = recommended_params(model)
         self._has_told_defaults = self._default_params == SamplingParams()
-        self.engine = build_engine(model, self.config)
+        self.engine, end_ranks = self._build(model)
+        # also where nobody closes it, and at the end of the interpreter
+        self._end = weakref.finalize(self, end_ranks)
         self.caches, self.pages = self.engine.runner.caches, self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
         self.owned = False
@@ -148,7 +158,7 @@ class LLM:
 
     @classmethod
     @answers_foreign_words
-    def from_config(cls, model: str | Path | Decoder, config: EngineConfig) -> LLM:
+    def from_config(cls, model: str | Path | Decoder | ModelConfig, config: EngineConfig) -> LLM:
         """Makes an LLM with the settings of `config`."""
         return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})
 
@@ -253,6 +263,19 @@ class LLM:
                 output = found if isinstance(found, RequestOutput) else self.engine.output_of(found, prompt)
             yield place, output
 
+    def close(self) -> None:
+        """Ends the processes that share the model (`tensor_parallel_size`); the LLM answers no more.
+
+        The end of the interpreter, or of the last reference to the LLM, does the same.
+
+        Raises:
+            InvalidInput: an AsyncEngine owns the LLM; close that first.
+        """
+        with self._lock:
+            if self._end.alive:
+                self._check_free()
+            self._end()
+
     def check_process(self) -> None:
         """Raises InvalidInput in a process that was forked from the LLM's."""
         self._lock.check()
@@ -270,6 +293,17 @@ class LLM:
                 raise InvalidInput(f"the LLM is answering {count} prompts; read their streams to the end, or close them")
             self.owned = True
 
+    def _build(self, model: str | Path | Decoder | ModelConfig) -> tuple[Engine, Callable[[], None]]:
+        """Returns the engine, and what ends the other ranks."""
+        blueprint = Blueprint.of(model, self.config)
+        if self.config.tensor_parallel_size > 1:
+            # here and not above: most engines have one rank
+            from rooftile.engine.ranks.opening import lead
+
+            engine, leader = lead(blueprint)
+            return engine, leader.close
+        return engine_of(blueprint, build_runner(blueprint)), lambda: None
+
     def _warm_up(self) -> None:
         """Captures CUDA graphs and answers one prompt, so that the first request waits for neither."""
         with current_device(self.pages.storage.device):
@@ -278,6 +312,8 @@ class LLM:
         self.engine.pool.forget_prefixes()
 
     def _check_free(self) -> None:
+        if not self._end.alive:
+            raise InvalidInput("the LLM was closed; make another")
         if self.owned:
             raise InvalidInput("the LLM is an AsyncEngine's until that is closed; ask that engine")
 

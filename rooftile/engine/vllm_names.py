@@ -8,7 +8,7 @@ from __future__ import annotations
 from rooftile.engine.settings.table import SETTINGS
 from rooftile.runtime.words import Refused
 
-_ONE_GPU = "an LLM runs on one device"
+_RANKS = "tensor_parallel_size alone splits a model, over processes that are started here or by torchrun"
 _TEXT = "an LLM reads text and tokens"
 _LOGITS = "choose tokens with structured, allowed_token_ids, bad_words or logit_bias"
 _OUTPUTS = "stream yields whole outputs, and generate the last ones"
@@ -34,20 +34,20 @@ LLM_REFUSED = {
     "convert": Refused(("auto", "none"), "an LLM generates text"),
     "cpu_offload_gb": Refused((0,), "weights stay on the device"),
     "cudagraph_capture_sizes": Refused((), _GRAPHS),
-    "data_parallel_address": Refused((), _ONE_GPU),
-    "data_parallel_backend": Refused(("mp",), _ONE_GPU),
-    "data_parallel_rank": Refused((), _ONE_GPU),
-    "data_parallel_size": Refused((1,), _ONE_GPU),
-    "decode_context_parallel_size": Refused((1,), _ONE_GPU),
+    "data_parallel_address": Refused((), _RANKS),
+    "data_parallel_backend": Refused(("mp",), _RANKS),
+    "data_parallel_rank": Refused((), _RANKS),
+    "data_parallel_size": Refused((1,), "an LLM is one model; rooftile serve has --replicas"),
+    "decode_context_parallel_size": Refused((1,), _RANKS),
     "default_mm_loras": Refused((), _LORA),
     "disable_async_output_proc": Refused((False,), "the next step always runs while outputs are read"),
     "disable_cascade_attn": Refused((False, True), "prompts share memory, and each is read by its own queries"),
-    "disable_custom_all_reduce": Refused((False, True), _ONE_GPU),
+    "disable_custom_all_reduce": Refused((False, True), _RANKS),
     "disable_hybrid_kv_cache_manager": Refused((False,), "layers with a window always give back what is behind it"),
     "disable_log_stats": Refused((True,), "nothing is logged; engine.steps and engine.pool have the numbers"),
     "disable_mm_preprocessor_cache": Refused((False,), _TEXT),
     "disable_sliding_window": Refused((False,), "a model keeps the windows that it was trained with"),
-    "distributed_executor_backend": Refused((), _ONE_GPU),
+    "distributed_executor_backend": Refused(("mp",), _RANKS),
     "download_dir": Refused((), "set HF_HOME, the folder of the Hugging Face Hub's cache"),
     "enable_chunked_prefill": Refused((True,), "prompts are always read in chunks"),
     "enable_eplb": Refused((False,), _EXPERTS),
@@ -96,7 +96,7 @@ LLM_REFUSED = {
     "model_impl": Refused(("auto",), "one decoder runs all families"),
     "model_loader_extra_config": Refused(({},), "weights are read from safetensors"),
     "multi_step_stream_outputs": Refused((True,), _OUTPUTS),
-    "nnodes": Refused((1,), _ONE_GPU),
+    "nnodes": Refused((1,), _RANKS),
     "num_lookahead_slots": Refused((0,), "tokens are computed one by one"),
     "num_redundant_experts": Refused((0,), _EXPERTS),
     "num_scheduler_steps": Refused((1,), "the next step always runs while outputs are read"),
@@ -108,17 +108,17 @@ LLM_REFUSED = {
     "optimization_level": Refused((), "kernels are compiled when the LLM is made"),
     "override_generation_config": Refused(({},), "give SamplingParams, or edit generation_config.json in a copy of the folder"),
     "override_pooler_config": Refused((), "an LLM generates text"),
-    "pipeline_parallel_size": Refused((1,), _ONE_GPU),
+    "pipeline_parallel_size": Refused((1,), _RANKS),
     "pooler_config": Refused((), "an LLM generates text"),
     "preemption_mode": Refused(("recompute",), "a preempted request is computed again, and nothing is swapped"),
-    "prefill_context_parallel_size": Refused((1,), _ONE_GPU),
+    "prefill_context_parallel_size": Refused((1,), _RANKS),
     "prefix_caching_hash_algo": Refused(("builtin", "sha256"), "prefixes are found by a keyed hash; their tokens are compared"),
     "profiler_config": Refused((), "profile with torch.profiler, which sees every kernel"),
     "pt_load_map_location": Refused(("cpu",), "weights are read from safetensors"),
     "quantization": Refused((), "a quantised checkpoint is read as it is; weights= quantises one in 16 bits"),
     "quantization_config": Refused((), "a quantised checkpoint is read as it is; weights= quantises one in 16 bits"),
     "quantization_param_path": Refused((), "an FP8 cache always finds its scales by itself"),
-    "ray_workers_use_nsight": Refused((False,), _ONE_GPU),
+    "ray_workers_use_nsight": Refused((False,), _RANKS),
     "reasoning_parser": Refused(("",), "text is answered as the model writes it; split it in your program"),
     "revision": Refused((), _HUB),
     "rope_scaling": Refused((), "edit config.json in a copy of the folder"),
@@ -144,8 +144,8 @@ LLM_REFUSED = {
     "use_tqdm_on_load": Refused((False,), "give use_tqdm to generate"),
     "use_v2_block_manager": Refused((True,), "there is one manager of blocks"),
     "video_pruning_rate": Refused((), _TEXT),
-    "worker_cls": Refused(("auto",), "an engine runs in one process"),
-    "worker_extension_cls": Refused(("",), "an engine runs in one process"),
+    "worker_cls": Refused(("auto",), "ranks run one program"),
+    "worker_extension_cls": Refused(("",), "ranks run one program"),
 }
 # words of vLLM's `generate` and `chat`, and of its asynchronous engine: what to write
 GENERATE_WORDS = {

@@ -139,14 +139,19 @@ def _quantised(
     return QuantisedRows(codes, scales, out, x.dtype)
 
 
-def normalised_as_defined(x: Tensor, norm: NormWeights, dtype: torch.dtype | None = None) -> Tensor:
-    """`normalise` in plain operations, in a dtype or in the dtype of x."""
+def normalised_as_defined(
+    x: Tensor, norm: NormWeights, dtype: torch.dtype | None = None, *, mean: Tensor | None = None
+) -> Tensor:
+    """`normalise` in plain operations, in a dtype or in the dtype of x.
+
+    An RMS norm takes the mean of the squares (..., 1), in fp32, where x is a part of the numbers that are normalised.
+    """
     dtype = x.dtype if dtype is None else dtype
     if norm.bias is not None:
         weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
         return functional.layer_norm(x, weight.shape, weight, bias, norm.eps).to(dtype)
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    wide = wide * torch.rsqrt((wide.pow(2).mean(-1, keepdim=True) if mean is None else mean) + norm.eps)
     if norm.plus_one:
         # Gemma multiplies before it rounds
         return (wide * (1.0 + norm.weight.float())).to(dtype)

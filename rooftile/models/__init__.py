@@ -9,6 +9,7 @@ decoder         `Decoder`
 delta           layers with a gated delta net
 latent          layers with multi-head latent attention
 layers          a layer, `Attend`: what the caller brings to mix tokens
+placement       `Placement`: where tensors are, and which part of a model that several ranks share; `parts` has its sizes
 projection      projections and norms
 feed_forward    what follows: dense, or in `experts`
 layer_kinds     the class of each kind of layer: `attention_layer`, and in `linear`, `mamba`, `delta` and `latent`

@@ -16,6 +16,7 @@ from rooftile.models.layers import Attend, Layer
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.placement import Placement
 from rooftile.models.projection import InputFormat, Multiply, Norm, Projection
+from rooftile.models.split_norms import normalise_parts
 from rooftile.numerics import QuantisedRows
 
 
@@ -74,6 +75,7 @@ class AttentionLayer(Layer):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, n, placement, waits=waits)
+        config = self.config
         mixer = config.mixers[n]
         sizes = config.native_sparse if mixer == "native_sparse" else None
         H, D, hidden = config.heads, config.head_dim, config.hidden
@@ -83,7 +85,7 @@ class AttentionLayer(Layer):
         self.qkv = Projection((self.queries + 2 * Hk) * D, hidden, bias=config.qkv_bias, placement=placement, waits=waits)
         self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, placement=placement)
         self.compression = None if sizes is None else Compression(sizes, D, placement)
-        self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits)
+        self.o = Projection(hidden, H * D, bias=config.o_bias, placement=placement, waits=waits, summed=True)
         self.sinks = placement.parameter(H) if config.sinks else None
         per_head = not config.qk_norm_of_all_heads
         self.q_norm = Norm(config, D if per_head else H * D, placement=placement) if config.qk_norm else None
@@ -107,8 +109,10 @@ class AttentionLayer(Layer):
             q, gate = q.unflatten(1, (H, 2)).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_of_all_heads:
-                q = normalise(q.flatten(1), self.q_norm).unflatten(1, (H, D))
-                k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
+                rows = [(q.flatten(1), self.q_norm), (k.flatten(1), self.k_norm)]
+                of_parts = self.placement.ranks > 1
+                q, k = normalise_parts(rows, self.placement) if of_parts else (normalise(x, norm) for x, norm in rows)
+                q, k = q.unflatten(1, (H, D)), k.unflatten(1, (Hk, D))
             else:
                 q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
         if (bound := self.config.qkv_bound) is not None:
@@ -119,4 +123,4 @@ class AttentionLayer(Layer):
             assert isinstance(x, Tensor), "gates ask for no codes"
             o = attend(n, q, k, v, rotation, self.gates(x, multiply).unflatten(-1, (H, BRANCHES)).sigmoid())
         o = o.flatten(1)
-        return self._scaled(self.o(o if gate is None else o * gate.sigmoid().flatten(1), multiply))
+        return self._output(o if gate is None else o * gate.sigmoid().flatten(1), multiply)

@@ -18,6 +18,7 @@ from rooftile.models.linear.sizes import LinearSizes, PerformerSizes
 from rooftile.models.mamba.sizes import Mamba2Sizes, MambaSizes
 from rooftile.models.mixer_checks import MOST_NUMBERS, check_mixers
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
+from rooftile.models.parts import part_of
 from rooftile.models.rotary import Rotary
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.folder import check_folder
@@ -155,6 +156,10 @@ class ModelConfig:
     def attends(self) -> bool:
         """Whether a layer has heads of attention."""
         return any(MIXERS[mixer] for mixer in self.mixers)
+
+    def part(self, ranks: int) -> ModelConfig:
+        """Returns the sizes of what each of `ranks` ranks holds (`rooftile.models.placement`); refuses what does not fit."""
+        return self if ranks == 1 else part_of(self, ranks)
 
     def norms_of(self, n: int) -> tuple[bool, bool]:
         """Returns whether layer n has norms before its parts, and behind them."""

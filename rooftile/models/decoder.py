@@ -13,12 +13,14 @@ from torch.nn.functional import linear
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.fused.one_row import project
 from rooftile.fused.rope import Rotation
+from rooftile.models import random_weights
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
+from rooftile.models.checkpoints.shares import shares_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layer_kinds import layer_of
 from rooftile.models.layers import Attend, Layer, capped
-from rooftile.models.placement import Placement
+from rooftile.models.placement import Placement, placed
 from rooftile.models.projection import InputFormat, Multiply, Norm
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_words
@@ -42,17 +44,21 @@ class Decoder(nn.Module):
     local_rotary: Tensor | None
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None, max_len: int | None = None,
-        waits: bool = False,
+        self, config: ModelConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        max_len: int | None = None, waits: bool = False, placement: Placement | None = None,
     ) -> None:  # fmt: skip
         """Makes a decoder with uninitialised weights; use `from_folder` or `random` for one with weights.
 
         `max_len` is the longest sequence that it will read, if that is less than config.max_len: rotary positions take memory.
-        With `waits` the projections of layers have no weights yet.
+        With `waits` the projections of layers have no weights yet. A `placement` says dtype, device, and which part of the
+        model this rank holds: `config` is the whole model, and the decoder's own `config` has the sizes of the part.
+
+        Raises:
+            InvalidInput: the ranks of the placement cannot share the model.
         """
         super().__init__()
-        self.config = config
-        placement = Placement(dtype, torch.get_default_device() if device is None else torch.device(device))
+        self.placement = placement = placed(placement, dtype, device)
+        self.config = config.part(placement.ranks)
         self.embedding = placement.parameter(config.vocab_size, config.hidden)
         self.positions = placement.parameter(config.max_len, config.hidden) if config.learned_positions else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
@@ -60,19 +66,28 @@ class Decoder(nn.Module):
             "Sequence[Layer]", nn.ModuleList(layer_of(config, n, placement, waits=waits) for n in range(config.layers))
         )
         self.norm = Norm(config, config.hidden, placement=placement)
-        self.head = self.embedding if config.tie else placement.parameter(config.vocab_size, config.hidden)
+        self.head = self._head(config)
         length = config.max_len if max_len is None else min(max_len, config.max_len)
         for name, rotary in (("rotary", config.rotary), ("local_rotary", config.local_rotary)):
-            table = None if rotary is None else rotary.table(length, dtype=dtype, device=placement.device)
+            table = None if rotary is None else rotary.table(length, dtype=placement.dtype, device=placement.device)
             self.register_buffer(name, table, persistent=False)
         # a number on the host, so that multiplying by it needs no copy; it is rounded like in Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
-        self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
+        self.embedding_scale = torch.tensor(scale, dtype=placement.dtype, device="cpu").item()
+
+    def _head(self, config: ModelConfig) -> nn.Parameter:
+        """Returns the rows of the output head that this rank holds."""
+        rows = self.placement.columns(config.vocab_size)
+        if not config.tie:
+            return self.placement.parameter(rows.stop - rows.start, config.hidden)
+        one_rank = self.placement.ranks == 1
+        return self.embedding if one_rank else nn.Parameter(self.embedding[rows], requires_grad=False)
 
     @classmethod
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
         *, max_len: int | None = None, weights: Weights = "auto", on_layer: Callable[[Layer], None] | None = None,
+        placement: Placement | None = None,
     ) -> Decoder:  # fmt: skip
         """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
@@ -84,25 +99,37 @@ class Decoder(nn.Module):
             weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
                 or "2:4" quantises or masks them while they are read, and a dictionary {pattern: word} modules by their names.
             on_layer: called with each layer whose weights are quantised once its projections have them, while others are read.
+            placement: the dtype, the device, and this rank's part of a model that several ranks share; no other part is
+                read, except for modules that the checkpoint has quantised, which are read one by one.
 
         Raises:
-            InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
+            InvalidInput: the folder holds no checkpoint that is supported, or the ranks cannot share the model; the sentence
+                says why.
             Unsupported: the weights are in FP8, and the GPU has no products in it.
         """
         asked = None if dtype_word(dtype, auto=True) == "auto" else torch_dtype(dtype)
         config = ModelConfig.from_folder(path)
+        computed = config.dtype if asked is None and placement is None else asked
+        placement = placed(placement, computed, device)
+        # refused before any file of weights is opened
+        config.part(placement.ranks)
         files = files_of(Path(path))
-        computed = config.dtype if asked is None else asked
         reader = plan_of(weights, Path(path))
-        check_device(reader, torch.get_default_device() if device is None else torch.device(device))
+        check_device(reader, placement.device)
+        # without memory: a wrong config.json allocates none
+        whole = cls(config, dtype=config.dtype, device="meta") if reader is None or placement.ranks > 1 else None
+        shares = {}
+        if whole is not None and placement.ranks > 1:
+            part = cls(config, placement=placement._replace(device=torch.device("meta")))
+            shares = shares_of(config, whole.layers, part.layers, placement)
         if reader is not None:
-            decoder = cls(config, dtype=computed, device=device, max_len=max_len, waits=True)
-            quantised.load(config, decoder, files, reader, on_layer)
+            decoder = cls(config, max_len=max_len, waits=True, placement=placement)
+            quantised.load(config, decoder, files, reader, on_layer, shares)
             return decoder
-        # compared on "meta" first, so that a wrong config.json allocates no memory
-        checkpoint.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
-        decoder = cls(config, dtype=computed, device=device, max_len=max_len)
-        checkpoint.load(config, decoder.tensors(), files)
+        assert whole is not None
+        checkpoint.check(config, whole.tensors(), files)
+        decoder = cls(config, max_len=max_len, placement=placement)
+        checkpoint.load(config, decoder.tensors(), files, shares)
         return decoder
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -116,18 +143,17 @@ class Decoder(nn.Module):
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
         seed: int = 0,
+        *,
+        placement: Placement | None = None,
     ) -> Decoder:
-        """Makes a decoder with random weights on the device, for benchmarks without a checkpoint."""
-        decoder = cls(config, dtype=torch_dtype(dtype), device=device)
+        """Makes a decoder with random weights on the device, for benchmarks without a checkpoint.
+
+        Each rank of a placement, which replaces dtype and device, gets its part of the weights that one rank alone gets.
+        """
+        placement = placed(placement, None if placement is not None else torch_dtype(dtype), device)
+        decoder = cls(config, placement=placement)
         generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
-        for part in decoder.modules():
-            for name, weight in part.named_parameters(recurse=False):
-                if isinstance(part, Norm):
-                    weight.fill_(1.0 if name == "weight" and not config.norm_plus_one else 0.0)
-                else:
-                    weight.normal_(0.0, 0.02, generator=generator)
-        for layer in decoder.layers:
-            layer.draw(generator)
+        random_weights.fill(decoder, config, placement, generator)
         return decoder
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear) -> Tensor:
@@ -166,6 +192,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
         """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
         scores = (project if multiply is linear else multiply)(hidden, self.head, None)
+        scores = self.placement.joined(scores, self.config.vocab_size)
         if self.config.logit_divisor is not None:
             scores = scores / self.config.logit_divisor
         cap = self.config.logit_softcap

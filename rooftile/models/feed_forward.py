@@ -21,12 +21,13 @@ class FeedForward(nn.Module):
     """The part of a layer that follows the mixing of tokens, and that each token goes through by itself.
 
     Args:
-        config: the model.
+        config: the whole model.
+        placement: where its tensors are, and which part of them.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
-        self.scale = config.residual_scale
+        self.placement, self.scale = placement, config.residual_scale
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -39,11 +40,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what it adds to the residual stream, before its post norm; x (total, hidden) is normalised."""
-        y = self.compute(x, multiply)
+        y = self.placement.summed(self.compute(x, multiply))
         return y if self.scale is None else y * self.scale
 
     def compute(self, x: Tensor | QuantisedRows, multiply: Multiply) -> Tensor:
-        """Returns the output of the network (total, hidden)."""
+        """Returns the output of the network (total, hidden), or of the part that this rank holds."""
         raise NotImplementedError
 
 
@@ -51,11 +52,12 @@ class DenseFeedForward(FeedForward):
     """Two projections with an activation between them, or a gated one: then gate and up are one projection, gate rows first."""
 
     def __init__(self, config: ModelConfig, placement: Placement, *, waits: bool = False) -> None:
-        super().__init__(config)
+        super().__init__(config, placement)
+        config = config.part(placement.ranks)
         hidden, ffn, bias = config.hidden, config.ffn, config.mlp_bias
         self.activation, self.gated = config.activation, config.gated
         self.up = Projection(2 * ffn if self.gated else ffn, hidden, bias=bias, placement=placement, waits=waits)
-        self.down = Projection(hidden, ffn, bias=bias, placement=placement, waits=waits)
+        self.down = Projection(hidden, ffn, bias=bias, placement=placement, waits=waits, summed=True)
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -54,9 +54,9 @@ class Layer(nn.Module):
     """One layer: what mixes tokens, for which each kind of layer has a class of its own, and a feed-forward or nothing.
 
     Args:
-        config: the model.
+        config: the whole model.
         n: the number of the layer.
-        placement: where its tensors are.
+        placement: where its tensors are, and which part of them.
         waits: whether its projections get their weights later.
     """
 
@@ -64,10 +64,12 @@ class Layer(nn.Module):
     """The projection that reads what the caller has mixed."""
     feed_forward: FeedForward | None
     """The feed-forward that follows, or None."""
+    config: ModelConfig
+    """The part of the model that this rank holds."""
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.placement, self.config = placement, config.part(placement.ranks)
         self.feed_forward = _feed_forward_of(config, n, placement, waits=waits)
 
         def norm(exists: bool) -> Norm | None:
@@ -101,8 +103,9 @@ class Layer(nn.Module):
         """Returns what mixing tokens in layer n adds to the residual stream, before its post norm; x is normalised."""
         raise NotImplementedError
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        scale = self.config.residual_scale
+    def _output(self, mixed: Tensor, multiply: Multiply) -> Tensor:
+        """Returns what the layer adds to the stream: what was mixed, projected, summed over the ranks, and scaled."""
+        x, scale = self.placement.summed(self.o(mixed, multiply)), self.config.residual_scale
         return x if scale is None else x * scale
 
 

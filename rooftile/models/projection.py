@@ -39,12 +39,15 @@ class Projection(nn.Module):
     """A linear projection: a weight (out, in), and a bias (out,) where the family has one.
 
     The weight may be quantised or 2:4: then `weight` is None, and `parts` are its rows, in one piece or several. `waits` makes a
-    projection whose weight comes later (`fill`).
+    projection whose weight comes later (`fill`). With `summed` the ranks add up what they project, so only rank 0 adds the bias.
     """
 
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, placement: Placement, waits: bool = False) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, *, bias: bool, placement: Placement, waits: bool = False, summed: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         self.outputs, self.inputs, self.placement = outputs, inputs, placement
+        self.adds_bias = not (summed and placement.rank)
         self.weight = None if waits else placement.parameter(outputs, inputs)
         self.bias = placement.parameter(outputs) if bias else None
         self.parts: tuple[Part, ...] = ()
@@ -75,11 +78,11 @@ class Projection(nn.Module):
         """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
         if self.weight is not None:
             assert isinstance(x, Tensor), "a weight in 16 bits asks for no codes"
-            return (project if multiply is functional.linear else multiply)(x, self.weight, self.bias)
+            return (project if multiply is functional.linear else multiply)(x, self.weight, self.bias if self.adds_bias else None)
         found, start = [], 0
         for part in self.parts:
             stop = start + part.shape[0]
-            bias = None if self.bias is None else self.bias[start:stop]
+            bias = self.bias[start:stop] if self.bias is not None and self.adds_bias else None
             found.append(_multiply_part(x, part, bias, multiply))
             start = stop
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)

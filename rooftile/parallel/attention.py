@@ -14,15 +14,14 @@ from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options, Spec
 from rooftile.hardware import link
 from rooftile.parallel import gathered, heads, ring
-from rooftile.parallel.agreement import agreed
 from rooftile.parallel.estimates import choose
-from rooftile.parallel.groups import Ranks, check_device, ranks_of
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
 from rooftile.parallel.traffic import Sequence
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.devices import arch
 from rooftile.runtime.operators import transformed
+from rooftile.runtime.ranks import Ranks, agreed, check_device, ranks_of
 from rooftile.runtime.tensors import autocast, check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
@@ -93,7 +92,7 @@ def context_attention(
         _checked, q, k, v, mask, ranks, Options(bias, alibi, sinks), layout=layout, method=method, dropout=dropout, cu=cu,
         tokens=tokens,
     )  # fmt: skip
-    call = agreed(ranks, check) if validate else check()
+    call = agreed(ranks, check, lambda call: call.sizes) if validate else check()
     settings = CallSettings(
         scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=call.method != "ulysses",
         partial=call.method == "ring",

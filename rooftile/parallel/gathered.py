@@ -84,10 +84,12 @@ class _Gathered(torch.autograd.Function):
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.promote_types(q.dtype, torch.float32))
         calls: list[list[LocalCall]] = []
-        lanes = Lanes(q.device)
+        lanes, kept = Lanes(q.device), []
         for each, coming in zip(groups, problem.fetched(k, v, groups), strict=True):
             keys, values = coming.wait()
-            lanes.fork((keys, values))
+            # until the lanes join: the current stream may use their memory again as soon as they are dropped
+            kept.append((keys, values))
+            lanes.fork()
             calls.append([])
             for n, local in enumerate(problem.share.pieces):
                 tensors = _of_piece(q, local.rows, each.queries), _tokens(keys, local.keys), _tokens(values, local.keys)
@@ -98,6 +100,7 @@ class _Gathered(torch.autograd.Function):
                     _rows_of_lse(lse, local.rows, each.queries).copy_(part[1])
                 calls[-1].append(call)
         lanes.join()
+        del kept
         # first a tensor of a shape that no other attention saves: a checkpoint whose forward ran again outside of the context has
         # saved something else, and torch.utils.checkpoint says so
         given = [x for of_group in calls for call in of_group for x in call.options]

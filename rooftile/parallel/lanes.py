@@ -6,11 +6,10 @@ if it waits in another stream. On a CPU calls follow one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 # by device and by the stream that calls are made on
 _SIDES: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -29,15 +28,10 @@ class Lanes:
                 _SIDES[key] = torch.cuda.Stream(device)
             self._side = _SIDES[key]
 
-    def fork(self, tensors: Iterable[Tensor] = ()) -> None:
-        """What the lanes do from here on comes after all that the current stream was given so far.
-
-        tensors: made on the current stream for this, and dropped before `join`.
-        """
+    def fork(self) -> None:
+        """Lets the lanes begin after all that the current stream was given so far. What they read is kept until `join`."""
         if self._side is not None:
             self._ready = self._main.record_event()
-            for x in tensors:
-                x.record_stream(self._side)
 
     @contextmanager
     def lane(self, n: int) -> Iterator[None]:

@@ -19,10 +19,10 @@ from torch import Tensor
 from rooftile.exact.masks import Mask
 from rooftile.exact.restrict import Piece, over_keys, restrict
 from rooftile.exact.spec import NO_OPTIONS, CallSettings
-from rooftile.parallel.groups import Ranks
 from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range, count, ranges
 from rooftile.parallel.local import LocalCall, added, local_call
+from rooftile.runtime.ranks import Ranks
 
 
 class Problem(NamedTuple):

@@ -111,8 +111,8 @@ class Watch:
         begun = self._clock.now()
         if self._computes_here:
             self.elsewhere += begun - began
-        elif result.arrived is not None:
-            result.arrived = cast(Any, Arrival(result.arrived, self))
+        elif result.found.arrived is not None:
+            result.found = result.found._replace(arrived=cast(Any, Arrival(result.found.arrived, self)))
         if self._steps % self._every == 0:
             pool, running = self._engine.pool, self._engine.scheduler.running
             self.samples.append(Sample(pool.waste(), pool.saved(), sum(len(request.live) for request in running)))

@@ -34,7 +34,7 @@ def workloads_for(scale: float, decoder: Decoder) -> dict[str, Workload]:
 
 def started(workloads: dict[str, Workload], decoder: Decoder) -> tuple[LLM, dict[str, Any]]:
     """An engine for these workloads, and how long it took to start."""
-    settings = max((settings_of(one, decoder) for one in workloads.values()), key=lambda one: one["max_model_len"])
+    settings = max((settings_of(one, decoder.config) for one in workloads.values()), key=lambda one: one["max_model_len"])
     before, began = compiled(), perf_counter()
     llm = LLM(decoder, **settings)
     return llm, {"seconds": round(perf_counter() - began, 2), "compiled": compiled() - before, "settings": settings}

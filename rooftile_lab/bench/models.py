@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -108,6 +109,19 @@ def decoder_named(name: str, device: torch.device, weights: str = "auto") -> Dec
     if not Path(name).is_dir():
         raise InvalidInput(f"model is {name!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
     return Decoder.from_folder(name, device=device, weights=weights)
+
+
+def shared_named(name: str, device: torch.device) -> ModelConfig | Path:
+    """The model of a name, as several ranks take it: a configuration, whose weights are random, or a checkpoint's folder.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if name in MODELS:
+        return replace(MODELS[name], dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if not Path(name).is_dir():
+        raise InvalidInput(f"model is {name!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
+    return Path(name)
 
 
 def check_llama(suite: str, name: str) -> None:

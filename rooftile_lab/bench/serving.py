@@ -17,13 +17,13 @@ from rooftile.cost.session import Session
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig
 from rooftile.models.experts.feed_forward import ExpertFeedForward
 from rooftile.models.layers import Layer
 from rooftile.weights import QuantisedWeight
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
-from rooftile_lab.bench.models import decoder_named, formats_of, weight_bytes
+from rooftile_lab.bench.models import decoder_named, formats_of, shared_named, weight_bytes
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
@@ -55,28 +55,35 @@ def measure(
     say("the model")
     began = clock.now()
     settings = dict(settings or {})
-    decoder = decoder_named(model, session.device, settings.pop("weights", "auto"))
-    formats = {"weights": formats_of(decoder)}
+    subject: Decoder | ModelConfig | Path
+    if settings.get("tensor_parallel_size", 1) > 1:
+        # ranks make their parts by themselves
+        subject = shared_named(model, session.device)
+        config = subject if isinstance(subject, ModelConfig) else ModelConfig.from_folder(subject)
+    else:
+        subject = decoder_named(model, session.device, settings.pop("weights", "auto"))
+        config = subject.config
     loaded = clock.now() - began
     llm: LLM | None = None
     started, known = 0.0, None
     for workload in workloads:
-        workload = replace(workload, requests=fitted(workload, decoder.config.vocab_size))
+        workload = replace(workload, requests=fitted(workload, config.vocab_size))
         rows: dict[str, Row] = {}
         # what is compared comes first: the ratio is in the row of what it is compared with
         for one in reversed(workload.allocators) if allocator is None else (allocator,):
-            asked = settings_of(workload, decoder) | settings | {"allocator": one}
+            asked = settings_of(workload, config) | settings | {"allocator": one}
             if llm is None or asked != known:
                 say(f"{workload.name}: starting")
                 llm = None
                 tidy(session.device)
                 began = clock.now()
-                llm, known = LLM(decoder, **asked), asked
+                llm, known = LLM(subject, **asked), asked
                 started = loaded + clock.now() - began
             first, found = repeat(llm, workload, runs, costs=costs_of(llm, session), clock=clock, say=say)
+            formats = {"weights": formats_of(llm.engine.runner.decoder)}
             row = _row(
-                workload, session, found, model=model, allocator=one, settings=asked | formats, scale=scale, start_s=started,
-                first_s=first, reserved=rows.get("contiguous"),
+                workload, session, found, model=model, allocator=one, settings=asked | formats, scale=scale,
+                start_s=started, first_s=first, reserved=rows.get("contiguous"),
             )  # fmt: skip
             rows[one] = row
             yield row
@@ -153,9 +160,9 @@ def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words:
     return measures(course, costs=costs, peak_bytes=peak)
 
 
-def settings_of(workload: Workload, decoder: Decoder) -> dict[str, Any]:
+def settings_of(workload: Workload, config: ModelConfig) -> dict[str, Any]:
     """Arguments of `LLM`: the workload's own, and a length that is a power of two, so that an engine serves several workloads."""
-    longest = min(1 << (workload.longest - 1).bit_length(), decoder.config.max_len)
+    longest = min(1 << (workload.longest - 1).bit_length(), config.max_len)
     return {"max_model_len": longest} | workload.settings
 
 

@@ -38,6 +38,7 @@ def serving(
     max_num_seqs: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype: fp8; left out, the model's.")] = None,
     weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, 2:4; auto takes the model's.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", help="GPUs that share the model.", min=1)] = 1,
     runs: Annotated[int, typer.Option(help="How often each workload is run; the median is shown.")] = 3,
     url: Annotated[str, typer.Option(help="Measure a running server instead, such as http://127.0.0.1:8000.")] = "",
     api_key: Annotated[str, typer.Option(help="The key of that server.", envvar="ROOFTILE_API_KEY")] = "",
@@ -62,6 +63,8 @@ def serving(
         return
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in asked.items() if value is not None} | {"weights": weights}
+    if tp > 1:
+        settings |= {"tensor_parallel_size": tp, "device": target.type}
     model = model or ("1b" if target.type == "cuda" else "tiny")
 
     def rows(session: Session, say: Progress) -> Iterator[Row]:

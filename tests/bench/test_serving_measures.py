@@ -15,7 +15,7 @@ from rooftile.cost.decoder import DecoderCost
 from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.steps.runner import Result
+from rooftile.engine.steps.runner import Computed, Result
 from rooftile.engine.steps.scheduler import StepPlan
 from rooftile.errors import InvalidInput
 from rooftile.hardware.chips import Rates
@@ -74,7 +74,7 @@ class Stub:
             # the best of a thousand tokens with scores of N(0, 1)
             scores = torch.randn(len(outputs), 1000, generator=self.generator).log_softmax(1).topk(keep).values
             tops = scores[:, 0], self._ids(len(outputs), keep), scores, torch.ones(len(outputs), dtype=torch.int64)
-        return Result(outputs, self._ids(len(outputs)), tops, [], None)
+        return Result(outputs, [], Computed(self._ids(len(outputs)), tops, [], None))
 
     def _ids(self, *shape: int) -> torch.Tensor:
         return torch.randint(self.decoder.config.vocab_size, shape, generator=self.generator)
@@ -164,7 +164,7 @@ class FakeEngine:
 
     def _compute(self, plan: StepPlan) -> SimpleNamespace:
         self.clock.time += 0.4
-        return SimpleNamespace(arrived=None)
+        return SimpleNamespace(found=Computed(torch.empty(0), None, [], None))
 
 
 def asked(prompt: list[int], tokens: int, at: float = 0.0, **more: int) -> WorkloadRequest:
@@ -216,12 +216,12 @@ def test_on_a_gpu_the_host_does_what_is_not_waiting() -> None:
 
     def compute(plan: StepPlan) -> SimpleNamespace:
         clock.time += 0.2
-        return SimpleNamespace(arrived=Event())
+        return SimpleNamespace(found=Computed(torch.empty(0), None, [], Event()))
 
     class Ahead(FakeEngine):
         def step(self) -> list[FakeRequest]:
             changed = super().step()
-            self.runner.run(StepPlan()).arrived.synchronize()
+            self.runner.run(StepPlan()).found.arrived.synchronize()
             return changed
 
     engine = Ahead(clock)

@@ -25,6 +25,7 @@ from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
 from tests.conformance.sparse_calls import SPARSE_CALLS
 from tests.conformance.state_calls import STATE_CALLS
+from tests.engine.sampling import assign
 
 
 def _norm(device: torch.device) -> Weights:
@@ -169,7 +170,7 @@ def _linear_cross_entropy_backward(device: torch.device) -> Work:
 def _linear_cross_entropy_reduced(device: torch.device) -> Work:
     _linear_cross_entropy(device, "mean")
     gradients = 160 + 7 * 32 + 28
-    return Work(6 * 5 * 8 * 7, gradients + 40, 4 + gradients)
+    return Work(6 * 5 * 8 * 7, gradients + 40 + 8, 4 + gradients)
 
 
 def _linear_cross_entropy_reduced_backward(device: torch.device) -> Work:
@@ -320,7 +321,7 @@ def _sample(device: torch.device) -> Work:
     params = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={3: 1.0})
     plain = SamplingParams(structured={"choice": ["a"]})
     state = SamplingState(3, 50, device)
-    state.set([0, 2], [params, plain], [1, 2], [[1], [2]], [[], []])
+    assign(state, [0, 2], [params, plain], [1, 2], [[1], [2]], [[], []])
     slots, positions = torch.tensor([[0, 2], [5, 6]], device=device)
     sample(torch.randn(2, 50, device=device), slots, positions, state, features_of(params) | features_of(plain))
     tables = 50 * (4 + 1 + 4) + 2 * 4

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rooftile.engine.sampling.new_slots import NewSlots
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING, SamplingFeatures, SamplingState, features_of
 
@@ -93,6 +95,16 @@ def joined(params: Sequence[SamplingParams]) -> SamplingFeatures:
     return features
 
 
+def assign(state: SamplingState, *given: Any) -> None:
+    """Gives slots to requests: slots, parameters, seeds, prompts, and what was generated already."""
+    state.set(NewSlots.of(*given, vocab=state.vocab))
+
+
+def allow(state: SamplingState, slots: list[int], mask: Any) -> None:
+    """Gives one mask to some slots."""
+    state.allow(torch.tensor(slots, dtype=torch.int64), torch.from_numpy(mask).repeat(len(slots), 1))
+
+
 class Batch:
     """Requests in slots of a state, in any order, with what they said so far."""
 
@@ -112,9 +124,9 @@ class Batch:
 
     def set(self) -> None:
         """Writes the requests into the state, as if they had just arrived."""
-        self.state.set(self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
+        assign(self.state, self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
         masked = [slot for slot, each in zip(self.slots, self.params, strict=True) if each.structured is not None]
-        self.state.allow(masked, [mask_of(self.state.vocab)] * len(masked))
+        allow(self.state, masked, mask_of(self.state.vocab))
 
     def of(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, slots and positions of some rows in this order."""
@@ -146,7 +158,7 @@ def assert_nothing_is_drawn(sample: Callable[..., Tensor], kind: str, device: st
     batch = Batch([free, never, free, only, KINDS["masked"]], vocab, device)
     batch.logits[2] = -math.inf
     batch.logits[0, 3] = math.nan
-    batch.state.allow([4], [np.zeros(-(-vocab // 32), dtype=np.int32)])
+    allow(batch.state, [4], np.zeros(-(-vocab // 32), dtype=np.int32))
     batch.state.last.fill_(-5)
     before = None if batch.state.counts is None else batch.state.counts.sum(1)
     tokens = sample(*batch.of([0, 1, 2, 3, 4]), batch.state, batch.features).tolist()

@@ -19,7 +19,7 @@ from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.engine.steps.runner import Result
+from rooftile.engine.steps.runner import Computed, Result
 from rooftile.engine.steps.scheduler import Scheduler, StepPlan
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
@@ -228,7 +228,7 @@ class Model:
         tokens = torch.tensor([(7 * len(answer.ids) + 3 * answer.index) % VOCABULARY for answer in answers], dtype=torch.int64)
         ids = (tokens[:, None] + torch.arange(9)) % VOCABULARY
         logprobs = -torch.arange(1.0, 10.0).expand(ids.shape)
-        return Result(answers, tokens, (logprobs[:, 0], ids, logprobs, torch.ones_like(tokens)), [], None)
+        return Result(answers, [], Computed(tokens, (logprobs[:, 0], ids, logprobs, torch.ones_like(tokens)), [], None))
 
 
 SEVERAL = SamplingParams(n=2, max_tokens=12, seed=1)

@@ -110,7 +110,7 @@ def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "sentence"),
     [
-        ({"tensor_parallel_size": 2}, Unsupported, "tensor_parallel_size is 2; has 1"),
+        ({"tensor_parallel_size": 0}, InvalidInput, "tensor_parallel_size is 0; must be a whole number of at least 1"),
         ({"kv_dtype": "fp4"}, Unsupported, "kv_dtype is 'fp4'; has"),
         ({"allocator": "buddy"}, InvalidInput, "allocator is 'buddy'"),
         ({"block_size": 12}, InvalidInput, "block_size is 12; must be a power of two of at least 8"),

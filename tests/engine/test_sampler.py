@@ -21,7 +21,7 @@ from rooftile.engine.sampling.sampler import (
 )
 from rooftile.errors import InvalidInput
 from tests.engine import sampling
-from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn, mask_of
+from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, allow, assert_nothing_is_drawn, assign, mask_of
 from tests.unit.test_philox import philox
 
 
@@ -51,7 +51,7 @@ def test_the_kept_set_is_the_definitions(name: str, vocab: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 7, 100])
 def test_top_k_keeps_equals_of_the_kth(k: int) -> None:
     state = SamplingState(1, 7, "cpu")
-    state.set([0], [SamplingParams(top_k=k)], [0], [[]], [[]])
+    assign(state, [0], [SamplingParams(top_k=k)], [0], [[]], [[]])
     x = torch.tensor([[5.0, 1.0, 3.0, 3.0, 3.0, 9.0, -1.0]])
     kept = (x >= thresholds(x, torch.tensor([0]), state)).sum().item()
     assert kept == {1: 1, 2: 2, 3: 5, 4: 5, 6: 6, 7: 7, 100: 7}[k]
@@ -61,7 +61,7 @@ def test_top_p_reaches_its_share_and_no_more() -> None:
     x = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     state = SamplingState(1, 4, "cpu")
     for top_p, kept in ((1e-9, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.89, 3), (0.91, 4), (1.0, 4)):
-        state.set([0], [SamplingParams(top_p=top_p)], [0], [[]], [[]])
+        assign(state, [0], [SamplingParams(top_p=top_p)], [0], [[]], [[]])
         assert (x >= thresholds(x, torch.tensor([0]), state)).sum().item() == kept
 
 
@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_its_slot_or_its_neighbours() -> None:
 
 def test_another_seed_or_position_draws_another_token() -> None:
     state, vocab = SamplingState(2, 5000, "cpu"), 5000
-    state.set([0, 1], [SamplingParams()] * 2, [7, 8], [[]] * 2, [[]] * 2)
+    assign(state, [0, 1], [SamplingParams()] * 2, [7, 8], [[]] * 2, [[]] * 2)
     features, flat = SamplingFeatures(chance=True), torch.zeros(50, vocab)
     slots, positions = torch.zeros(50, dtype=torch.int64), torch.arange(50)
     first = sample(flat, slots, positions, state, features)
@@ -173,7 +173,7 @@ def test_sampled_tokens_are_counted() -> None:
     state = SamplingState(3, 8, "cpu")
     for penalty, kinds in ((-2.0, 1), (2.0, 8)):
         params = SamplingParams(temperature=0, frequency_penalty=penalty)
-        state.set([2], [params], [0], [[]], [[]])
+        assign(state, [2], [params], [0], [[]], [[]])
         logits = torch.linspace(0, 0.1, 8)[None]
         said = [sample(logits, torch.tensor([2]), torch.tensor([n]), state, features_of(params)).item() for n in range(8)]
         assert len(set(said)) == kinds
@@ -186,18 +186,18 @@ def test_a_slot_keeps_nothing_of_an_earlier_request() -> None:
     vocab = 60
     used, fresh = (SamplingState(4, vocab, "cpu") for _ in range(2))
     for params in KINDS.values():
-        used.set([1, 3], [params] * 2, [5, 6], [[1, 2, 3], [4]], [[5, 5, 6], list(range(vocab))])
-        used.set([3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
-    used.allow([1, 3], [mask_of(vocab)] * 2)
+        assign(used, [1, 3], [params] * 2, [5, 6], [[1, 2, 3], [4]], [[5, 5, 6], list(range(vocab))])
+        assign(used, [3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
+    allow(used, [1, 3], mask_of(vocab))
     for params in KINDS.values():
-        used.set([3], [params], [11], [[7]], [[8, 8]])
-        fresh.set([3], [params], [11], [[7]], [[8, 8]])
+        assign(used, [3], [params], [11], [[7]], [[8, 8]])
+        assign(fresh, [3], [params], [11], [[7]], [[8, 8]])
         for name in ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "seed", "biased"):
             assert getattr(used, name)[3] == getattr(fresh, name)[3], name
         for name in ("counts", "prompted", "bias", "masks"):
             if getattr(fresh, name) is not None:
                 assert torch.equal(getattr(used, name)[3], getattr(fresh, name)[3]), name
-        used.set([3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
+        assign(used, [3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
         fresh = SamplingState(4, vocab, "cpu")
 
 
@@ -209,12 +209,12 @@ def test_a_resumed_request_goes_on_as_if_it_had_not_been_preempted() -> None:
         params, prompt = KINDS[name], [1, 2, 3]
         whole: list[int] = []
         state = SamplingState(2, vocab, "cpu")
-        state.set([0], [params], [77], [prompt], [[]])
+        assign(state, [0], [params], [77], [prompt], [[]])
         for n in range(steps):
             whole += sample(logits[n], torch.tensor([0]), torch.tensor([3 + n]), state, features_of(params)).tolist()
         for stop in (1, 5, 11):
             said = whole[:stop]
-            state.set([1], [params], [77], [prompt], [said])
+            assign(state, [1], [params], [77], [prompt], [said])
             for n in range(stop, steps):
                 said = said + sample(logits[n], torch.tensor([1]), torch.tensor([3 + n]), state, features_of(params)).tolist()
             assert said == whole
@@ -228,7 +228,7 @@ def test_hostile_rows(name: str, kind: str) -> None:
         params = SamplingParams(logit_bias={0: -1.0}, top_k=3)
     logits = torch.tensor([HOSTILE[name]] * 30)
     state = SamplingState(1, 6, "cpu")
-    state.set([0], [params], [1], [[0, 1]], [[2]])
+    assign(state, [0], [params], [1], [[0, 1]], [[2]])
     features = features_of(params)
     assert (penalised(logits, torch.zeros(30, dtype=torch.int64), state, features) < torch.inf).all()
     tokens = sample(logits, torch.zeros(30, dtype=torch.int64), torch.arange(30), state, features)
@@ -271,7 +271,7 @@ def test_extreme_parameters() -> None:
 
 def test_seeds_of_64_bits() -> None:
     state = SamplingState(3, 500, "cpu")
-    state.set([0, 1, 2], [SamplingParams()] * 3, [2**63 - 1, 2**63, 0], [[]] * 3, [[]] * 3)
+    assign(state, [0, 1, 2], [SamplingParams()] * 3, [2**63 - 1, 2**63, 0], [[]] * 3, [[]] * 3)
     tokens = sample(torch.zeros(3, 500), torch.arange(3), torch.zeros(3, dtype=torch.int64), state, SamplingFeatures(chance=True))
     assert len(set(tokens.tolist())) == 3
 
@@ -294,16 +294,16 @@ def test_what_is_wanted() -> None:
 
 def test_tables_are_made_when_they_are_wanted() -> None:
     state = SamplingState(2, 30, "cpu")
-    state.set([0], [KINDS["all_three"]], [0], [[1]], [[2]])
+    assign(state, [0], [KINDS["all_three"]], [0], [[1]], [[2]])
     assert (state.counts, state.prompted, state.bias, state.masks) == (None, None, None, None)
-    state.set([0], [KINDS["penalties"]], [0], [[1]], [[2]])
+    assign(state, [0], [KINDS["penalties"]], [0], [[1]], [[2]])
     assert state.bias is None
     counts = state.counts
-    state.set([0, 1], [KINDS["everything"]] * 2, [0, 1], [[1]] * 2, [[2]] * 2)
+    assign(state, [0, 1], [KINDS["everything"]] * 2, [0, 1], [[1]] * 2, [[2]] * 2)
     assert state.counts is counts
     assert state.bias is not None
     assert state.masks is None
-    state.set([1], [KINDS["masked"]], [0], [[1]], [[]])
+    assign(state, [1], [KINDS["masked"]], [0], [[1]], [[]])
     assert state.masks is not None
 
 
@@ -315,7 +315,7 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
         (SamplingParams(logit_bias={31: 1.0}), []),
     ):
         with pytest.raises(InvalidInput, match="the model has 0 to 29"):
-            state.set([0], [params], [0], [prompt], [[]])
+            assign(state, [0], [params], [0], [prompt], [[]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -227,7 +227,7 @@ def test_words_for_dtypes_are_the_same_everywhere(peers) -> None:
         ({"block_size": 12}, "block_size is 12; must be a power of two"),
         ({"approximate": "no-file"}, "approximate is 'no-file', which is no file"),
         ({"deterministic": True, "approximate": __file__}, "approximate and deterministic are both given"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; has 1"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size is 65; may be at most 64"),
     ],
 )
 def test_a_server_refuses_a_setting_before_it_listens(engine: dict[str, Any], sentence: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from rooftile.engine.sampling import sampling_kernels
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import SamplingFeatures, features_of, penalised, sample, sample_as_defined, thresholds
-from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
+from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn, assign
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +106,7 @@ def test_it_is_captured(features: SamplingFeatures) -> None:
     for step in range(4):
         if step == 2:
             for each in (batch, plain):
-                each.state.set([3, 5], [KINDS["everything"]] * 2, [1, 2], [[1], [2]], [[3], [4]])
+                assign(each.state, [3, 5], [KINDS["everything"]] * 2, [1, 2], [[1], [2]], [[3], [4]])
         logits.copy_(batch.logits.roll(step, 1))
         positions.copy_(batch.positions + step)
         graph.replay()
@@ -122,7 +122,7 @@ def test_no_wait() -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
         sample(batch.logits, batch.index, batch.positions, batch.state, batch.features)
-        batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
+        assign(batch.state, batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

@@ -19,7 +19,7 @@ from rooftile.engine.sampling.sampler import (
     sample_as_defined,
     thresholds,
 )
-from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn
+from tests.engine.sampling import HOSTILE, KINDS, MAY, Batch, assert_nothing_is_drawn, assign
 from tests.grids import swept
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose
@@ -58,7 +58,7 @@ def test_top_k_is_exact(k: int, digits: int | None) -> None:
     if digits is not None:
         logits = logits.round(decimals=digits)
     state = SamplingState(3, V, "cpu")
-    state.set([0, 1, 2], [SamplingParams(top_k=k)] * 3, [0, 1, 2], [[]] * 3, [[]] * 3)
+    assign(state, [0, 1, 2], [SamplingParams(top_k=k)] * 3, [0, 1, 2], [[]] * 3, [[]] * 3)
     found, due = kept(logits, torch.arange(3), state, SamplingFeatures(True, True))
     assert torch.equal(found, due)
 
@@ -75,7 +75,7 @@ def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None
     V = 9001
     logits = torch.randn(4, V) * torch.tensor([[0.1], [1.0], [3.0], [10.0]])
     state = SamplingState(4, V, "cpu")
-    state.set([0, 1, 2, 3], [SamplingParams(top_p=top_p, temperature=temperature)] * 4, [0] * 4, [[]] * 4, [[]] * 4)
+    assign(state, [0, 1, 2, 3], [SamplingParams(top_p=top_p, temperature=temperature)] * 4, [0] * 4, [[]] * 4, [[]] * 4)
     found, due = kept(logits, torch.arange(4), state, SamplingFeatures(True, True))
     p = (logits.double() / temperature).softmax(1)
     for row in range(4):
@@ -184,7 +184,7 @@ def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) ->
     logits[0, 63::64] += torch.arange(1.0, 33.0)
     state, none = SamplingState(1, 2048, "cpu"), torch.tensor([0])
     for params in (SamplingParams(top_k=20), SamplingParams(top_k=20, top_p=0.99, temperature=5.0)):
-        state.set([0], [params], [0], [[]], [[]])
+        assign(state, [0], [params], [0], [[]], [[]])
         found, due = kept(logits, none, state, SamplingFeatures(True, True))
         assert torch.equal(found, due)
 
@@ -193,7 +193,7 @@ def test_the_noise_of_every_segment() -> None:
     """With equal logits, only the noise decides, anywhere in the vocabulary."""
     V, n = 6001, 12
     state = SamplingState(1, V, "cpu")
-    state.set([0], [SamplingParams()], [2**40 + 3], [[]], [[]])
+    assign(state, [0], [SamplingParams()], [2**40 + 3], [[]], [[]])
     slots, positions = torch.zeros(n, dtype=torch.int64), torch.arange(n) + 2**33
     due = sample_as_defined(torch.zeros(n, V), slots, positions, state, SamplingFeatures(chance=True))
     assert set((due // 2048).tolist()) == {0, 1, 2}

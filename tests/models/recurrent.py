@@ -106,7 +106,8 @@ def mamba(layer: Layer, x: Tensor) -> Tensor:
     """Mamba-1 of one sequence (T, W), token by token, in fp64."""
     sizes, found = layer.sizes, []
     y = convolved(layer, x)
-    low, B, C = (y @ layer.select.double().T).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+    # a rank that has a part of the channels has a part of the sum
+    low, B, C = layer.placement.summed(y @ layer.select.double().T).split((sizes.rank, sizes.state, sizes.state), dim=-1)
     if sizes.selection_norms:
         weights = [norm.weight.double() for norm in layer.selection_norms]
         low, B, C = (

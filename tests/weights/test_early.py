@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.engine.sampling.state import SamplingFeatures
+from rooftile.engine.sampling.features import SamplingFeatures
 from rooftile.engine.steps.graphs import DecodeGraphs
 from rooftile.runtime import early_weights
 from rooftile.runtime.early_weights import may_read_early, may_read_early_in_graphs, weights_stay

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.engine.sampling.state import SamplingFeatures, SamplingState, features_of
+from rooftile.engine.sampling.features import SamplingFeatures, features_of
+from rooftile.engine.sampling.state import SamplingState
 from rooftile.exact.reference import philox
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import define, watched

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.engine.sampling.features import SamplingFeatures
 from rooftile.engine.sampling.noise import gumbel
-from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
+from rooftile.engine.sampling.state import SamplingState
 from rooftile.runtime.launch import Kernel
 
 # tokens per program of _draw and _survey

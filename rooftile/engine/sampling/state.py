@@ -2,62 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rooftile.engine.sampling.params import SamplingParams
-from rooftile.errors import InvalidInput
-
-# temperatures are clamped to these: within them 1 / T and T times the noise are finite, and beyond them no answer changes
-COLDEST, HOTTEST = 1e-20, 1e20
-# likewise for the repetition penalty and its product with a logit
-MILDEST, HARSHEST = 1e-20, 1e20
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingFeatures:
-    """The features of sampling that some row of a batch asks for; the batch computes no other. `|` gives the union of two."""
-
-    chance: bool = False
-    truncation: bool = False
-    penalties: bool = False
-    bias: bool = False
-    mask: bool = False
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether some row's logits are changed before the draw."""
-        return self.penalties or self.bias or self.mask
-
-    def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
-        return SamplingFeatures(
-            self.chance or other.chance,
-            self.truncation or other.truncation,
-            self.penalties or other.penalties,
-            self.bias or other.bias,
-            self.mask or other.mask,
-        )
-
-
-def features_of(params: SamplingParams) -> SamplingFeatures:
-    """Returns the features that one request asks for.
-
-    Truncation never removes the most likely token, so a greedy request asks for none.
-    """
-    chance = params.temperature > 0
-    return SamplingFeatures(
-        chance=chance,
-        truncation=chance and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
-        penalties=params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
-        bias=bool(params.logit_bias) or params.allowed_token_ids is not None,
-        mask=params.structured is not None,
-    )
+from rooftile.engine.sampling.features import SamplingFeatures
+from rooftile.engine.sampling.new_slots import NewSlots, fractions
 
 
 class SamplingState:
@@ -123,90 +74,44 @@ class SamplingState:
         per_token = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
         return slots * (vocab * per_token + words_of(vocab) * torch.int32.itemsize)
 
-    def set(
-        self,
-        slots: list[int],
-        params: list[SamplingParams],
-        seeds: list[int],
-        prompts: list[Sequence[int]],
-        generated: list[Sequence[int]],
-    ) -> None:
-        """Assigns slots, each at most once, to requests; nothing of the slots' former requests remains.
-
-        Args:
-            slots, params, seeds, prompts: one of each per request.
-            generated: the tokens that a preempted request has generated already; they are not in its prompt.
-        """
-        assert len(set(slots)) == len(slots) == len(params) == len(seeds) == len(prompts) == len(generated)
-        if not slots:
+    def set(self, new: NewSlots) -> None:
+        """Gives slots to requests; nothing of the slots' former requests remains."""
+        if not new.numbers.shape[1]:
             return
-        wanted = [features_of(p) for p in params]
-        for features in wanted:
-            self.prepare(features)
-        # the seed of a request's last answer, seed + n - 1, may exceed the largest int64
-        bits = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
-        whole = torch.tensor([slots, bits, [min(p.top_k, self.vocab) for p in params]], dtype=torch.int64)
-        numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64).T.contiguous()
-        packed = self._send(torch.cat((whole, numbers.view(torch.int64))))  # (10, rows)
+        self.prepare(new.features)
+        packed = self._send(new.numbers)
         where = packed[0]
         self.seed.index_copy_(0, where, packed[1])
         self.top_k.index_copy_(0, where, packed[2].int())
-        self._numbers.index_copy_(1, where, packed[3:].view(torch.float64).float())
+        self._numbers.index_copy_(1, where, fractions(packed[4:]))
         for table in (self.counts, self.prompted, self.bias):
             if table is not None:
                 table.index_fill_(0, where, 0)
         if self.masks is not None:
             self.masks.index_fill_(0, where, -1)
-        self._count_tokens(
-            [(slots[n], prompts[n]) for n, features in enumerate(wanted) if features.penalties],
-            [(slots[n], generated[n]) for n, features in enumerate(wanted) if features.penalties],
-        )
-        self._write_biases([(slots[n], params[n]) for n, features in enumerate(wanted) if features.bias])
+        if self.counts is not None and self.prompted is not None and new.prompted.numel():
+            slots, tokens = self._send(new.prompted)
+            self.prompted.index_put_((slots, tokens), torch.ones((), dtype=torch.bool, device=self.device))
+            slots, tokens = self._send(new.counted)
+            self.counts.index_put_((slots, tokens), torch.ones_like(slots, dtype=torch.int32), accumulate=True)
+        if self.bias is not None and new.allowed.numel():
+            slots, tokens = self._send(new.allowed)
+            self.bias.index_fill_(0, slots, -torch.inf)
+            self.bias.index_put_((slots, tokens), torch.zeros((), device=self.device))
+        if self.bias is not None and new.biases.numel():
+            slots, tokens, values = self._send(new.biases)
+            self.bias.index_put_((slots, tokens), fractions(values))
 
-    def allow(self, slots: Sequence[int], masks: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Says which tokens these slots may draw next.
+    def allow(self, slots: Tensor, masks: Tensor) -> None:
+        """Says which tokens slots may draw next.
 
         Args:
-            slots: slots whose requests ask for structured output.
-            masks: a bit per token for each of them, (words,), the lowest bit first.
+            slots: (n,) int64 on the host, slots whose requests ask for structured output.
+            masks: (n, words) int32 on the host, a bit per token for each of them, the lowest bit first.
         """
-        if slots:
+        if len(slots):
             assert self.masks is not None, "prepare the state for masks first"
-            bits = self._send(torch.from_numpy(np.stack(masks)))  # (rows, words)
-            self.masks.index_copy_(0, self._send(torch.tensor(slots)), bits)
-
-    def _count_tokens(self, prompts: list[tuple[int, Sequence[int]]], generated: list[tuple[int, Sequence[int]]]) -> None:
-        """Marks the tokens of prompts and counts generated tokens, in slots whose rows are empty."""
-        if self.counts is None or self.prompted is None or not prompts:
-            return
-        slots, tokens = self._pairs(prompts)
-        self.prompted.index_put_((slots, tokens), torch.ones((), dtype=torch.bool, device=self.device))
-        slots, tokens = self._pairs(generated)
-        self.counts.index_put_((slots, tokens), torch.ones_like(slots, dtype=torch.int32), accumulate=True)
-
-    def _write_biases(self, requests: list[tuple[int, SamplingParams]]) -> None:
-        """Writes the logit biases of requests, in slots whose rows are empty."""
-        if self.bias is None or not requests:
-            return
-        allowed = [(slot, params.allowed_token_ids) for slot, params in requests if params.allowed_token_ids is not None]
-        if allowed:
-            self.bias.index_fill_(0, self._send(torch.tensor([slot for slot, _ in allowed])), -torch.inf)
-            slots, tokens = self._pairs(allowed)
-            self.bias.index_put_((slots, tokens), torch.zeros((), device=self.device))
-        biases = [(slot, _biases(params)) for slot, params in requests]
-        slots, tokens = self._pairs([(slot, list(each)) for slot, each in biases])
-        values = torch.tensor([value for _, each in biases for value in each.values()], dtype=torch.float32)
-        self.bias.index_put_((slots, tokens), self._send(values))
-
-    def _pairs(self, rows: list[tuple[int, Sequence[int]]]) -> Tensor:
-        """Returns slots and tokens side by side, (2, total), on the device."""
-        tokens = torch.tensor([token for _, each in rows for token in each], dtype=torch.int64)
-        # an index out of bounds would end the process on a GPU
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab:
-            raise InvalidInput(f"token ids go from {tokens.min()} to {tokens.max()}; the model has 0 to {self.vocab - 1}")
-        lengths = torch.tensor([len(each) for _, each in rows])
-        slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int64).repeat_interleave(lengths)
-        return self._send(torch.stack((slots, tokens)))
+            self.masks.index_copy_(0, self._send(slots), self._send(masks))
 
     def _send(self, x: Tensor) -> Tensor:
         """Copies a tensor to the device without waiting for it."""
@@ -218,17 +123,3 @@ class SamplingState:
 def words_of(vocab: int) -> int:
     """Returns the words of 32 bits that a mask of the vocabulary has."""
     return -(-vocab // 32)
-
-
-def _biases(params: SamplingParams) -> Mapping[int, float]:
-    """Returns the logit biases of the tokens that may be taken; the biases of others would bring them back."""
-    biases, allowed = params.logit_bias or {}, params.allowed_token_ids
-    return biases if allowed is None else {token: bias for token, bias in biases.items() if token in allowed}
-
-
-def _numbers(params: SamplingParams) -> tuple[float, ...]:
-    """Returns a request's numbers in the order of the state's rows, each finite in fp32."""
-    temperature = min(max(params.temperature, COLDEST), HOTTEST) if params.temperature > 0 else 0.0
-    repetition = min(max(params.repetition_penalty, MILDEST), HARSHEST)
-    penalties = (params.presence_penalty, params.frequency_penalty, repetition)
-    return (temperature, params.top_p, params.min_p, *penalties, float(features_of(params).bias))

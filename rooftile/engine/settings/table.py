@@ -17,6 +17,7 @@ from rooftile.runtime.dtypes import dtype_word
 
 # each answer has a row in tables of blocks and of sampling parameters
 MOST_SEQS = 1 << 16
+MOST_RANKS = 64
 MOST_SEED = 2**63 - 1
 # words for an FP8 cache, of which the longer ones are vLLM's and torch's
 FP8_WORDS = ("fp8", "fp8_e4m3", "float8_e4m3fn")
@@ -121,11 +122,6 @@ def _device(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} is {value!r}; must be cpu, cuda or cuda:N")
 
 
-def _tensor_parallel(name: str, value: Any) -> None:
-    if value != 1:
-        raise Unsupported(f"{name} is {value}; has 1")
-
-
 def _folder(name: str, value: Any) -> None:
     if not isinstance(value, str | Path | None):
         raise InvalidInput(f"{name} is {value!r}; must be a folder with one, or None for the model's")
@@ -173,7 +169,7 @@ SETTINGS = {
         Setting("state_every", int, 8192, "Most tokens of a prompt between two states that are kept for prefixes.", _whole(1)),
         Setting("state_share", float, 0.1, "Share of the caches' memory for kept states; 0 keeps none.", _share_below_one),
         Setting("allocator", str, "paged", "paged, or contiguous for comparison.", _one_of("paged", "contiguous")),
-        Setting("tensor_parallel_size", int, 1, "Must be 1.", _tensor_parallel),
+        Setting("tensor_parallel_size", int, 1, "GPUs that share the model.", _whole(1, MOST_RANKS)),
         Setting("max_num_seqs", int, 256, "Most answers that run at once.", _whole(1, MOST_SEQS)),
         Setting("enforce_eager", bool, False, "Run without CUDA graphs.", _switch),
         Setting("enable_prefix_caching", bool, True, "Let prompts that begin alike share what is cached.", _switch),

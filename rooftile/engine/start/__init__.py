@@ -1,6 +1,7 @@
 """The start of an engine, from a model's name to the first step.
 
 checkpoint    finds the folder of a model's name, and its authors' sampling parameters
+blueprint     what is known and refused before weights are read
 build         builds an engine from a checkpoint folder
 compilation   compiles kernels in threads while weights load
 warm_up       the jobs that compile them

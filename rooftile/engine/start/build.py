@@ -6,29 +6,29 @@ and memory for the cache is measured after both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
-from rooftile.engine.mixers.mixer import Mixer
-from rooftile.engine.mixers.registry import mixers_of
+from rooftile.engine.ranks.group import RankGroup
 from rooftile.engine.settings.config import EngineConfig
-from rooftile.engine.settings.table import SETTINGS
+from rooftile.engine.start.blueprint import Blueprint, Model, current_device
 from rooftile.engine.start.compilation import Compilation
 from rooftile.engine.steps.runner import Runner
 from rooftile.engine.text.tokenizer import Tokenizer
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import InvalidInput
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.models.placement import Placement
 from rooftile.models.projection import Projection
-from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
+from rooftile.weights.files.plan import quantiser_of
 from rooftile.weights.two_four import TwoFour
 
 # rows that every library for 2:4 weights takes
@@ -36,118 +36,89 @@ MANY = 512
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
-    """Builds the engine of a model.
+def build_engine(model: Model, config: EngineConfig) -> Engine:
+    """Builds the engine of a model in this process.
 
     Raises:
         InvalidInput: the model or a setting cannot be used; the sentence says why.
         Unsupported: the device, or a setting, is not supported.
     """
-    device = find_device(model, config)
-    shape = model.config if isinstance(model, Decoder) else ModelConfig.from_folder(model)
-    max_len = longest_sequence(shape, config)
-    if config.max_model_len is None and config.num_blocks is not None:
-        max_len = min(max_len, config.num_blocks * config.block_size)
-    # a state may have the dtype that the model computes in, which need not be the checkpoint's
-    shape = replace(shape, dtype=_computed(model, shape, config))
-    mixers = mixers_of(shape, config)
-    config.cache_dtype(shape.dtype)
-    layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
-    if config.kv_dtype == "fp8" and not layout.places:
-        raise Unsupported('kv_dtype is "fp8" and no layer of the model keeps keys and values: leave kv_dtype out')
-    if not layout.has_states:
-        for name in ("state_dtype", "state_every", "state_share"):
-            given = getattr(config, name)
-            if given != SETTINGS[name].default:
-                said = f'"{given}"' if isinstance(given, str) else given
-                raise Unsupported(f"{name} is {said} and no layer of the model has a state: leave {name} out")
-    check_weights(model, config, device)
-    decoder = load_decoder(model, shape, config, device, max_len)
+    blueprint = Blueprint.of(model, config)
+    return engine_of(blueprint, build_runner(blueprint))
+
+
+def build_runner(
+    blueprint: Blueprint, group: RankGroup | None = None, make: Callable[..., Runner] = Runner
+) -> tuple[Runner, Sizes]:
+    """Builds what runs steps: reads the weights, compiles kernels and allocates the caches.
+
+    Args:
+        blueprint: what to build.
+        group: the ranks among which the model is shared; all of them build it at the same time. None for one process.
+        make: makes the runner.
+    """
+    config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
+    decoder = load_decoder(blueprint, group)
     for mixer in mixers:
         mixer.check_decoder(decoder)
     # without a state that was kept no prefix can begin
     prefixes = config.enable_prefix_caching and (config.state_share > 0 or not layout.has_states)
     load = PeakLoad(config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=prefixes)
-    num_blocks, answers, kept = count_blocks(decoder, layout, mixers, config, load, max_len)
-    load = replace(load, answers=answers, kept=kept)
+    fit = count_blocks(decoder, blueprint, load, group)
+    load = replace(load, answers=fit.answers, kept=fit.kept)
+    max_len = blueprint.max_len
     if config.max_model_len is None:
-        max_len = min(max_len, num_blocks * config.block_size)
-    caches = allocate_caches(decoder, layout, config, load, num_blocks)
-    runner = Runner(
-        decoder, caches, mixers, answers, max_len, graphs=not config.enforce_eager,
-        deterministic=config.deterministic,
-    )  # fmt: skip
+        max_len = min(max_len, fit.blocks * config.block_size)
+    caches = allocate_caches(decoder, layout, config, load, fit.blocks)
+    runner = make(
+        decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic
+    )
+    return runner, Sizes(load, fit.blocks, max_len)
+
+
+class Sizes(NamedTuple):
+    """The sizes of an engine, as its memory allows."""
+
+    load: PeakLoad
+    blocks: int
+    max_len: int
+
+
+def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
+    """Returns the engine that plans the steps of a runner."""
+    (runner, sizes), config, layout = built, blueprint.config, blueprint.layout
     return Engine(
         runner,
-        layout.pool(num_blocks, load, max_len),
-        max_len=max_len,
-        max_answers=answers,
+        layout.pool(sizes.blocks, sizes.load, sizes.max_len),
+        max_len=sizes.max_len,
+        max_answers=sizes.load.answers,
         max_batched_tokens=config.max_batched_tokens,
-        tokenizer=find_tokenizer(model, config),
+        tokenizer=find_tokenizer(blueprint.model, config),
         seed=config.seed,
         # else the keys that a request finds in the prefix cache would depend on the requests before it
         shares_answers=not runner.layers.separates_prompts,
-        states=layout.state_rows(load),
+        states=layout.state_rows(sizes.load),
         state_every=config.state_every,
     )
 
 
-def find_device(model: str | Path | Decoder, config: EngineConfig) -> torch.device:
-    """Returns the device of the model. A decoder must already have the dtype and device that are asked for."""
-    wanted = None if config.device is None else torch.device(config.device)
-    if isinstance(model, Decoder):
-        its = model.embedding
-        if config.dtype not in ("auto", its.dtype):
-            raise InvalidInput(
-                f"dtype is {config.dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out"
-            )
-        if wanted is not None and (wanted.type != its.device.type or wanted.index not in (None, its.device.index)):
-            raise InvalidInput(f"device is {wanted} and the decoder is on {its.device}; make it there, or leave device out")
-        return its.device
-    if wanted is None:
-        wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.type not in ("cuda", "cpu"):
-        raise Unsupported(f'device is {str(wanted)!r}; has "cuda" and "cpu"')
-    if wanted.type == "cpu":
-        return wanted
-    if not torch.cuda.is_available():
-        raise InvalidInput(f'device is {str(wanted)!r}, and PyTorch finds no GPU; has "cpu"')
-    # each thread has its own current device, so the number is fixed here
-    return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
-
-
-def _computed(model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig) -> torch.dtype:
-    """Returns the dtype that the model computes in."""
-    if isinstance(model, Decoder):
-        return model.embedding.dtype
-    return config.dtype if isinstance(config.dtype, torch.dtype) else shape.dtype
-
-
-def longest_sequence(shape: ModelConfig, config: EngineConfig) -> int:
-    """Returns the longest sequence in tokens that the model allows and the caller asks for."""
-    longest = config.max_model_len
-    if longest is None:
-        return shape.max_len
-    if not 2 <= longest <= shape.max_len:
-        raise InvalidInput(f"max_model_len is {longest:,}; the model has positions for 2 to {shape.max_len:,}")
-    return longest
-
-
-def load_decoder(
-    model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig, device: torch.device, max_len: int
-) -> Decoder:
+def load_decoder(blueprint: Blueprint, group: RankGroup | None = None) -> Decoder:
     """Loads the weights; on a GPU the kernels are compiled meanwhile, and are ready when this returns."""
-    compilation = start_compiling(shape, _computed(model, shape, config), config, device, max_len)
+    model, config = blueprint.model, blueprint.config
+    compilation = start_compiling(blueprint)
     try:
-        if isinstance(model, Decoder):
-            decoder = model
+        placement = Placement(blueprint.shape.dtype, blueprint.device)
+        if group is not None:
+            placement = Placement(*placement[:2], group.rank, group.ranks, group.add, group.gather)
+        if isinstance(model, Decoder | ModelConfig):
+            decoder = model if isinstance(model, Decoder) else Decoder.random(model, placement=placement)
             quantiser = quantiser_of(config.weights)
             if quantiser is not None:
                 quantise_decoder(decoder, quantiser)
         else:
             decoder = Decoder.from_folder(
-                model, config.dtype, device, max_len=max_len, weights=config.weights,
-                on_layer=None if compilation is None else compilation.add,
+                model, max_len=blueprint.max_len, weights=config.weights,
+                on_layer=None if compilation is None else compilation.add, placement=placement,
             )  # fmt: skip
     except BaseException:
         # a caller whose folder has no weights hears that at once, and does not wait for kernels
@@ -170,38 +141,30 @@ def lay_out(decoder: Decoder) -> None:
             module(torch.zeros(MANY, module.inputs, dtype=decoder.embedding.dtype, device=decoder.embedding.device))
 
 
-def start_compiling(
-    shape: ModelConfig, computed: torch.dtype, config: EngineConfig, device: torch.device, max_len: int
-) -> Compilation | None:
+def start_compiling(blueprint: Blueprint) -> Compilation | None:
     """Starts to compile the model's kernels in threads; None where there is nothing to compile."""
+    config, device, dtype = blueprint.config, blueprint.device, blueprint.shape.dtype
     if device.type != "cuda":
         return None
     return Compilation(
-        shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
-        longest=min(config.max_batched_tokens, max_len), deterministic=config.deterministic,
+        blueprint.shape, dtype, device, size=config.block_size, kv_dtype=config.cache_dtype(dtype),
+        longest=min(config.max_batched_tokens, blueprint.max_len), deterministic=config.deterministic,
     )  # fmt: skip
 
 
-def check_weights(model: str | Path | Decoder, config: EngineConfig, device: torch.device) -> None:
-    """Refuses weights in a format that the GPU has no products for, before anything is loaded or compiled."""
-    if device.type == "cuda":
-        reader = quantiser_of(config.weights) if isinstance(model, Decoder) else plan_of(config.weights, Path(model))
-        check_device(reader, device)
-
-
-def count_blocks(
-    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], config: EngineConfig, load: PeakLoad, max_len: int
-) -> memory.Fit:
+def count_blocks(decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None) -> memory.Fit:
     """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
-    size = config.block_size
+    config, max_len, size = blueprint.config, blueprint.max_len, blueprint.config.block_size
     with current_device(decoder.embedding.device):
         fit = memory.what_fits(
-            decoder, layout, mixers, config.cache_dtype(decoder.embedding.dtype), load,
+            decoder, blueprint.layout, blueprint.mixers, config.cache_dtype(decoder.embedding.dtype), load,
             utilization=config.gpu_memory_utilization, longest=max_len, num_blocks=config.num_blocks,
             state_share=config.state_share,
         )  # fmt: skip
     if config.num_blocks is None:
-        fit = fit._replace(blocks=min(fit.blocks, *(mixer.most_blocks for mixer in mixers)))
+        fit = fit._replace(blocks=min(fit.blocks, *(mixer.most_blocks for mixer in blueprint.mixers)))
+    if group is not None:
+        fit = memory.Fit(*group.least(fit))
     if config.max_model_len is not None and fit.blocks * size < max_len:
         raise InvalidInput(
             f"{fit.blocks:,} blocks of {size} are room for {fit.blocks * size:,} tokens; a sequence may have "
@@ -231,16 +194,11 @@ def _states(layout: CacheLayout, load: PeakLoad) -> str:
     return f", with {rows.total:,} states of {layout.states_in_words()}: make num_blocks or max_num_seqs smaller"
 
 
-def find_tokenizer(model: str | Path | Decoder, config: EngineConfig) -> Tokenizer | None:
+def find_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
     """Loads the tokenizer that is asked for, or the checkpoint's; None if its folder has no file of one."""
     folder = config.tokenizer
-    if folder is None and not isinstance(model, Decoder) and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+    if folder is None and isinstance(model, str | Path) and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
         folder = model
     if folder is None and config.chat_template is not None:
         raise InvalidInput("chat_template is given, and the model has no tokenizer; give a folder with one as tokenizer=")
     return None if folder is None else Tokenizer.from_folder(folder, template=config.chat_template)
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the thread's current device, on which kernels are launched."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

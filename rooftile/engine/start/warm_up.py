@@ -111,7 +111,8 @@ def _multiply(layer: Layer, M: int, multiply: Multiply) -> None:
     if layer.ffn_norm is not None:
         x = normalise(stream, layer.ffn_norm, *rows)
         add_norm(stream, stream.clone(), layer.ffn_norm, None, *rows)
-    layer.feed_forward(x, multiply)
+    # without a sum over ranks: threads would run it, each in an order of its own
+    layer.feed_forward.compute(x, multiply)
 
 
 def import_kernels() -> None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.engine.sampling.state import SamplingFeatures, SamplingState
-from rooftile.engine.steps.scheduler import ScheduledTokens
+from rooftile.engine.sampling.features import SamplingFeatures
+from rooftile.engine.sampling.state import SamplingState
+from rooftile.engine.steps.step_inputs import StepInputs
 from rooftile.runtime.early_weights import weights_stay
 
 # numbers of rows that are captured: a step of fewer is padded. Products of 224 rows take cuBLAS longer than products of 256 rows
@@ -46,6 +47,7 @@ class DecodeGraphs:
         self.device = device
         self.sampling = sampling
         self.pad_slot = pad_slot
+        self._padding = torch.tensor([[0], [-1], [pad_slot]])
         self._graphs: dict[tuple[int, SamplingFeatures], Graph] = {}
         self._memory = torch.cuda.graph_pool_handle()
         # torch's default capture stream belongs to the device of the process's first capture
@@ -57,18 +59,11 @@ class DecodeGraphs:
         for rows in reversed(rungs(self.pad_slot)):
             self._graphs[rows, features] = self._capture(decode, rows, features)
 
-    def replay(self, decode: Decode, works: list[ScheduledTokens], features: SamplingFeatures) -> tuple[Tensor, Tensor]:
-        """Runs a step of single tokens; returns logits and tokens, a row per work."""
-        n = len(works)
+    def replay(self, decode: Decode, given: StepInputs, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+        """Runs a step of single tokens; returns logits and tokens, a row per token."""
+        n = len(given.tokens)
         rows = next((rows for rows in LADDER if rows >= n), n)
-        padding = rows - n
-        inputs = torch.tensor(
-            [
-                [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in works] + [0] * padding,
-                [work.start for work in works] + [-1] * padding,
-                [work.answer.slot for work in works] + [self.pad_slot] * padding,
-            ]
-        ).pin_memory()
+        inputs = torch.cat((torch.stack(given[:3]), self._padding.expand(3, rows - n)), 1).pin_memory()
         graph = self._graphs.get((rows, features))
         if graph is None:
             self.sampling.prepare(features)
@@ -80,7 +75,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, decode: Decode, rows: int, features: SamplingFeatures) -> Graph:
         inputs = torch.empty(3, rows, dtype=torch.int64, device=self.device)
-        inputs.copy_(torch.tensor([[0], [-1], [self.pad_slot]]).expand(3, rows))
+        inputs.copy_(self._padding.expand(3, rows))
         # one eager run first: it compiles kernels and makes workspaces, which a capture must not do
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())

@@ -7,9 +7,10 @@ as CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +20,19 @@ from rooftile.engine.mixers.layers import Layers
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.requests.request import Answer, Top
-from rooftile.engine.sampling.forbidden import banned_next
-from rooftile.engine.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
+from rooftile.engine.sampling.features import SamplingFeatures
+from rooftile.engine.sampling.sampler import MOST_NUMBERS, logprobs, sample
+from rooftile.engine.sampling.state import SamplingState, words_of
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.steps.graphs import DecodeGraphs
-from rooftile.engine.steps.rounds import Mark, MarkedChunk, Rounds, rounds_of
+from rooftile.engine.steps.rounds import Rounds, rounds_of
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
-from rooftile.engine.steps.step_inputs import Chunks, StepInputs, in_reading_order, is_single, split_prompts
+from rooftile.engine.steps.step import Step
+from rooftile.engine.steps.step_inputs import Chunks, StepInputs
+from rooftile.engine.steps.step_maker import StepMaker
 from rooftile.exact.spec import CallSettings
 from rooftile.fused import linear
+from rooftile.kvcache import Copy
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
 from rooftile.models.projection import Multiply
@@ -39,19 +44,39 @@ class Result:
     """The results of a step, on their way to the host."""
 
     answers: list[Answer]
-    tokens: Tensor
-    tops: tuple[Tensor, ...] | None
-    prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]]
-    """Logprobs of prompt tokens: for each work the logprobs of the tokens that follow the ones it has read."""
-    arrived: torch.cuda.Event | None
+    works: list[ScheduledTokens]
+    """Work whose prompts' logprobs were computed."""
+    found: Computed
 
     def wait(self) -> list[tuple[Answer, int, Top | None]]:
         """Waits for the results; returns a token for each answer, with logprobs if any were asked for."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = self.tokens.tolist()
-        tops: list[Top | None] = [None] * len(tokens) if self.tops is None else list(top_rows(self.tops))
+        if self.found.arrived is not None:
+            self.found.arrived.synchronize()
+        tokens = self.found.tokens.tolist()
+        tops: list[Top | None] = [None] * len(tokens) if self.found.tops is None else [*top_rows(self.found.tops)]
         return list(zip(self.answers, tokens, tops, strict=True))
+
+    def prompt_tops(self) -> Iterator[tuple[ScheduledTokens, list[Top]]]:
+        """Yields logprobs of prompts, once they are there: for work, those of the tokens that follow the ones it has read."""
+        for work, found in zip(self.works, self.found.prompts, strict=True):
+            yield work, top_rows(found)
+
+
+class Arrival(Protocol):
+    """Something on a device that can be waited for."""
+
+    def synchronize(self) -> None: ...
+
+
+class Computed(NamedTuple):
+    """The tensors that a step leaves, on their way to the host."""
+
+    tokens: Tensor
+    tops: tuple[Tensor, ...] | None
+    prompts: list[tuple[Tensor, ...]]
+    """Logprobs of prompt tokens, for each of `Step.scored`."""
+    arrived: Arrival | None
+    """The end of the step on the device; None where the tensors are there."""
 
 
 def top_rows(found: tuple[Tensor, ...]) -> list[Top]:
@@ -97,99 +122,76 @@ class Runner:
         self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
         self.layers = Layers(mixers, decoder, caches, settings)
-        # the features that each slot's request asks for
-        self._features = [SamplingFeatures()] * (max_answers + 1)
+        # a draw at temperature 0 is the most likely token, so on a GPU greedy steps need no kernels and graphs of their own
+        self._maker = StepMaker(
+            max_answers, decoder.config.vocab_size, always=SamplingFeatures(chance=self.table.is_cuda),
+            all_chunks=deterministic, separates_prompts=self.layers.separates_prompts,
+        )  # fmt: skip
         self._graphs: DecodeGraphs | None = None
         if graphs and self.layers.captures and self.table.is_cuda and runs_kernels(self.table):
             self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
-        self._start(plan.started)
-        self._update_tables(plan)
-        answers = [answer for work in plan.work for answer in work.outputs]
-        features = self._features_of(answers)
-        befores = [answer.generated + answer.pending - 1 for answer in answers]
-        bans = [(row, token) for row, answer in enumerate(answers) for token in banned_next(answer, befores[row])]
-        masked = [(answer.slot, answer.grammar.mask) for answer in answers if answer.grammar is not None]
-        self.sampling.allow([slot for slot, _ in masked], [mask for _, mask in masked])
-        prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]] = []
-        if self._graphs is not None and not bans and self._only_decodes(plan.work):
-            logits, tokens = self._graphs.replay(self._decode, plan.work, features)
+        step = self._maker.make(plan)
+        with torch.inference_mode():
+            found = self._collect(step, *self.execute(step))
+        return Result([answer for work in plan.work for answer in work.outputs], self._maker.scored_works(plan.work), found)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+        """Launches a step that is given in integers; returns logits and tokens of its outputs, and logprobs of its prompts."""
+        self.sampling.set(step.started)
+        self._update_tables(step)
+        self.sampling.allow(step.masked, step.masks.view(torch.int32)[:, : words_of(self.sampling.vocab)])
+        prompts: list[tuple[Tensor, ...]] = []
+        if self._graphs is not None and step.only_decodes and not step.bans.numel():
+            logits, tokens = self._graphs.replay(self._decode, step.inputs, step.features)
         else:
-            works = split_prompts(plan.work) if self.layers.separates_prompts else plan.work
-            inputs, hidden = self._read(works)
-            prompts = self._prompt_logprobs(works, hidden)
+            inputs, hidden = self._read(step)
+            prompts = self._prompt_logprobs(step, hidden)
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
-            if bans:
-                rows, banned = self._send(torch.tensor(bans)).T
+            if step.bans.numel():
+                rows, banned = self._send(step.bans)
                 # a copy: logprobs come from the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
-            tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, features)
-        if plan.states_after:
-            self.caches.finish(plan.states_after)
-        return self._collect(answers, logits, tokens, prompts)
+            tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, step.features)
+        if step.states_after.numel():
+            self.caches.finish(dict(step.states_after.T.tolist()))
+        return logits, tokens, prompts
 
     def capture(self) -> None:
         """Captures the graphs that most steps need, before the first request comes."""
         if self._graphs is not None:
             self._graphs.capture(self._decode)
 
-    def _only_decodes(self, works: list[ScheduledTokens]) -> bool:
-        """Whether a graph can run a step: each answer in it reads one token and gets one."""
-        separate = self.layers.separates_prompts
-        return all(is_single(work, prompts_in_chunks=separate) and len(work.outputs) == 1 for work in works)
-
-    def _start(self, started: list[Answer]) -> None:
-        """Gives the sampler the parameters of answers that have got a slot."""
-        self.sampling.set(
-            [answer.slot for answer in started],
-            [answer.request.params for answer in started],
-            [answer.seed for answer in started],
-            [answer.request.prompt for answer in started],
-            [answer.ids[len(answer.request.prompt) :] for answer in started],
-        )
-        for answer in started:
-            self._features[answer.slot] = features_of(answer.request.params)
-
-    def _features_of(self, answers: list[Answer]) -> SamplingFeatures:
-        """Returns the union of what the answers ask for."""
-        # a draw at temperature 0 is the most likely token, so on a GPU greedy steps need no kernels and graphs of their own
-        features = SamplingFeatures(chance=self.table.is_cuda)
-        for wanted in {id(wanted): wanted for wanted in (self._features[answer.slot] for answer in answers)}.values():
-            features |= wanted
-        return features
-
-    def _update_tables(self, plan: StepPlan) -> None:
+    def _update_tables(self, step: Step) -> None:
         """Writes new entries of the block tables, and copies what is shared no longer."""
-        if plan.entries:
-            values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in plan.entries.items()])).T
-            self.table.index_put_((values[0], values[1]), values[2].int())
-        if plan.copies or plan.rows or plan.row_copies or plan.states:
-            self.caches.prepare(plan.copies, plan.rows, plan.row_copies, plan.states)
+        if step.entries.numel():
+            slots, columns, blocks = self._send(step.entries)
+            self.table.index_put_((slots, columns), blocks.int())
+        if any(part.numel() for part in (step.copies, step.rows, step.row_copies, step.states)):
+            copies, row_copies = ([Copy(*pair) for pair in part.T.tolist()] for part in (step.copies, step.row_copies))
+            self.caches.prepare(copies, dict(step.rows.T.tolist()), row_copies, dict(step.states.T.tolist()))
 
-    def _read(self, works: list[ScheduledTokens]) -> tuple[StepInputs, Tensor]:
+    def _read(self, step: Step) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.layers.separates_prompts)
+        on_host = step.inputs
         if self._tile_by_tile:
-            return on_host, self._forward_tiles(on_host, {(work.answer.slot, *kept) for work in works for kept in work.kept})
+            return on_host, self._forward_tiles(on_host, {(slot, end, row) for slot, end, row in step.marks.T.tolist()})
         inputs = on_host.to(self.device)
         chunks = None
         if len(on_host.chunk_slots):
             columns = -(-int(on_host.chunk_lengths.max()) // self.size)
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
-        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host, self._rounds(works, on_host))
+        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host, self._rounds(step))
 
-    def _rounds(self, works: list[ScheduledTokens], on_host: StepInputs) -> Rounds | None:
+    def _rounds(self, step: Step) -> Rounds | None:
         """Returns the rounds of a step; None if each chunk is read at once."""
         if self.caches.states is None:
             return None
-        chunks = [
-            MarkedChunk(work.tokens, work.answer.slot, tuple(Mark(end - work.start, row) for end, row in work.kept))
-            for work in in_reading_order(works)[: len(on_host.chunk_slots)]
-        ]
+        chunks = step.chunks()
         single = self.deterministic and any(chunk.tokens > 1 for chunk in chunks)
         return rounds_of(chunks, self.device, single=single) if single or any(chunk.marks for chunk in chunks) else None
 
@@ -255,42 +257,36 @@ class Runner:
         logits = self._logits(self._forward(tokens, positions, slots, chunks))
         return logits, self._sample(logits, slots, positions + 1, features)
 
-    def _prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> list[tuple[ScheduledTokens, tuple[Tensor, ...]]]:
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[Tensor, ...]]:
         """Computes the logprobs of prompt tokens, where they are asked for, from the hidden states before them."""
-        found: list[tuple[ScheduledTokens, tuple[Tensor, ...]]] = []
+        found: list[tuple[Tensor, ...]] = []
         most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
-        row = 0
-        for work in in_reading_order(works, prompts_in_chunks=self.layers.separates_prompts):
-            request = work.answer.request
-            count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
-            if request.params.prompt_logprobs is not None and count > 0:
-                following = self._send(torch.tensor(request.prompt[work.start + 1 : work.start + 1 + count]))
-                # in parts: the logits of a long prompt at once take more memory than is kept free for a step
-                parts = [
-                    self._logprobs(self._logits(part), tokens, request.params.prompt_logprobs)
-                    for part, tokens in zip(hidden[row : row + count].split(most), following.split(most), strict=True)
-                ]
-                found.append((work, tuple(map(torch.cat, zip(*parts, strict=True)))))
-            row += work.tokens
+        begin = 0
+        for row, count, k in step.scored.T.tolist():
+            following = self._send(step.following[begin : begin + count])
+            # in parts: the logits of a long prompt at once take more memory than is kept free for a step
+            parts = [
+                self._logprobs(self._logits(part), tokens, k)
+                for part, tokens in zip(hidden[row : row + count].split(most), following.split(most), strict=True)
+            ]
+            found.append(tuple(map(torch.cat, zip(*parts, strict=True))))
+            begin += count
         return found
 
-    def _collect(
-        self, answers: list[Answer], logits: Tensor, tokens: Tensor, prompts: list[tuple[ScheduledTokens, tuple[Tensor, ...]]]
-    ) -> Result:
+    def _collect(self, step: Step, logits: Tensor, tokens: Tensor, prompts: list[tuple[Tensor, ...]]) -> Computed:
         """Sends tokens and logprobs on their way to the host."""
-        wanted = [n for answer in answers if (n := answer.request.top_count) is not None]
         tops: tuple[Tensor, ...] | None = None
-        if wanted:
+        if step.tops is not None:
             # a row without a token has no use for its logprobs
-            tops = self._logprobs(logits, tokens.clamp(min=0), max(wanted))
+            tops = self._logprobs(logits, tokens.clamp(min=0), step.tops)
         if self.device.type == "cpu":
-            return Result(answers, tokens, tops, prompts, None)
+            return Computed(tokens, tops, prompts, None)
         tokens = tokens.to("cpu", non_blocking=True)
         tops = None if tops is None else tuple(part.to("cpu", non_blocking=True) for part in tops)
-        prompts = [(work, tuple(part.to("cpu", non_blocking=True) for part in found)) for work, found in prompts]
+        prompts = [tuple(part.to("cpu", non_blocking=True) for part in found) for found in prompts]
         arrived = torch.cuda.Event()
         arrived.record()
-        return Result(answers, tokens, tops, prompts, arrived)
+        return Computed(tokens, tops, prompts, arrived)
 
     def _send(self, x: Tensor) -> Tensor:
         """Copies a tensor to the device without waiting for it."""

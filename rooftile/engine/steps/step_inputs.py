@@ -63,6 +63,19 @@ class StepInputs(NamedTuple):
         arrays = (tokens, positions, slots, rows, output_slots, output_positions, cu_q, chunk_lengths, chunk_slots)
         return cls(*map(torch.from_numpy, arrays))
 
+    @classmethod
+    def of_singles(cls, works: Sequence[ScheduledTokens]) -> StepInputs:
+        """Lays out work of one token and one output each; the same as `of`, in a fraction of its time."""
+        tokens, positions, slots = torch.tensor(
+            [
+                [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in works],
+                [work.start for work in works],
+                [work.answer.slot for work in works],
+            ]
+        )
+        none = tokens[:0]
+        return cls(tokens, positions, slots, torch.arange(len(works)), slots, positions + 1, torch.zeros(1).long(), none, none)
+
     def to(self, device: torch.device) -> StepInputs:
         """Copies all of it to the device in one transfer, without waiting for it."""
         if device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.models.checkpoints.stored import StoredTensor
+from rooftile.models.checkpoints.stored import Cut, StoredTensor
 from rooftile.weights import QuantisedWeight
 
 _MODULE = ".mlp.experts."
@@ -48,6 +48,12 @@ def _halves(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
+def _pairs(halves: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Returns the slice of pairs that becomes a slice of the first half, and one of the second."""
+    first, _ = halves
+    return (slice(2 * first.start, 2 * first.stop),)
+
+
 class _Rearranged(StoredTensor):
     def __init__(self, stored: StoredTensor) -> None:
         super().__init__(stored.file, stored.name)
@@ -62,8 +68,14 @@ class TransposedTensor(_Rearranged):
         self.has_pairs = has_pairs
 
     def get_tensor(self) -> Tensor:
-        x = self.stored.get_tensor().mT
-        return torch.stack([_halves(expert) for expert in x]) if self.has_pairs else x
+        return self._arranged(self.stored.get_tensor())
+
+    def get_part(self, cut: Cut) -> Tensor:
+        experts, outputs, inputs = cut
+        return self._arranged(self.stored.get_part((experts, inputs, _pairs(outputs) if self.has_pairs else outputs)))
+
+    def _arranged(self, x: Tensor) -> Tensor:
+        return torch.stack([_halves(expert) for expert in x.mT]) if self.has_pairs else x.mT
 
     def shape(self) -> tuple[int, ...]:
         *first, inputs, outputs = self.stored.shape()
@@ -75,6 +87,10 @@ class PairedBias(_Rearranged):
 
     def get_tensor(self) -> Tensor:
         return _halves(self.stored.get_tensor().mT).mT
+
+    def get_part(self, cut: Cut) -> Tensor:
+        experts, outputs = cut
+        return _halves(self.stored.get_part((experts, _pairs(outputs))).mT).mT
 
 
 class BlockTensor(StoredTensor):

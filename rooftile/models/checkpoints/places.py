@@ -28,16 +28,20 @@ def tensors_of(
     config: ModelConfig, embedding: Tensor, positions: Tensor | None, layers: Iterable[Layer], norm: Norm, head: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """See `Decoder.tensors`."""
-    gpt2, names = config.family == "gpt2", names_of(config)
+    names = names_of(config)
     yield f"{names.embedding}.weight", embedding
     if positions is not None:
         yield "wpe.weight", positions
     for n, layer in enumerate(layers):
-        places = _gpt2_layer(layer) if gpt2 else _layer(layer, config)
-        yield from ((f"{names.layers}.{n}.{name}", place) for name, place in places)
+        yield from ((f"{names.layers}.{n}.{name}", place) for name, place in tensors_of_layer(layer, config))
     yield from _norm(names.norm, norm)
     if not config.tie:
         yield "lm_head.weight", head
+
+
+def tensors_of_layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a layer by their names within it, and the views of parameters that they fill."""
+    return _gpt2_layer(layer) if config.family == "gpt2" else _layer(layer, config)
 
 
 def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projection, dict[str, int]]]:

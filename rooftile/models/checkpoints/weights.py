@@ -16,7 +16,7 @@ from rooftile.models.checkpoints import gpt_oss
 from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.checkpoints.nemotron import by_layer
-from rooftile.models.checkpoints.stored import JoinedTensor, StoredTensor
+from rooftile.models.checkpoints.stored import JoinedTensor, Share, StoredTensor, cut_tensors
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -33,8 +33,18 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 @contextmanager
 def reporting_progress(report: Callable[[float], None]) -> Iterator[None]:
-    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads."""
-    token = _listener.set(report)
+    """Calls `report` with the share of the weights that has been read, at each tensor or layer that this thread loads.
+
+    Inside of another such block, that one's `report` is called, too.
+    """
+    outer = _listener.get()
+
+    def report_both(share: float) -> None:
+        report(share)
+        if outer is not None:
+            outer(share)
+
+    token = _listener.set(report_both)
     try:
         yield
     finally:
@@ -54,17 +64,19 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
         InvalidInput: tensors are missing, unexpected or of other shapes.
     """
     with ExitStack() as stack:
-        _matched(config, dict(places), files, stack)
+        matched(config, dict(places), stored_in(config, files, stack))
 
 
-def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
+def load(config: ModelConfig, places: Places, files: Iterable[Path], shares: Mapping[str, Share] | None = None) -> None:
     """Fills a decoder from files, one tensor at a time, so that memory holds the decoder and one tensor.
+
+    `shares` says which part of which tensor a rank holds (`rooftile.models.checkpoints.shares`); no other part is read.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
     with ExitStack() as stack:
-        pairs = _matched(config, dict(places), files, stack)
+        pairs = matched(config, dict(places), cut_tensors(stored_in(config, files, stack), shares or {}))
         whole, done = max(1, sum(place.nbytes for _, place in pairs)), 0
         for stored, place in pairs:
             place.copy_(stored.get_tensor())
@@ -78,13 +90,6 @@ def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> d
     if config.family == "nemotron_h":
         return by_layer(found, config.mixers, config.feed_forwards)
     return gpt_oss.rearranged(found) if config.family == "gpt_oss" else by_expert(found, config)
-
-
-def _matched(
-    config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
-) -> list[tuple[StoredTensor, Tensor]]:
-    """Returns each stored tensor with the parameter that it fills."""
-    return matched(config, places, stored_in(config, files, stack))
 
 
 def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:

@@ -34,6 +34,7 @@ class DeltaLayer(Layer):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, n, placement, waits=waits)
+        config = self.config
         assert config.delta is not None
         sizes = self.sizes = config.delta
         self.into = Projection(sizes.projected, config.hidden, bias=False, placement=placement, waits=waits)
@@ -42,7 +43,7 @@ class DeltaLayer(Layer):
         self.A_log, self.dt_bias = (precise.parameter(sizes.value_heads) for _ in range(2))
         # one number for each of a head, whatever kind the other norms are
         self.norm_weight = placement.parameter(sizes.value_dim)
-        self.o = Projection(config.hidden, sizes.width, bias=False, placement=placement, waits=waits)
+        self.o = Projection(config.hidden, sizes.width, bias=False, placement=placement, waits=waits, summed=True)
 
     @property
     def reader(self) -> Projection:
@@ -59,7 +60,7 @@ class DeltaLayer(Layer):
         sizes, y = self.sizes, attend(n, qkv, b, a).flatten(1)
         # each head by itself, and the norm before the gate, as in every checkpoint
         y = rms_norm_gated(y, z, self.norm_weight, groups=sizes.value_heads, gate_first=False, eps=sizes.norm_eps)
-        return self._scaled(self.o(y, multiply))
+        return self._output(y, multiply)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries, keys and values side by side; gates; and the logits of beta and of the decays."""

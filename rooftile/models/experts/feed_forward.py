@@ -35,12 +35,12 @@ class ExpertFeedForward(FeedForward):
     shared_down: Tensor | QuantisedWeight | None
 
     def __init__(self, config: ModelConfig, placement: Placement, *, waits: bool = False) -> None:
-        super().__init__(config)
+        super().__init__(config, placement)
+        config = config.part(placement.ranks)
         assert config.experts is not None
         sizes = self.sizes = config.experts
         d, E, s = config.hidden, sizes.experts, sizes.shared
         new = placement.parameter
-        self.placement = placement
         self.centroids = new(E, d)
         self.router_bias = new(E) if sizes.router_bias else None
         # a rounded bias would choose other experts
@@ -72,6 +72,7 @@ class ExpertFeedForward(FeedForward):
         )  # fmt: skip
         return moe.experts(
             x, routing, self.up, self.down, activation=self.sizes.activation, deterministic=deterministic,
-            up_bias=self.up_bias, down_bias=self.down_bias, shared_up=self.shared_up, shared_down=self.shared_down,
-            shared_gate=self.shared_gate,
+            # the ranks add up what they compute, so only one of them adds the bias
+            up_bias=self.up_bias, down_bias=None if self.placement.rank else self.down_bias,
+            shared_up=self.shared_up, shared_down=self.shared_down, shared_gate=self.shared_gate,
         )  # fmt: skip

@@ -30,12 +30,13 @@ class LatentLayer(Layer):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, n, placement, waits=waits)
+        config = self.config
         assert config.latent is not None
         sizes = self.sizes = config.latent
         H, hidden = config.heads, config.hidden
 
-        def projection(outputs: int, inputs: int, *, bias: bool = False) -> Projection:
-            return Projection(outputs, inputs, bias=bias, placement=placement, waits=waits)
+        def projection(outputs: int, inputs: int, *, bias: bool = False, summed: bool = False) -> Projection:
+            return Projection(outputs, inputs, bias=bias, placement=placement, waits=waits, summed=summed)
 
         self.first = projection(sizes.first_queries(H) + sizes.kept, hidden, bias=sizes.bias)
         self.q_norm = self.queries = None
@@ -47,7 +48,7 @@ class LatentLayer(Layer):
             if norm is not None:
                 norm.eps = sizes.norm_eps
         self.keys_values = projection(H * (sizes.unrotated + sizes.value_dim), sizes.rank)
-        self.o = projection(hidden, H * sizes.value_dim, bias=sizes.bias)
+        self.o = projection(hidden, H * sizes.value_dim, bias=sizes.bias, summed=True)
 
     @property
     def reader(self) -> Projection:
@@ -75,7 +76,7 @@ class LatentLayer(Layer):
         q, turning = q.unflatten(-1, (H, sizes.head_dim)).split((sizes.unrotated, sizes.rotated), dim=-1)
         turning, r = self._rotated(turning, rotation), self._rotated(r[:, None], rotation)
         o = attend(n, q, turning, normalise(latent, self.kv_norm), r[:, 0])
-        return self._scaled(self.o(o.flatten(1), multiply))
+        return self._output(o.flatten(1), multiply)
 
     def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Returns heads (total, heads, rotated) rotated; numbers of a pair are half a head apart then."""

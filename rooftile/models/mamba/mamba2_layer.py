@@ -20,6 +20,7 @@ from rooftile.models.decays import draw_decays
 from rooftile.models.layers import Attend, Layer
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply, Norm, Projection
+from rooftile.models.split_norms import gated_norm_of_part
 from rooftile.numerics import QuantisedRows
 
 
@@ -32,15 +33,19 @@ class Mamba2Layer(Layer):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, n, placement, waits=waits)
+        whole, config = config, self.config
         assert config.mamba2 is not None
+        assert whole.mamba2 is not None
         sizes = self.sizes = config.mamba2
+        # where there are fewer groups than ranks, several hold parts of one
+        self.whole_norms = whole.mamba2.norms
         self.into = Projection(sizes.projected, config.hidden, bias=sizes.bias, placement=placement, waits=waits)
         self.conv_weight = placement.parameter(sizes.convolved, sizes.kernel)
         self.conv_bias = placement.parameter(sizes.convolved) if sizes.conv_bias else None
         precise = placement._replace(dtype=torch.float32)
         self.A_log, self.D, self.dt_bias = (precise.parameter(sizes.heads) for _ in range(3))
         self.gated_norm = Norm(config, sizes.width, placement=placement)
-        self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits)
+        self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits, summed=True)
 
     @property
     def reader(self) -> Projection:
@@ -56,9 +61,11 @@ class Mamba2Layer(Layer):
         sizes = self.sizes
         z, xBC, dt = self.into(x, multiply).split((sizes.width, sizes.convolved, sizes.heads), dim=-1)
         y = attend(n, xBC, dt)
-        return self._scaled(self.o(self._normalised(y.flatten(1), z), multiply))
+        return self._output(self._normalised(y.flatten(1), z), multiply)
 
     def _normalised(self, y: Tensor, z: Tensor) -> Tensor:
         """Returns y silu(z), normalised in groups: the gate comes before the norm, as in every checkpoint."""
         norm = self.gated_norm
+        if self.whole_norms < self.placement.ranks:
+            return gated_norm_of_part(y, z, norm, self.whole_norms, self.placement)
         return rms_norm_gated(y, z, norm.weight, groups=self.sizes.norms, eps=norm.eps)

@@ -35,6 +35,7 @@ class MambaLayer(Layer):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, n, placement, waits=waits)
+        config = self.config
         assert config.mamba is not None
         sizes = self.sizes = config.mamba
         self.into = Projection(sizes.projected, config.hidden, bias=sizes.bias, placement=placement, waits=waits)
@@ -53,7 +54,7 @@ class MambaLayer(Layer):
         precise = placement._replace(dtype=torch.float32)
         self.A_log = precise.parameter(sizes.width, sizes.state)
         self.D, self.dt_bias = precise.parameter(sizes.width), precise.parameter(sizes.width)
-        self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits)
+        self.o = Projection(config.hidden, sizes.width, bias=sizes.bias, placement=placement, waits=waits, summed=True)
 
     @property
     def reader(self) -> Projection:
@@ -66,7 +67,7 @@ class MambaLayer(Layer):
     def selection(self, x: Tensor, multiply: Multiply = functional.linear) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the time steps (total, W) without their bias, B and C (total, N), of what the convolution gave (total, W)."""
         sizes = self.sizes
-        dt, B, C = multiply(x, self.select, None).split((sizes.rank, sizes.state, sizes.state), dim=-1)
+        dt, B, C = self.placement.summed(multiply(x, self.select, None)).split((sizes.rank, sizes.state, sizes.state), dim=-1)
         if self.selection_norms:
             dt, B, C = (normalise(part, norm) for part, norm in zip((dt, B, C), self.selection_norms, strict=True))
         return multiply(dt, self.widen, None), B, C
@@ -75,4 +76,4 @@ class MambaLayer(Layer):
         self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         x, z = self.into(x, multiply).chunk(2, dim=-1)
-        return self._scaled(self.o(attend(n, x) * functional.silu(z), multiply))
+        return self._output(attend(n, x) * functional.silu(z), multiply)

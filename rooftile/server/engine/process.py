@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -17,24 +16,17 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from rooftile.engine.loop.pauses import freeze_garbage
+from rooftile.engine.ranks.parent_watch import exit_with
 from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 from rooftile.server.engine.link import SocketLink
 from rooftile.server.engine.messages import FAILED, Failed, Reading, Ready
 from rooftile.server.observe.log import log, start_log
+from rooftile.server.replicas.devices import share_machine
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM
-
-
-def exit_with(connection: socket.socket) -> None:
-    """Ends this process as soon as the other end of the connection is closed."""
-    watch = select.poll()
-    # with no event asked for, only a hang-up is reported
-    watch.register(connection, 0)
-    watch.poll()
-    os._exit(0)
 
 
 def ready_message(llm: LLM, folder: str | None) -> Ready:
@@ -67,6 +59,9 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     from rooftile.models.checkpoints.weights import reporting_progress
     from rooftile.server.limits import COMPILING_S
 
+    machine = settings.pop("machine", None)
+    if machine is not None:
+        share_machine(machine["replicas"], settings, machine["visible"])
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     with reporting_progress(report_progress):
         llm = LLM(model, **settings)

@@ -203,7 +203,7 @@ class _Run:
         w8 = replace(w8, requests=fitted(w8, self.decoder.config.vocab_size)[: self.asked.w8_requests])
         reserved = None
         for allocator in ("contiguous", "paged"):
-            llm = LLM(self.decoder, **settings_of(w8, self.decoder) | {"allocator": allocator})
+            llm = LLM(self.decoder, **settings_of(w8, self.decoder.config) | {"allocator": allocator})
             _, found = repeat(llm, w8, 1, costs=costs_of(llm, self.session))
             rate = found[0].output_tok_s
             more: dict[str, float] = {} if reserved is None else {"output_tok_s_over_reserved": figures(rate / reserved)}

@@ -1,0 +1,13 @@
+"""One engine on several ranks: processes that hold a part of the model each (tensor parallelism).
+
+opening          makes an engine on ranks that are started here, or on those that torchrun has started
+group            RankGroup: what the ranks exchange
+processes        starts the other ranks on this machine, and watches them
+leader           Leader: what rank 0 does for the others: orders, failures, the end
+leading_runner   rank 0's runner, which sends each step before it runs it
+following        what another rank does: it runs rank 0's orders
+worker           the process of another rank
+parent_watch     ends a process whose parent has gone
+torchrun         what torchrun tells a process
+failures         RankEnded
+"""

@@ -1,0 +1,149 @@
+"""`RankGroup`: what the ranks of an engine exchange.
+
+Two groups of `torch.distributed` connect them: one of the device (NCCL on GPUs), whose collectives a CUDA graph can capture, and
+one of the hosts (gloo), over which rank 0 sends its orders. They are made apart from the process's own default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+# torch's types lack most of it
+dist: Any = torch.distributed
+# steps after which the ranks compare what they have drawn
+COMPARED = 256
+# seconds that a rank may take for its part of a step
+LIMIT_S = 100.0
+# a rank may wait for an order as long as nobody asks anything
+_IDLE = timedelta(days=365)
+# int64 numbers of an order that are sent at once; a longer one is sent in two parts
+_FIRST = 2048
+
+
+class Order(IntEnum):
+    """Rank 0's orders to the others."""
+
+    END = 0
+    CAPTURE = 1
+    STEP = 2
+
+
+class RankGroup:
+    """The ranks of an engine, as one of them sees them.
+
+    Args:
+        store: where the ranks meet.
+        rank, ranks: this process's number, from 0, and how many there are.
+        device: this rank's device.
+        loopback: whether all ranks are on this machine: no other can connect then.
+        ordered: whether sums are added in the order of the ranks, so that their bits do not depend on what is added beside them.
+        limit_s: seconds that a rank may take for its part of a step; None for LIMIT_S.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, device: torch.device, *, loopback: bool, ordered: bool = False,
+        limit_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.ordered, self.limit_s = ordered, LIMIT_S if limit_s is None else limit_s
+        self._steps = 0
+        self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, loopback=loopback, limit=_IDLE)
+        limit, of_devices = timedelta(seconds=self.limit_s), dist.PrefixStore("devices", store)
+        self._devices: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            # NCCL's watchdog would end the process; rank 0 waits for each step itself
+            options._timeout = _IDLE
+            self._devices = dist.ProcessGroupNCCL(of_devices, rank, ranks, options)
+        else:
+            self._devices = _gloo(of_devices, rank, ranks, loopback=loopback, limit=limit)
+        self._sum, self._join = dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.AllgatherOptions()
+        # on the current stream, and not on one of NCCL's that the current one waits for
+        self._sum.asyncOp = self._join.asyncOp = False
+
+    def add(self, x: Tensor) -> Tensor:
+        """Sums a tensor over all ranks, in place, and returns it."""
+        if self.ordered:
+            parts = self._all(x)
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            return x.copy_(total)
+        self._devices.allreduce([x], self._sum).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Joins the columns (n, w) of all ranks to (n, ranks w), those of rank 0 first."""
+        return self._all(x).transpose(0, 1).reshape(x.shape[0], self.ranks * x.shape[1])
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """Returns, place by place, the least of what the ranks give."""
+        found = torch.tensor(numbers)
+        options = dist.distributed_c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._hosts.allreduce([found], options).wait()
+        least: list[int] = found.tolist()
+        return least
+
+    def send(self, order: Order, numbers: Tensor) -> None:
+        """Sends an order with int64 numbers to all other ranks; rank 0 alone calls it."""
+        first = torch.empty(_FIRST, dtype=torch.int64)
+        first[0], first[1] = int(order), len(numbers)
+        now, later = numbers[: _FIRST - 2], numbers[_FIRST - 2 :]
+        first[2 : 2 + len(now)] = now
+        self._broadcast(first)
+        if len(later):
+            self._broadcast(later)
+
+    def receive(self) -> tuple[Order, Tensor]:
+        """Waits for rank 0's next order."""
+        first = torch.empty(_FIRST, dtype=torch.int64)
+        self._broadcast(first)
+        order, length = Order(int(first[0])), int(first[1])
+        numbers = first[2 : 2 + length]
+        if length > len(numbers):
+            later = torch.empty(length - len(numbers), dtype=torch.int64)
+            self._broadcast(later)
+            numbers = torch.cat((numbers, later))
+        return order, numbers
+
+    def compare(self, tokens: Tensor) -> Tensor | None:
+        """Returns the checksums of all ranks' tokens, (1, ranks), at each COMPARED-th call, and else None.
+
+        Args:
+            tokens: the last token of each slot, (slots,), after a step.
+        """
+        self._steps += 1
+        if self._steps % COMPARED:
+            return None
+        return self.gather((tokens * torch.arange(1, len(tokens) + 1, device=tokens.device)).sum().view(1, 1))
+
+    def abort(self) -> None:
+        """Ends what is under way on the device, and lets go of the others."""
+        if self.device.type == "cuda":
+            self._devices.abort()
+
+    def _all(self, x: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, (ranks, *shape)."""
+        found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
+        self._devices._allgather_base(found, x.contiguous(), self._join).wait()
+        return found.view(self.ranks, *x.shape)
+
+    def _broadcast(self, x: Tensor) -> None:
+        self._hosts.broadcast(x, 0).wait()
+
+
+def _gloo(store: Any, rank: int, ranks: int, *, loopback: bool, limit: timedelta) -> Any:
+    if not loopback:
+        return dist.ProcessGroupGloo(store, rank, ranks, limit)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, ranks, options)

@@ -1,0 +1,138 @@
+"""`Leader`: what rank 0 does for the others: it sends orders, notices failures, and ends them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rooftile.engine.ranks.failures import RankEnded
+from rooftile.engine.ranks.group import Order, RankGroup
+from rooftile.engine.ranks.processes import WorkerProcesses
+from rooftile.errors import InvalidInput, Unsupported
+
+# seconds in which the end of a rank is noticed after it has broken a collective
+_NOTICED_S = 2.0
+# how often it is asked whether a step has ended on the device
+_PAUSE_S = 2e-5
+_NO_NUMBERS = torch.empty(0, dtype=torch.int64)
+
+
+class Leader:
+    """Rank 0 of an engine's ranks. A rank that fails ends the engine: the others no longer know what was computed.
+
+    Args:
+        ranks: how many ranks there are.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.group: RankGroup | None = None
+        self.processes: WorkerProcesses | None = None
+        self._failure: Exception | None = None
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Raises the reason why the engine computes no more; returns if it does."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        if self._closed:
+            raise InvalidInput("the LLM was closed; make another")
+
+    def fail(self, reason: Exception) -> None:
+        """Ends all ranks but this one, for a reason that every later call gets; any thread may call it."""
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = reason
+        self._failed.set()
+        if self.processes is not None:
+            self.processes.close()
+        if self.group is not None:
+            self.group.abort()
+
+    def close(self) -> None:
+        """Ends the other ranks, after the step in flight."""
+        # a forked process has a copy of this object, and must not end what is its parent's
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        told = False
+        if self._failure is None and self.group is not None:
+            try:
+                self.group.send(Order.END, _NO_NUMBERS)
+                told = True
+            except RuntimeError:
+                pass  # the rank that does not hear it has ended, or is ended now
+        if self.processes is not None:
+            self.processes.close(patient=told)
+        if self.group is not None:
+            self.group.abort()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Ends the ranks if the block fails: they may have run another part of it.
+
+        Raises:
+            RankEnded: a rank has ended.
+        """
+        self.check()
+        try:
+            yield
+        except (InvalidInput, Unsupported, RankEnded) as error:
+            self.fail(error)
+            raise
+        except RuntimeError as error:
+            # a rank that ends breaks the collectives of the others
+            if not self._failed.wait(_NOTICED_S if self.processes is not None else 0.0):
+                self.fail(self._named(error))
+            self.check()
+            raise
+        except BaseException as error:
+            self.fail(RankEnded(f"{type(error).__name__} has interrupted the ranks in a step: make another LLM"))
+            raise
+
+    def wait_for(self, event: torch.cuda.Event | None, sums: Tensor | None) -> None:
+        """Waits for a step on the device.
+
+        Args:
+            event: what the device reaches after the step; None on a CPU.
+            sums: the ranks' checksums of tokens, if they were compared.
+
+        Raises:
+            RankEnded: a rank has ended, does not answer, or has drawn other tokens.
+        """
+        assert self.group is not None
+        with self.guarded():
+            until = time.monotonic() + self.group.limit_s
+            while event is not None and not event.query():
+                self.check()
+                if time.monotonic() > until:
+                    raise self._late()
+                time.sleep(_PAUSE_S)
+            found = [] if sums is None else sums.flatten().tolist()
+            if len(set(found)) > 1:
+                raise RankEnded(f"the {self.ranks} ranks have drawn different tokens; their checksums are {found}")
+
+    def _late(self) -> RankEnded:
+        assert self.group is not None
+        return RankEnded(f"a rank of {self.ranks} has not ended its part of a step within {self.group.limit_s:.0f} s")
+
+    def _named(self, error: RuntimeError) -> Exception:
+        """Returns why the ranks are lost, if no process of theirs has ended."""
+        if "imed out" in str(error):
+            return self._late()
+        if self.processes is None:
+            return RankEnded(f"a rank of {self.ranks} has ended or cannot be reached: {error}")
+        return RankEnded(f"a step has failed on rank 0 of {self.ranks}: {error}")

@@ -1,0 +1,61 @@
+"""`LeadingRunner`: rank 0's runner, which sends each step to the other ranks before it runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.engine.ranks.group import Order
+from rooftile.engine.ranks.leader import Leader
+from rooftile.engine.steps.runner import Computed, Runner
+from rooftile.engine.steps.step import Step, encode
+
+
+class LeadingRunner(Runner):
+    """A runner whose steps all ranks run.
+
+    Args:
+        leader: the ranks.
+        given, named: what `Runner` takes.
+    """
+
+    def __init__(self, leader: Leader, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.leader = leader
+        assert leader.group is not None
+        self.group = leader.group
+        self._sums: Tensor | None = None
+
+    def execute(self, step: Step) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+        """Runs a step on all ranks."""
+        with self.leader.guarded():
+            self.group.send(Order.STEP, encode(step))
+            found = super().execute(step)
+            self._sums = self.group.compare(self.sampling.last[:-1])
+            return found
+
+    def capture(self) -> None:
+        """Captures graphs on all ranks."""
+        with self.leader.guarded():
+            self.group.send(Order.CAPTURE, torch.empty(0, dtype=torch.int64))
+            super().capture()
+
+    def _collect(self, *found: Any) -> Computed:
+        sums, self._sums = self._sums, None
+        if sums is not None and sums.is_cuda:
+            sums = sums.to("cpu", non_blocking=True)
+        computed = super()._collect(*found)
+        return computed._replace(arrived=_Arrival(self.leader, computed.arrived, sums))
+
+
+class _Arrival:
+    """The end of a step on the device, as `Computed` waits for it."""
+
+    def __init__(self, leader: Leader, event: Any, sums: Tensor | None) -> None:
+        self._leader, self._event, self._sums = leader, event, sums
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+        self._leader.wait_for(self._event, self._sums)

@@ -1,0 +1,49 @@
+"""The process of a rank that rank 0 has started: `python -m rooftile.engine.ranks.worker FD`.
+
+The socket FD is one end of a pair, over which rank 0 says what to build. When the other end closes, this process ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from rooftile.engine.ranks.parent_watch import exit_with
+from rooftile.engine.ranks.processes import Told
+from rooftile.errors import InvalidInput, Unsupported
+
+# seconds in which rank 0 ends this process, if something else than this process has gone wrong
+_ELSEWHERE_S = 1.0
+
+
+def main() -> None:
+    """Builds this rank's part, and runs rank 0's orders until it ends."""
+    connection = Connection(int(sys.argv[1]))
+    given = connection.recv_bytes()
+    threading.Thread(target=exit_with, args=(connection,), daemon=True).start()
+    try:
+        # here and not above: it takes seconds, in which this process already looks whether rank 0 is there
+        from rooftile.engine.ranks.opening import work
+
+        rank, ranks, meeting, (model, config) = pickle.loads(given)
+        work(model, config, rank, ranks, meeting)
+    except (InvalidInput, Unsupported) as error:
+        connection.send(Told(type(error).__name__, str(error)))
+        os._exit(1)
+    except Exception as error:
+        # where another rank has ended, rank 0 ends this one
+        time.sleep(_ELSEWHERE_S)
+        logging.getLogger(__name__).exception("a rank has failed")
+        connection.send(Told(type(error).__name__, f"{type(error).__name__}: {error}"))
+        os._exit(1)
+    # no destructor of a library that waits for others
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

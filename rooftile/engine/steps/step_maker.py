@@ -1,0 +1,138 @@
+"""`StepMaker`: turns a `StepPlan`, which knows answers, into a `Step`, which has integers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftile.engine.requests.request import Answer
+from rooftile.engine.sampling.features import SamplingFeatures, features_of
+from rooftile.engine.sampling.forbidden import banned_next
+from rooftile.engine.sampling.new_slots import NewSlots
+from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
+from rooftile.engine.steps.step import Step
+from rooftile.engine.steps.step_inputs import StepInputs, in_reading_order, is_single, split_prompts
+
+
+class StepMaker:
+    """Makes the steps of one engine.
+
+    Args:
+        slots: how many answers run at once.
+        vocab: the number of tokens.
+        always: the features that every step computes.
+        all_chunks: whether single tokens are chunks of one.
+        separates_prompts: whether some layer computes a prompt's tokens otherwise than an answer's.
+    """
+
+    def __init__(self, slots: int, vocab: int, *, always: SamplingFeatures, all_chunks: bool, separates_prompts: bool) -> None:
+        self.vocab, self.always = vocab, always
+        self.all_chunks, self.separates_prompts = all_chunks, separates_prompts
+        # the features that each slot's request asks for
+        self._features = [SamplingFeatures()] * slots
+
+    def make(self, plan: StepPlan) -> Step:
+        """Returns the step of a plan."""
+        for answer in plan.started:
+            self._features[answer.slot] = features_of(answer.request.params)
+        answers = [answer for work in plan.work for answer in work.outputs]
+        bans = [
+            (row, token)
+            for row, answer in enumerate(answers)
+            for token in banned_next(answer, answer.generated + answer.pending - 1)
+        ]
+        masked = [answer for answer in answers if answer.grammar is not None]
+        tops = max((n for answer in answers if (n := answer.request.top_count) is not None), default=-1)
+        single = all(is_single(work, prompts_in_chunks=self.separates_prompts) and len(work.outputs) == 1 for work in plan.work)
+        scored, following = self._scored(plan.work)
+        return Step(
+            self._inputs(plan.work, single=single),
+            self._started(plan.started),
+            torch.tensor([self._features_of(answers).bits, single, tops]),
+            _columns(3, ((slot, column, block) for (slot, column), block in plan.entries.items())),
+            _columns(2, plan.copies),
+            _pairs(plan.rows),
+            _columns(2, plan.row_copies),
+            _pairs(plan.states),
+            _pairs(plan.states_after),
+            _columns(3, ((work.answer.slot, *kept) for work in plan.work for kept in work.kept)),
+            _columns(2, bans),
+            torch.tensor([answer.slot for answer in masked], dtype=torch.int64),
+            self._masks(masked),
+            scored,
+            following,
+        )
+
+    def scored_works(self, works: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
+        """Returns the work whose prompt's logprobs a step computes, in the order of its rows."""
+        ordered = in_reading_order(works, prompts_in_chunks=self.separates_prompts)
+        return [work for work in ordered if _scored_tokens(work)]
+
+    def _inputs(self, works: Sequence[ScheduledTokens], *, single: bool) -> StepInputs:
+        if single and not self.all_chunks:
+            return StepInputs.of_singles(works)
+        works = split_prompts(works) if self.separates_prompts else works
+        return StepInputs.of(works, all_chunks=self.all_chunks, prompts_in_chunks=self.separates_prompts)
+
+    def _started(self, started: Sequence[Answer]) -> NewSlots:
+        return NewSlots.of(
+            [answer.slot for answer in started],
+            [answer.request.params for answer in started],
+            [answer.seed for answer in started],
+            [answer.request.prompt for answer in started],
+            [answer.ids[len(answer.request.prompt) :] for answer in started],
+            vocab=self.vocab,
+        )
+
+    def _features_of(self, answers: Sequence[Answer]) -> SamplingFeatures:
+        """Returns the union of what the answers ask for."""
+        features = self.always
+        for wanted in {id(wanted): wanted for wanted in (self._features[answer.slot] for answer in answers)}.values():
+            features |= wanted
+        return features
+
+    def _masks(self, answers: Sequence[Answer]) -> Tensor:
+        words = -(-self.vocab // 64)
+        masks = np.zeros((len(answers), 2 * words), dtype=np.int32)
+        for row, answer in zip(masks, answers, strict=True):
+            assert answer.grammar is not None
+            row[: len(answer.grammar.mask)] = answer.grammar.mask
+        return torch.from_numpy(masks.view(np.int64))
+
+    def _scored(self, works: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
+        """Returns the rows of prompts whose tokens' logprobs are asked for, and the tokens that follow them."""
+        if all(work.answer.request.params.prompt_logprobs is None for work in works):
+            return _NONE[3], _NONE[1][0]
+        found, following, row = [], list[int](), 0
+        for work in in_reading_order(works, prompts_in_chunks=self.separates_prompts):
+            count = _scored_tokens(work)
+            if count:
+                request = work.answer.request
+                found.append((row, count, request.params.prompt_logprobs or 0))
+                following += request.prompt[work.start + 1 : work.start + 1 + count]
+            row += work.tokens
+        return _columns(3, found), torch.tensor(following, dtype=torch.int64)
+
+
+_NONE = {rows: torch.empty(rows, 0, dtype=torch.int64) for rows in (1, 2, 3)}
+
+
+def _columns(rows: int, columns: Iterable[Sequence[int]]) -> Tensor:
+    """Returns some columns of numbers as a tensor (rows, columns)."""
+    columns = list(columns)
+    return torch.tensor(columns).T if columns else _NONE[rows]
+
+
+def _pairs(values: Mapping[int, int]) -> Tensor:
+    return _columns(2, values.items())
+
+
+def _scored_tokens(work: ScheduledTokens) -> int:
+    """Returns how many of the tokens that follow the ones of `work` are a prompt's whose logprobs are asked for."""
+    request = work.answer.request
+    if request.params.prompt_logprobs is None:
+        return 0
+    return max(min(work.start + work.tokens, len(request.prompt) - 1) - work.start, 0)

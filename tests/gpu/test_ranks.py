@@ -1,0 +1,62 @@
+"""An engine on two GPUs: NCCL in CUDA graphs, and the end of a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.ranks.failures import RankEnded
+from rooftile.models import ModelConfig
+from rooftile.models.rotary import Rotary
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+MODEL = ModelConfig(
+    family="llama", vocab_size=1003, layers=2, hidden=256, heads=8, kv_heads=2, head_dim=64, ffn=512, max_len=512,
+    scale=64**-0.5, windows=(None,) * 2, rotary=Rotary(dim=64), dtype=torch.float32,
+)  # fmt: skip
+ROOM: dict[str, Any] = {"dtype": "fp32", "max_model_len": 256, "num_blocks": 99, "max_num_seqs": 8, "seed": 0}
+PROMPTS = [[7 * n % 1003 for n in range(1, length)] for length in (3, 20, 90, 150, 4, 40)]
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(n=3, seed=4, max_tokens=40, ignore_eos=True),
+    SamplingParams(beam_width=3, n=2, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=40, ignore_eos=True),
+    SamplingParams(frequency_penalty=0.5, top_k=20, seed=3, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+]
+
+
+def answers(llm: LLM) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in llm.generate(PROMPTS, ASKED)]
+
+
+def test_two_gpus_give_the_tokens_of_one_and_end_with_a_sentence() -> None:
+    due = answers(LLM(MODEL, **ROOM))
+    two = LLM(MODEL, tensor_parallel_size=2, **ROOM)
+    assert two.engine.runner._graphs is not None
+    # more than 256 steps, after which the ranks compare their tokens
+    for _ in range(7):
+        assert answers(two) == due
+    runner: Any = two.engine.runner
+    (worker,) = runner.leader.processes._processes
+    stream = two.stream(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    worker.kill()
+    with pytest.raises(RankEnded, match=r"^rank 1 of 2 has ended \(signal 9\)$"):
+        for _ in stream:
+            pass
+    two.close()
+    # the GPU of this process goes on
+    assert answers(LLM(MODEL, enforce_eager=True, **ROOM)) == due
+
+
+@pytest.mark.sweep
+def test_two_gpus_without_graphs() -> None:
+    eager: dict[str, Any] = ROOM | {"enforce_eager": True}
+    two = LLM(MODEL, tensor_parallel_size=2, **eager)
+    assert answers(two) == answers(LLM(MODEL, **eager))
+    two.close()
