@@ -21,7 +21,7 @@ BYTES_OF_HOST = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a rank sends per second while all ranks send, and the time of a collective that moves next to nothing."""
+    """The rate at which a rank sends while all ranks send, and the time of a collective that moves next to nothing."""
 
     ranks: int
     gbs: float  # in an all-to-all, 1e9 bytes per second

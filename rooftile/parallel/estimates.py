@@ -63,7 +63,7 @@ class Plan:
 
     method: str
     ranks: int
-    one_us: float  # of one device
+    one_us: float  # the time of one device
     why: str
     estimates: tuple[Estimate, ...]
     refusals: tuple[tuple[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes in a call that also communicates, from torch's profiler."""
+"""Shares of a call's GPU time: attention, communication, and all other kernels, from torch's profiler."""
 
 from __future__ import annotations
 

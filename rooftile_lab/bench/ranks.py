@@ -52,7 +52,7 @@ class RanksClock:
     """
 
     device: torch.device
-    budget_us: float = 150e3  # of one sample
+    budget_us: float = 150e3  # the time of one sample
     patience_us: float = 1.2e6  # a work that has taken so long in all takes no further turns
     most_calls: int = 20
 

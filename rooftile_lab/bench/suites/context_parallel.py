@@ -120,7 +120,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What all rows of this run share."""
+    """Makes the rows of a run, which share session, clock and ranks."""
 
     session: Session
     clock: RanksClock
