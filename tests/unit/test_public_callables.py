@@ -24,7 +24,7 @@ ROOMS = (
 )  # fmt: skip
 # nobody writes keywords to what functions return or raise, to a protocol or to a type
 RECORDS = {
-    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "Status", "BlockScaled", "Format", "Granularity", "QuantisedQKV",
+    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "RankEnded", "Status", "BlockScaled", "Format", "Granularity", "QuantisedQKV",
     "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable", "Copy", "Rotation", "CompletionOutput", "RequestOutput",
     "EngineStats", "Logprob", "Members", "Method", "Attend", "WeightFormat",
     # a layer has the name, too
