@@ -1,4 +1,6 @@
-"""Trains a Llama of Transformers on packed documents whose tokens lie on several processes, with FSDP2 and checkpoints.
+"""Trains a Llama of Transformers on packed documents whose tokens lie on several processes.
+
+FSDP2 shards the weights, checkpoints wait in the host's memory, and logits exist for some tokens at a time.
 
 Two processes on this machine, or one:
     torchrun --standalone --nproc-per-node 2 examples/train_long_context.py
@@ -17,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import rooftile as rt  # noqa: F401 - registers attn_implementation="rooftile"
-from rooftile import parallel
+from rooftile import fused, parallel
 
 TOKENS = 384  # all documents of a sequence together; 131,072 where it pays
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8
@@ -35,19 +35,33 @@ with TemporaryDirectory() as folder:
     context_ranks = int(sys.argv[2]) if len(sys.argv) > 2 else world
     mesh = init_device_mesh(device, (world // context_ranks, context_ranks), mesh_dim_names=("dp", "cp"))
 
+
+class LanguageModel(torch.nn.Module):
+    """A Llama whose forward returns its loss over all processes' tokens; logits exist for some tokens at a time."""
+
+    def __init__(self, llama: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.llama = llama
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.llama.model(tokens, position_ids=positions, use_cache=False).last_hidden_state
+        # the mean over all processes' targets: sums and counts are added before the division
+        return fused.linear_cross_entropy(hidden, self.llama.lm_head.weight, targets, group=dist.group.WORLD, split="tokens")
+
+
 # every process makes the same model; each data-parallel row of the mesh draws other documents
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
-model = LlamaForCausalLM._from_config(config, attn_implementation="rooftile").to(device)
+llama = LlamaForCausalLM._from_config(config, attn_implementation="rooftile").to(device)
 # the forward that a checkpoint runs again in the backward needs the context, too
 options = {"use_reentrant": False, "context_fn": parallel.checkpoint_contexts}
-model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 flat = mesh["dp", "cp"]._flatten("all") if world > 1 else mesh["cp"]
-for layer in model.model.layers:
+for layer in llama.model.layers:
     fully_shard(layer, mesh=flat)
-fully_shard(model, mesh=flat)
+model = fully_shard(LanguageModel(llama), mesh=flat)
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 documents = [torch.tensor(list(text.encode())) for text in topics.values()]
@@ -71,19 +85,14 @@ for step in range(steps):
     group = mesh["cp"]
     x, y = (parallel.shard(part, group).to(device) for part in (tokens, targets))
     at = parallel.positions(TOKENS, group, cu=cu).to(device)[None]
-    # the mean is over all ranks' targets: counts are added before the division
-    count = torch.tensor(float((y >= 0).sum()), device=device)
-    dist.all_reduce(count)
-    with parallel.context(group, cu=cu):
-        logits = model(x, position_ids=at, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum") / count
-    # FSDP takes the mean of the ranks' gradients, and the loss is their sum
+    # inputs of the checkpoints wait in the host's memory for the backward
+    with parallel.context(group, cu=cu), parallel.offload():
+        loss = model(x, y, at)
+    # FSDP takes the mean of the ranks' gradients, and the gradient of the loss is their sum
     (loss * world).backward()
     optimizer.step()
     optimizer.zero_grad()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    losses.append(total.item())
+    losses.append(loss.item())
     if dist.get_rank() == 0:
         print(f"step {step:3}  loss {losses[-1]:.4f}")
 dist.destroy_process_group()

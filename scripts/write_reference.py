@@ -199,6 +199,8 @@ PAGES = (
                 "rooftile.parallel",
                 ("context", "checkpoint_contexts", "context_attention", "shard", "unshard", "positions"),
             ),
+            Section("Less memory", "rooftile.parallel", ("tiled", "offload")),
+            Section("Bytes", "rooftile.parallel.memory", ("Memory", "loss", "feed_forward", "offload")),
         ),
     ),
     Page(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +47,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         metafunc.parametrize("backend", ["triton"] if interpreted else list(dispatch.BACKENDS))
+
+
+# a test that takes longer waits for what never comes, such as a process that hangs
+PATIENCE_S = 600
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a test that hangs, with the place where it waits."""
+    if not hasattr(signal, "SIGALRM"):
+        return (yield)
+
+    def end(*unused: object) -> None:
+        raise TimeoutError(f"{item.nodeid} took more than {PATIENCE_S} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(PATIENCE_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from itertools import combinations
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +22,11 @@ def covering(cases: Iterable[T], traits: Callable[[T], Iterable[Hashable]]) -> l
         for _, new in left.values():
             new -= covered
     return [case for _, case in sorted(taken, key=lambda pair: pair[0])]
+
+
+def pairs(case: Iterable[Hashable]) -> Iterable[Hashable]:
+    """The traits of a case of a product: every two of its values, with their places."""
+    return combinations(enumerate(case), 2)
 
 
 def swept(cases: Iterable[T], traits: Callable[[T], Iterable[Hashable]]) -> list[Any]:

@@ -16,15 +16,18 @@ from rooftile.runtime.operators import wants_grad
 from rooftile.runtime.tensors import autocast, check_offsets
 
 
-def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device."""
+def check_qkv(q: Any, k: Any, v: Any, cu: Any = None, shared: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device.
+
+    shared: the offsets are those of tokens that several ranks hold; they are checked with the ranks.
+    """
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (autocast(x) for x in (q, k, v))
     checks.check_tensors(q, k, v, DENSE if cu is None else PACKED)
     if cu is not None:
         if k.shape[0] != q.shape[0]:
             raise InvalidInput(f"k has {k.shape[0]} tokens; q has {q.shape[0]}, and packed sequences share their offsets cu")
-        cu = check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
+        cu = cu if shared else check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
     return q, k, v, cu
 
 

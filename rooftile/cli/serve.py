@@ -35,8 +35,11 @@ def serve(
         list[str] | None,
         typer.Option("--allowed-origins", help="Origins whose pages may ask, as https://a.example; * for all."),
     ] = None,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Answers that may wait.")] = 256,
-    max_waiting_tokens: Annotated[int, typer.Option("--max-waiting-tokens", help="Prompt tokens that may wait.")] = 262_144,
+    replicas: Annotated[int, typer.Option("--replicas", help="Engines behind this server, each with a GPU of its own.")] = 1,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Answers that may wait, per replica.")] = 256,
+    max_waiting_tokens: Annotated[
+        int, typer.Option("--max-waiting-tokens", help="Prompt tokens that may wait, per replica.")
+    ] = 262_144,
     max_per_key: Annotated[int | None, typer.Option("--max-per-key", help="Prompts of one key that wait or run.")] = None,
     max_body: Annotated[int, typer.Option("--max-body", help="The most bytes of a request's body.")] = 4 * 2**20,
     deadline: Annotated[float, typer.Option("--deadline", help="Seconds that a request may take.")] = 600.0,
@@ -80,8 +83,8 @@ def serve(
         model=model, host=host, port=port, served_model_name=served_model_name,
         keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY"), api_key or ()), open=open,
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=origins_of(allowed_origins or ()),
-        max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key, max_body=max_body,
-        deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json, log_prompts=log_prompts,
-        engine=settings,
+        replicas=replicas, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key,
+        max_body=max_body, deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json,
+        log_prompts=log_prompts, engine=settings,
     )  # fmt: skip
     sys.exit(run(served))

@@ -37,7 +37,7 @@ LLM_REFUSED = {
     "data_parallel_address": Refused((), _RANKS),
     "data_parallel_backend": Refused(("mp",), _RANKS),
     "data_parallel_rank": Refused((), _RANKS),
-    "data_parallel_size": Refused((1,), _RANKS),
+    "data_parallel_size": Refused((1,), "an LLM is one model; rooftile serve has --replicas"),
     "decode_context_parallel_size": Refused((1,), _RANKS),
     "default_mm_loras": Refused((), _LORA),
     "disable_async_output_proc": Refused((False,), "the next step always runs while outputs are read"),

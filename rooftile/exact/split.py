@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.exact.spec import Call
+from rooftile.runtime.operators import in_backward
 
 Attend = Callable[[Call], tuple[Tensor, Tensor]]
 
@@ -45,7 +45,7 @@ def _attend(call: Call) -> tuple[Tensor, Tensor] | None:
     current = CURRENT.get()
     if callable(current):
         return current(call)
-    if current is None and _in_backward():
+    if current is None and in_backward():
         raise Unsupported(
             "rooftile.attention ran again in a backward, outside of the rooftile.parallel.context that the process has entered; "
             "pass context_fn=rooftile.parallel.checkpoint_contexts to torch.utils.checkpoint, with use_reentrant=False "
@@ -57,8 +57,3 @@ def _attend(call: Call) -> tuple[Tensor, Tensor] | None:
 def active() -> bool:
     """Whether this thread is in a context."""
     return ENTERED.attend is not None and callable(CURRENT.get())
-
-
-def _in_backward() -> bool:
-    current: Any = torch._C._current_graph_task_id
-    return bool(current() != -1)

@@ -32,9 +32,8 @@ def takes_less_whole(input: Tensor, weight: Tensor, wants_dx: bool, wants_dw: bo
     return numbers_of_dw * (size + wide) + 2 * dx + chunk > whole + LITTLE
 
 
-def _row(weight: Tensor) -> int:
-    """The numbers from one row of logits to the next."""
-    V = weight.shape[0]
+def _row(weight: Tensor, V: int) -> int:
+    """The numbers from one row of V logits to the next."""
     return -(-V // ALIGNED) * ALIGNED if weight.is_cuda else V
 
 
@@ -42,10 +41,14 @@ def _bytes_at_once(input: Tensor) -> int:
     return min(BYTES_AT_ONCE, ON_CPU) if input.device.type == "cpu" else BYTES_AT_ONCE
 
 
-def chunks(input: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of rows whose logits exist at once, equal but for the last."""
+def chunks(input: Tensor, weight: Tensor, V: int | None = None) -> Iterator[slice]:
+    """Slices of rows whose logits exist at once, equal but for the last.
+
+    V: the length of a row, by default the weight's. Ranks that hold parts of a vocabulary give the same number, and get the same
+    slices.
+    """
     T = input.shape[0]
-    most = max(_bytes_at_once(input) // (max(_row(weight), 1) * input.element_size()), 1)
+    most = max(_bytes_at_once(input) // (max(_row(weight, weight.shape[0] if V is None else V), 1) * input.element_size()), 1)
     rows = -(-T // max(-(-T // most), 1))
     if rows < most:
         rows = min(-(-rows // ROWS) * ROWS, most)
@@ -56,10 +59,10 @@ def chunks(input: Tensor, weight: Tensor) -> Iterator[slice]:
 class Logits:
     """Makes the logits of one chunk after the other, in one piece of memory."""
 
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, V: int | None = None) -> None:
         self.input, self.weight, self.bias = input, weight, bias
-        rows = max((chunk.stop - chunk.start for chunk in chunks(input, weight)), default=0)
-        self.memory = input.new_empty(rows, _row(weight))
+        rows = max((chunk.stop - chunk.start for chunk in chunks(input, weight, V)), default=0)
+        self.memory = input.new_empty(rows, _row(weight, weight.shape[0]))
 
     def __call__(self, chunk: slice) -> Tensor:
         found = self.memory[: chunk.stop - chunk.start, : self.weight.shape[0]]
@@ -94,3 +97,8 @@ class Gradients:
             torch.addmm(self.dw, dz.T, self.input[chunk], beta=before, out_dtype=self.dw.dtype, out=self.dw)
         else:
             self.dw.addmm_(dz.T.to(self.dw.dtype), self.input[chunk].to(self.dw.dtype), beta=before)
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x times the upstream gradient, rounded once."""
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))

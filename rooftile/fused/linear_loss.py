@@ -14,13 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.errors import InvalidInput
-from rooftile.fused.chunks import Gradients, Logits, chunks, takes_less_whole
-from rooftile.fused.differentiable import Operation, in_transform
-from rooftile.fused.loss import CROSS_ENTROPY, NUMBERS, Reduction, check, defined, fake, gradient, gradients, reduced, run
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.fused import split_vocabulary
+from rooftile.fused.chunks import takes_less_whole
+from rooftile.fused.differentiable import in_transform
+from rooftile.fused.linear_loss_operators import LINEAR_CROSS_ENTROPY, REDUCED
+from rooftile.fused.loss import CROSS_ENTROPY, Reduction, check, counted, reduced
+from rooftile.fused.split_loss import Parts, agree, parts_of, total
 from rooftile.fused.where import check_floats
 from rooftile.numerics.quantised_rows import as_rows
 from rooftile.runtime.operators import wants_grad
@@ -31,7 +35,8 @@ from rooftile.runtime.words import answers_foreign_words
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
     reduction: Reduction = "mean", label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
-    shift: bool = False,
+    shift: bool = False, group: Any = None, split: str | tuple[str, ...] | None = None, vocabulary: int | None = None,
+    validate: bool = False,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits input linear_weight^T + linear_bias, of which only some rows exist at once.
 
@@ -46,33 +51,81 @@ def linear_cross_entropy(
         ignore_index, reduction, label_smoothing, softcap, z_loss: as in `cross_entropy`.
         shift: whether each token predicts the target of the next: the last token and the first target of each sequence, the axis
             before D, are left out.
+        group: the ranks that share the loss: a process group or a DeviceMesh. Every rank of it calls this.
+        split: "tokens" where each rank has its own tokens and the whole weight; "vocabulary" where each has its own rows of the
+            weight and bias, in the order of the ranks, and all have the same input and target, which counts rows of the whole
+            vocabulary; a tuple of both for the dimensions of a two-dimensional mesh, such as ("tokens", "vocabulary").
+        vocabulary: the rows of all ranks together, where the ranks may differ in theirs. None: every rank has as many.
+        validate: check over the group that every rank was given the same problem; costs a small all-gather.
+
+    With a group the loss is that of all tokens and the whole vocabulary, the same number on every rank: sums and counts are added
+    up before the division. No logits are sent. The gradient of `input` is whole on every rank: with a split vocabulary it is
+    summed over the ranks here, so no further all-reduce is due. The weight and the bias have whole gradients of their own rows
+    from this rank's tokens; where tokens are split, the sum over the group is the whole, as in data parallel training (where DDP
+    or FSDP takes the mean, multiply the loss by the number of ranks).
 
     Raises:
-        InvalidInput: shapes or targets do not go together.
+        InvalidInput: shapes, targets, or a group and its split do not go together.
+        Unsupported: with a group, DTensors, torch.func and `shift` of split tokens; with a split vocabulary, second derivatives.
 
     Example:
         >>> x, w, target = torch.randn(5, 16), torch.randn(100, 16, requires_grad=True), torch.randint(100, (5,))
         >>> linear_cross_entropy(x, w, target).backward()
+        >>> linear_cross_entropy(x, w, target, group=mesh["cp"], split="tokens").backward()      # doctest: +SKIP
     """
     _check(input, linear_weight, linear_bias, shift)
+    parts = None
+    if group is not None or split is not None or vocabulary is not None:
+        parts = parts_of(group, split, vocabulary, input, linear_weight, (target, linear_bias))
+    if shift and parts is not None and parts.tokens is not None:
+        raise Unsupported(
+            "shift of split tokens, whose next token may be another rank's; shift the targets, then take this rank's"
+        )
     if shift and isinstance(target, Tensor) and target.shape == input.shape[:-1]:
         input, target = input[..., :-1, :], target[..., 1:]
-    check(input, linear_weight.shape[0], target, ignore_index, reduction, label_smoothing, softcap)
+    V = linear_weight.shape[0] if parts is None else parts.V
+    check(input, V, target, ignore_index, reduction, label_smoothing, softcap)
     numbers = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
     rows, targets = as_rows(input), target.reshape(-1)
-    leaves = *_as_autocast(rows, linear_weight, linear_bias), targets
-    if not leaves[0].dtype == leaves[1].dtype == (leaves[0] if leaves[2] is None else leaves[2]).dtype:
-        dtypes = f"input is {leaves[0].dtype} and linear_weight {leaves[1].dtype}"
-        raise InvalidInput(f"{dtypes}{'' if linear_bias is None else f', linear_bias {leaves[2].dtype}'}; must be alike")
-    wanted = [x is not None and x.requires_grad for x in leaves[:3]]
-    if any(wanted) and wants_grad(*leaves[:3]) and takes_less_whole(*leaves[:2], *wanted[:2]):
-        losses, _ = CROSS_ENTROPY(functional.linear(*leaves[:3]), targets, *numbers)
-    # gradients of fp16 would be too small before they are multiplied by a scaled loss
-    elif reduction != "none" and rows.dtype != torch.float16 and not in_transform() and wants_grad(*leaves[:3]):
-        return _REDUCED(*leaves, *numbers, reduction == "mean", *wanted)[0]
+    tensors = tuple(_as_autocast(rows, linear_weight, linear_bias))
+    if not tensors[0].dtype == tensors[1].dtype == (tensors[0] if tensors[2] is None else tensors[2]).dtype:
+        dtypes = f"input is {tensors[0].dtype} and linear_weight {tensors[1].dtype}"
+        raise InvalidInput(f"{dtypes}{'' if linear_bias is None else f', linear_bias {tensors[2].dtype}'}; must be alike")
+    if parts is None:
+        found = _loss(tensors, targets, counted(targets, ignore_index, reduction), numbers, reduction)
     else:
-        losses, _ = _LINEAR_CROSS_ENTROPY(*leaves, *numbers)
-    return reduced(losses, targets, ignore_index, reduction).reshape(target.shape if reduction == "none" else ())
+        found = _loss_over_ranks(tensors, targets, numbers, reduction, parts, validate)
+    return found.reshape(target.shape) if reduction == "none" else found
+
+
+def _loss(tensors: Any, targets: Tensor, count: Tensor | None, numbers: tuple[Any, ...], reduction: str) -> Tensor:
+    """The loss of tokens under a whole vocabulary: their sum, divided by `count` where there is one, or their losses."""
+    wanted = [x is not None and x.requires_grad for x in tensors]
+    if any(wanted) and wants_grad(*tensors) and takes_less_whole(*tensors[:2], *wanted[:2]):
+        losses, _ = CROSS_ENTROPY(functional.linear(*tensors), targets, *numbers)
+    # gradients of fp16 would be too small before they are multiplied by a scaled loss
+    elif reduction != "none" and tensors[0].dtype != torch.float16 and not in_transform() and wants_grad(*tensors):
+        return REDUCED(*tensors, targets, count, *numbers, *wanted)[0]
+    else:
+        losses, _ = LINEAR_CROSS_ENTROPY(*tensors, targets, *numbers)
+    return reduced(losses, count, reduction)
+
+
+@torch.compiler.disable
+def _loss_over_ranks(
+    tensors: Any, targets: Tensor, numbers: tuple[Any, ...], reduction: str, parts: Parts, validate: bool
+) -> Tensor:  # fmt: skip
+    wanted = tuple(x is not None and wants_grad(x) for x in tensors)
+    if validate:
+        agree(parts, tensors, targets, (numbers, reduction, wanted))
+    count = counted(targets, numbers[0], reduction)
+    if count is not None and parts.tokens is not None:
+        dist.all_reduce(count, group=parts.tokens.group)
+    if parts.vocabulary is None:
+        found = _loss(tensors, targets, count, numbers, reduction)
+    else:
+        found = split_vocabulary.losses(tensors, targets, count, numbers, parts, reduction, wanted)
+    return found if reduction == "none" else total(found, parts.tokens)
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, shift: bool) -> None:
@@ -89,118 +142,3 @@ def _as_autocast(*tensors: Tensor | None) -> Iterator[Any]:
     cast = torch.is_autocast_enabled(device)
     for x in tensors:
         yield x.to(torch.get_autocast_dtype(device)) if cast and x is not None and x.dtype != torch.float64 else x
-
-
-def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    return defined(functional.linear(input, weight, bias), *others)
-
-
-def _run(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    losses, sums = fake(input)
-    with torch.autocast(input.device.type, enabled=False):
-        logits = Logits(input, weight, bias)
-        for chunk in chunks(input, weight):
-            losses[chunk], sums[chunk] = run(logits(chunk), target[chunk], *numbers)
-    return losses, sums
-
-
-def _gradients(
-    dlosses: Tensor, losses: None, sums: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    *numbers: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """In plain operations, for derivatives of derivatives."""
-    (dlogits,) = gradients(dlosses, None, sums, functional.linear(input, weight, bias), target, *numbers)
-    db = dlogits.new_zeros(0) if bias is None else dlogits.sum(0).to(bias.dtype)
-    return dlogits @ weight, dlogits.T @ input, db
-
-
-def _run_gradients(
-    dlosses: Tensor, losses: None, sums: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any
-) -> tuple[Tensor, ...]:
-    """Makes the logits again, some rows at a time."""
-    found = Gradients(input, weight, bias)
-    with torch.autocast(input.device.type, enabled=False):
-        logits = Logits(input, weight, bias)
-        for chunk in chunks(input, weight):
-            z = logits(chunk)
-            found.add(chunk, gradient(dlosses[chunk], sums[chunk], z, target[chunk], *numbers, into=z))
-    return found.dx, found.dw.to(weight.dtype), found.db if bias is None else found.db.to(bias.dtype)
-
-
-def _fake_gradients(d: Tensor, losses: Tensor, sums: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Any:
-    db = sums.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return input.new_empty(input.shape), weight.new_empty(weight.shape), db
-
-
-_LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
-_LINEAR_CROSS_ENTROPY = Operation(
-    "linear_cross_entropy", f"{_LINEAR}, {NUMBERS}", results=2, run=_run, defined=_defined, run_gradients=_run_gradients,
-    gradients=_gradients, fake=fake, fake_gradients=_fake_gradients, given_to={0: 0, 1: 1, 2: 2}, unused=frozenset((0,)),
-)  # fmt: skip
-
-
-def _reduced_defined(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *numbers, mean, _, _, _ = rest
-    losses, _ = _defined(input, weight, bias, target, *numbers)
-    loss = reduced(losses, target, numbers[0], "mean" if mean else "sum")
-    return loss, *(loss.new_empty(0) for _ in range(3))
-
-
-def _run_reduced(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The loss, and its gradients for an upstream gradient of one; dw and db in fp32."""
-    *numbers, mean, wants_dx, wants_dw, wants_db = rest
-    losses, sums = fake(input)
-    found = Gradients(input, weight, bias, (wants_dx, wants_dw, wants_db))
-    one = torch.ones((), dtype=losses.dtype, device=losses.device)
-    share = one / (target != numbers[0]).sum() if mean else one
-    with torch.autocast(input.device.type, enabled=False):
-        logits = Logits(input, weight, bias)
-        for chunk in chunks(input, weight):
-            z, t = logits(chunk), target[chunk]
-            losses[chunk], sums[chunk] = run(z, t, *numbers)
-            found.add(chunk, gradient(share.expand(t.shape), sums[chunk], z, t, *numbers, into=z))
-    return reduced(losses, target, numbers[0], "mean" if mean else "sum"), found.dx, found.dw, found.db
-
-
-def _reduced_gradients(
-    dloss: Tensor, loss: None, dx: None, dw: None, db: None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    *numbers, mean, _, _, _ = rest
-    each = dloss / (target != numbers[0]).sum() if mean else dloss
-    return _gradients(each.expand(target.shape), None, None, input, weight, bias, target, *numbers)
-
-
-def _run_reduced_gradients(
-    dloss: Tensor, loss: None, dx: Tensor, dw: Tensor, db: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    """Multiplies by the upstream gradient; each product is rounded once from fp32."""
-    dtypes = input.dtype, weight.dtype, db.dtype if bias is None else bias.dtype
-    return tuple(
-        torch.mul(x, dloss, out=x.new_empty(x.shape, dtype=dtype)) for x, dtype in zip((dx, dw, db), dtypes, strict=True)
-    )
-
-
-def _fake_reduced(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, wants_dx, wants_dw, wants_db = rest
-    wide = torch.promote_types(input.dtype, torch.float32)
-    dx = input.new_empty(input.shape if wants_dx else 0)
-    dw = weight.new_empty(weight.shape if wants_dw else 0, dtype=wide)
-    db = weight.new_empty(weight.shape[0] if wants_db and bias is not None else 0, dtype=wide)
-    return input.new_empty((), dtype=wide), dx, dw, db
-
-
-def _fake_reduced_gradients(
-    dloss: Tensor, loss: None, dx: Tensor, dw: Tensor, db: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    last = db.new_empty(db.shape) if bias is None else bias.new_empty(db.shape)
-    return input.new_empty(dx.shape), weight.new_empty(dw.shape), last
-
-
-_REDUCED = Operation(
-    "linear_cross_entropy_reduced", f"{_LINEAR}, {NUMBERS}, bool mean, bool wants_dx, bool wants_dw, bool wants_db", results=4,
-    run=_run_reduced, defined=_reduced_defined, run_gradients=_run_reduced_gradients, gradients=_reduced_gradients,
-    fake=_fake_reduced, fake_gradients=_fake_reduced_gradients, given_to={0: 0, 1: 1, 2: 2}, unused=frozenset((0,)),
-)  # fmt: skip

@@ -27,6 +27,8 @@ from rooftile.runtime.words import answers_foreign_words
 Reduction = Literal["mean", "sum", "none"]
 # logits that plain operations read at once: each takes fp32 copies of them
 AT_ONCE, LEAST_AT_ONCE = 1 << 20, 1 << 16
+# a target in another part of a vocabulary that several ranks hold
+ELSEWHERE = -1
 
 
 @answers_foreign_words
@@ -56,7 +58,8 @@ def cross_entropy(
     check(input, input.shape[-1], target, ignore_index, reduction, label_smoothing, softcap)
     rows, targets = as_rows(input), target.reshape(-1)
     losses, _ = CROSS_ENTROPY(rows, targets, ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
-    return reduced(losses, targets, ignore_index, reduction).reshape(target.shape if reduction == "none" else ())
+    found = reduced(losses, counted(targets, ignore_index, reduction), reduction)
+    return found.reshape(target.shape) if reduction == "none" else found
 
 
 def check(
@@ -88,12 +91,17 @@ def _is_wrapped(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x)) or type(x) not in (Tensor, torch.nn.Parameter)
 
 
-def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def counted(target: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
+    """The number of rows that a mean is over, or None for another reduction."""
+    return (target != ignore_index).sum() if reduction == "mean" else None
+
+
+def reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
     """The mean over rows that count, the sum, or the losses themselves."""
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    return total if count is None else total / count
 
 
 def defined(
@@ -124,22 +132,28 @@ def _sums(z: Tensor) -> tuple[Tensor, Tensor]:
 
 def gradients(
     dlosses: Tensor, losses: None, sums: Tensor | None, input: Tensor, target: Tensor, ignore_index: int, label_smoothing: float,
-    softcap: float, z_loss: float,
+    softcap: float, z_loss: float, *, whole: int = 0,
 ) -> tuple[Tensor]:  # fmt: skip
-    """The gradient of logits in plain operations. Where it may be differentiated again, the sums are computed from the logits."""
+    """The gradient of logits in plain operations. Where it may be differentiated again, the sums are computed from the logits.
+
+    whole: the size of the vocabulary of which the logits are a part, 0 where they are all of it. In a part, a target may be
+    `ELSEWHERE`.
+    """
     x = input if input.dtype == torch.float64 else input.float()
     z = softcap * torch.tanh(x / softcap) if softcap else x
     V, target = x.shape[-1], target.long()
     # a second derivative needs them as functions of the logits
     top, log = _sums(z) if sums is None or torch.is_grad_enabled() else sums.unbind(-1)
-    dz = (z - top[:, None] - log[:, None]).exp() * (1 + 2 * z_loss * (top + log))[:, None] - label_smoothing / V
-    inside = (target >= 0) & (target < V)
-    hit = torch.where(inside, target, 0)[:, None] == torch.arange(V, device=x.device)
-    dz = dz - (1 - label_smoothing) * (hit & inside[:, None]).to(dz.dtype)
+    dz = (z - top[:, None] - log[:, None]).exp() * (1 + 2 * z_loss * (top + log))[:, None] - label_smoothing / (
+        whole or max(V, 1)
+    )
+    hit = target[:, None] == torch.arange(V, device=x.device)
+    dz = dz - (1 - label_smoothing) * hit.to(dz.dtype)
     if softcap:
         dz = dz * (1 - (z / softcap) ** 2)
     dz = torch.where((target == ignore_index)[:, None], 0.0, dz * dlosses[:, None])
-    return (torch.where((inside | (target == ignore_index))[:, None], dz, torch.nan).to(input.dtype),)
+    right = (target >= (ELSEWHERE if whole else 0)) & (target < V) | (target == ignore_index)
+    return (torch.where(right[:, None], dz, torch.nan).to(input.dtype),)
 
 
 def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
@@ -155,7 +169,7 @@ def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
 def _parts(input: Tensor) -> Iterator[slice]:
     """Slices of rows whose fp32 copies exist at once: together they take less than the logits, or little."""
     T, V = input.shape
-    rows = max(min(max(T * V // 8, LEAST_AT_ONCE), AT_ONCE) // V, 1)
+    rows = max(min(max(T * V // 8, LEAST_AT_ONCE), AT_ONCE) // max(V, 1), 1)
     return (slice(start, start + rows) for start in range(0, T, rows))
 
 
@@ -164,14 +178,14 @@ def _run_gradients(dlosses: Tensor, losses: None, sums: Tensor, input: Tensor, t
 
 
 def gradient(
-    dlosses: Tensor, sums: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
+    dlosses: Tensor, sums: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None, whole: int = 0
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of logits (rows, V), written to `into` where that is given; it may be the logits."""
     if kernels_run_on(input):
-        return kernels.cross_entropy.gradient(dlosses, sums, input, target, *numbers, into=into)
+        return kernels.cross_entropy.gradient(dlosses, sums, input, target, *numbers, into=into, whole=whole)
     into = torch.empty_like(input) if into is None else into
     for some in _parts(input):
-        (into[some],) = gradients(dlosses[some], None, sums[some], input[some], target[some], *numbers)
+        (into[some],) = gradients(dlosses[some], None, sums[some], input[some], target[some], *numbers, whole=whole)
     return into
 
 

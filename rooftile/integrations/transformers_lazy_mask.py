@@ -40,9 +40,11 @@ class LazyMask(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_METADATA:
+        if func in _OF_METADATA:
+            # under a mode Dynamo comes back here with subclasses alone disabled
+            with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.to and isinstance(args[0], LazyMask):
                 moved = _moved(args[0], *args[1:], **kwargs)
                 if moved is not None:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rooftile.errors import Unsupported
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.fused.one_row import project
 from rooftile.fused.rope import Rotation
 from rooftile.models import random_weights
 from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
-from rooftile.models.checkpoints.cuts import cuts_of
+from rooftile.models.checkpoints.shares import shares_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layer_kinds import layer_of
 from rooftile.models.layers import Attend, Layer, capped
@@ -100,7 +99,8 @@ class Decoder(nn.Module):
             weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
                 or "2:4" quantises or masks them while they are read, and a dictionary {pattern: word} modules by their names.
             on_layer: called with each layer whose weights are quantised once its projections have them, while others are read.
-            placement: the dtype, the device, and this rank's part of a model that several ranks share; no other part is read.
+            placement: the dtype, the device, and this rank's part of a model that several ranks share; no other part is
+                read, except for modules that the checkpoint has quantised, which are read one by one.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported, or the ranks cannot share the model; the sentence
@@ -116,20 +116,20 @@ class Decoder(nn.Module):
         files = files_of(Path(path))
         reader = plan_of(weights, Path(path))
         check_device(reader, placement.device)
+        # without memory: a wrong config.json allocates none
+        whole = cls(config, dtype=config.dtype, device="meta") if reader is None or placement.ranks > 1 else None
+        shares = {}
+        if whole is not None and placement.ranks > 1:
+            part = cls(config, placement=placement._replace(device=torch.device("meta")))
+            shares = shares_of(config, whole.layers, part.layers, placement)
         if reader is not None:
-            if placement.ranks > 1:
-                raise Unsupported(
-                    f"{placement.ranks} ranks are to share a model with quantised weights; they share models in 16 or 32 bits"
-                )
             decoder = cls(config, max_len=max_len, waits=True, placement=placement)
-            quantised.load(config, decoder, files, reader, on_layer)
+            quantised.load(config, decoder, files, reader, on_layer, shares)
             return decoder
-        # compared on "meta" first, so that a wrong config.json allocates no memory
-        whole = cls(config, dtype=config.dtype, device="meta")
+        assert whole is not None
         checkpoint.check(config, whole.tensors(), files)
         decoder = cls(config, max_len=max_len, placement=placement)
-        cuts = {} if placement.ranks == 1 else cuts_of(config, whole.layers, decoder.layers, placement)
-        checkpoint.load(config, decoder.tensors(), files, cuts)
+        checkpoint.load(config, decoder.tensors(), files, shares)
         return decoder
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

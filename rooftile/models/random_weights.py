@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rooftile.models.checkpoints.cuts import cuts_of_layer
 from rooftile.models.checkpoints.places import tensors_of_layer
+from rooftile.models.checkpoints.shares import shares_of_layer
 from rooftile.models.checkpoints.stored import slices_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layer_kinds import layer_of
@@ -78,6 +78,6 @@ def _fill_norm(norm: Norm, config: ModelConfig) -> None:
 
 def _keep_part(whole: Layer, part: Layer, config: ModelConfig, placement: Placement) -> None:
     """Copies a rank's part of a layer."""
-    places, cuts = dict(tensors_of_layer(part, part.config)), dict(cuts_of_layer(config, whole, part, placement))
+    places, shares = dict(tensors_of_layer(part, part.config)), dict(shares_of_layer(config, whole, part, placement))
     for name, x in tensors_of_layer(whole, config):
-        places[name].copy_(slices_of(x, cuts[name]) if name in cuts else x)
+        places[name].copy_(slices_of(x, shares[name].cut) if name in shares else x)

@@ -12,11 +12,11 @@ from rooftile.exact import validate as checks
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options
 from rooftile.parallel import gathered, heads, ring
-from rooftile.parallel.groups import Ranks, check_device, ranks_of
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.operators import transformed
+from rooftile.runtime.ranks import Ranks, check_agreement, check_device, ranks_of
 from rooftile.runtime.tensors import autocast, check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
@@ -109,7 +109,9 @@ def context_attention(
         scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses", partial=method == "ring"
     )
     if validate:
-        _agree(ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total))
+        check_agreement(
+            ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total)
+        )
     options = Options(bias, alibi, sinks)
     if method == "ulysses":
         found = heads.attend(q, k, v, mask, options, heads.Problem(ranks, layout, total, offsets, settings, backend))
@@ -139,14 +141,3 @@ def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> t
     if given is None or given < 0:
         raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole sequence's length")
     return None, given
-
-
-def _agree(ranks: Ranks, problem: tuple[Any, ...]) -> None:
-    """Raises InvalidInput on every rank if the ranks were given different problems."""
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * ranks.count
-    dist.all_gather_object(found, problem, group=ranks.group)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")

@@ -17,8 +17,10 @@ from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
 from rooftile.parallel.attention import METHODS, context_attention
-from rooftile.parallel.groups import ranks_of
 from rooftile.parallel.layouts import LAYOUTS
+from rooftile.recurrent.split import context as recurrences
+from rooftile.recurrent.split.context import SplitSequence
+from rooftile.runtime.ranks import ranks_of
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def context(
         if value not in has:
             raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
     attend = partial(_attend, group=ranks.group, layout=layout, method=method, cu=cu, tokens=tokens)
-    with _entered(attend):
+    with _entered(attend, SplitSequence(ranks.group, layout, cu)):
         yield
 
 
@@ -61,8 +63,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     Example:
         >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts)      # doctest: +SKIP
     """
-    current = split.CURRENT.get()
-    return _same(), _entered(current if callable(current) else False)
+    current, sequence = split.CURRENT.get(), recurrences.CURRENT.get()
+    return _same(), _entered(current if callable(current) else False, sequence or False)
 
 
 @contextmanager
@@ -71,8 +73,8 @@ def _same() -> Iterator[None]:
 
 
 @contextmanager
-def _entered(attend: Any) -> Iterator[None]:
-    token = split.enter(attend)
+def _entered(attend: Any, sequence: SplitSequence | bool) -> Iterator[None]:
+    token, own = split.enter(attend), recurrences.enter(sequence)
     try:
         if callable(attend):
             with _TorchAttention():
@@ -81,6 +83,7 @@ def _entered(attend: Any) -> Iterator[None]:
             yield
     finally:
         split.CURRENT.reset(token)
+        recurrences.CURRENT.reset(own)
 
 
 def _attend(call: Call, *, group: Any, layout: str, method: str, cu: Tensor | None, tokens: int | None) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from rooftile.errors import InvalidInput
 from rooftile.exact.api import attention_packed_with_lse, attention_with_lse
 from rooftile.exact.masks import Mask
 from rooftile.exact.spec import CallSettings, Options
-from rooftile.parallel.groups import Ranks
 from rooftile.parallel.layouts import ranges
+from rooftile.runtime.ranks import Ranks
 
 
 class Problem(NamedTuple):

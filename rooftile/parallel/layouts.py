@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from rooftile.errors import InvalidInput
+from rooftile.runtime.ranks import contiguous
 
 Range = tuple[int, int]
 LAYOUTS = ("zigzag", "contiguous")
@@ -27,9 +28,9 @@ def ranges(tokens: int, ranks: int, layout: str) -> tuple[tuple[Range, ...], ...
     """
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
-    sizes = [tokens // ranks + (r < tokens % ranks) for r in range(ranks)]
     if layout == "contiguous":
-        return tuple((part,) for part in _laid(sizes))
+        return tuple((part,) for part in contiguous(tokens, ranks))
+    sizes = [tokens // ranks + (r < tokens % ranks) for r in range(ranks)]
     first = _laid([size // 2 for size in sizes])
     last = _laid([size - size // 2 for size in reversed(sizes)], first[-1][1])
     return tuple(zip(first, reversed(last), strict=True))

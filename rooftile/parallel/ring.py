@@ -22,8 +22,8 @@ from rooftile.exact.normalise import completed
 from rooftile.exact.ops.attention import attention, attention_backward
 from rooftile.exact.restrict import Piece, over_keys, restrict
 from rooftile.exact.spec import NO_OPTIONS, Call, CallSettings
-from rooftile.parallel.groups import Ranks
 from rooftile.parallel.layouts import Range, count, ranges
+from rooftile.runtime.ranks import Ranks
 
 
 class Problem(NamedTuple):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.parallel.groups import Ranks, ranks_of
 from rooftile.parallel.layouts import Range, count, ranges
 from rooftile.runtime.arguments import shown, whole
+from rooftile.runtime.ranks import Ranks, ranks_of
 
 
 def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") -> Tensor:

@@ -15,6 +15,7 @@ operator     the operators of a rule, with their gradient
 arguments    the checks of a caller's tensors
 modules/     layers: Mamba, Mamba2, GatedDeltaNet (`rooftile.nn`)
 linear/      linear attention with feature maps
+split/       sequences that several ranks hold
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
     from rooftile.recurrent.convolution import causal_conv, conv_step
-    from rooftile.recurrent.delta import gated_delta, gated_delta_step
+    from rooftile.recurrent.delta import gated_delta, gated_delta_plan, gated_delta_step
     from rooftile.recurrent.selective import selective_scan, selective_scan_step
     from rooftile.recurrent.state_space import ssd, ssd_step
 
@@ -31,6 +32,7 @@ __all__ = [
     "causal_conv",
     "conv_step",
     "gated_delta",
+    "gated_delta_plan",
     "gated_delta_step",
     "selective_scan",
     "selective_scan_step",
@@ -42,7 +44,8 @@ __getattr__ = late_names(
     "rooftile.recurrent",
     {
         "causal_conv": "rooftile.recurrent.convolution", "conv_step": "rooftile.recurrent.convolution",
-        "gated_delta": "rooftile.recurrent.delta", "gated_delta_step": "rooftile.recurrent.delta",
+        "gated_delta": "rooftile.recurrent.delta", "gated_delta_plan": "rooftile.recurrent.delta",
+        "gated_delta_step": "rooftile.recurrent.delta",
         "selective_scan": "rooftile.recurrent.selective", "selective_scan_step": "rooftile.recurrent.selective",
         "ssd": "rooftile.recurrent.state_space", "ssd_step": "rooftile.recurrent.state_space",
     },

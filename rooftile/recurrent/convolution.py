@@ -22,12 +22,15 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
+from rooftile.recurrent.split.carries import Shift
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import placed
 from rooftile.recurrent.words import CONVOLUTION
 from rooftile.runtime.arguments import check_backend, check_flag, shown
-from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 
+@follows_context("x")
 @answers_with(CONVOLUTION)
 def causal_conv(
     x: Tensor,  # (B, T, W)
@@ -38,6 +41,7 @@ def causal_conv(
     tail: Tensor | None = None,  # (B, W, K - 1)
     return_tail: bool = True,
     cu: Tensor | None = None,
+    group: Any = None,
     backend: str | None = None,
 ) -> Any:
     """A depthwise causal convolution: y_t = act(bias + sum over k of weight[:, k] x_{t - K + 1 + k}).
@@ -53,6 +57,9 @@ def causal_conv(
             flow to it.
         return_tail: whether the last K - 1 inputs are returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; no output of one reads an input of another.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
+            rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
         backend: "triton" (kernels), "tiled", "eager" (with gradients of gradients), or None or "auto" for the fastest that runs.
 
     Returns:
@@ -69,11 +76,12 @@ def causal_conv(
     (x,) = narrowed(x)
     front = "B T" if cu is None else "total"
     sizes = _checked(x, weight, bias, front)
-    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
+    keeps = check_flag("return_tail", return_tail)
+    part, cu = placed("causal_conv", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     tail = check_state(tail, "tail", (count, sizes["W"], sizes["K"] - 1), x.dtype, x)
-    y, last = OPERATORS((x,), (weight, bias), tail, cu, (_activates(activation),), check_backend(backend, BACKENDS))
-    return (y, last) if check_flag("return_tail", return_tail) else y
+    y, last = OPERATORS((x,), (weight, bias), tail, cu, (_activates(activation),), check_backend(backend, BACKENDS), part, keeps)
+    return (y, last) if keeps else y
 
 
 @answers_with(CONVOLUTION)
@@ -159,5 +167,6 @@ OPERATORS = Operators(
         piece=_piece,
         length=256,
         kernels="rooftile.recurrent.kernels.convolution",
+        carry=Shift(),
     )
 )  # fmt: skip

@@ -30,15 +30,20 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.split.carries import Matrix
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.heads import run_by_heads
+from rooftile.recurrent.split.part import part_of, placed
+from rooftile.recurrent.split.plan import Plan, planned
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag, shown
-from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 # is added to the square of a key's length
 EPS = 1e-6
 
 
+@follows_context("q", "k", "v", "g", "beta")
 @answers_with(CALL)
 def gated_delta(
     q: Tensor,  # (B, T, Hk, Dk)
@@ -52,6 +57,8 @@ def gated_delta(
     state: Tensor | None = None,  # (B, Hv, Dk, Dv)
     return_state: bool = True,
     cu: Tensor | None = None,
+    group: Any = None,
+    method: str = "auto",
     backend: str | None = None,
 ) -> Any:
     """The gated delta rule: S_t = exp(g_t) S_{t-1} (1 - beta_t k_t k_t^T) + beta_t k_t v_t^T, y_t = scale S_t^T q_t.
@@ -70,6 +77,11 @@ def gated_delta(
             it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
+            rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
+        method: with a group: "scan" sends states and the matrices that a rank's tokens are on them; "heads" exchanges tokens for
+            heads, and needs key heads that the ranks divide; "auto" takes what costs less: `gated_delta_plan` says which and why.
         backend: "triton" (kernels, for g of each head), "tiled" (pieces, in plain operations) or "eager" (token by token, with
             gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN
             reaches the up to 63 tokens before its own, too.
@@ -91,11 +103,36 @@ def gated_delta(
     """
     q, k, v = narrowed(q, k, v)
     sizes, options = _checked(q, k, v, g, beta, scale, qk_norm, "B T" if cu is None else "total")
-    cu = None if cu is None else check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
+    keeps = check_flag("return_state", return_state)
+    part, cu = placed("gated_delta", group, cu, q)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["Hv"], sizes["Dk"], sizes["Dv"]), wide_dtype(q), q)
-    y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, check_backend(backend, BACKENDS))
-    return (y, last) if check_flag("return_state", return_state) else y
+    chosen = check_backend(backend, BACKENDS)
+    if part is not None and planned(part, sizes, q, g, method).method == "heads":
+        y, last = run_by_heads(
+            part, (q, k, v, g, beta), state, cu, lambda x, first, cu: OPERATORS(x, (), first, cu, options, chosen), keeps
+        )
+    else:
+        y, last = OPERATORS((q, k, v, g, beta), (), state, cu, options, chosen, part, keeps)
+    return (y, last) if keeps else y
+
+
+def gated_delta_plan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, group: Any, cu: Tensor | None = None, method: str = "auto"
+) -> Plan:
+    """Says how `gated_delta` with a group computes such tensors of this rank: method, bytes that a rank sends, and why.
+
+    Nothing is computed, and no rank waits.
+
+    Args:
+        q, k, v, g, group, cu, method: as in `gated_delta`.
+
+    Example:
+        >>> print(gated_delta_plan(q, k, v, g, group=group))      # doctest: +SKIP
+        heads: sends 153,354,240 bytes and runs its tokens 1 times: states with matrices would send ...
+    """
+    sizes, _ = _checked(q, k, v, g, g if g.ndim < q.ndim else g[..., 0], None, True, "B T" if cu is None else "total")
+    return planned(part_of("gated_delta", group, cu, q), sizes, q, g, method)
 
 
 @answers_with(CALL)
@@ -209,5 +246,6 @@ OPERATORS = Operators(
         length=32,
         like=2,
         kernels="rooftile.recurrent.kernels.delta",
+        carry=Matrix(),
     )
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -14,6 +14,11 @@ from torch import Tensor
 from rooftile.errors import Unsupported
 from rooftile.recurrent import walk
 from rooftile.recurrent.rule import Given, Kernels, Rule, Tensors
+from rooftile.recurrent.split import run as split
+from rooftile.recurrent.split.context import refuse_step
+from rooftile.recurrent.split.part import Part
+from rooftile.recurrent.split.rules import RuleOnRank
+from rooftile.recurrent.split.run import Problem
 from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, call, define, transformed, wants_grad, watched
@@ -48,9 +53,17 @@ class Operators:
         )
 
     def __call__(
-        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Sequence[Any], backend: str = "auto"
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the outputs, and the state after the last token of each sequence."""
+        self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, backend: str = "auto",
+        part: Part | None = None, keeps: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Returns the outputs, and the state after the last token of each sequence.
+
+        With `part` they are of a sequence that several ranks share, whose last states are everywhere, or None without `keeps`.
+        """
+        if part is not None:
+            if backend == "triton" and (reason := self.refusal(tokens, constants, state, options)) is not None:
+                raise Unsupported(f"backend 'triton' cannot run {self.rule.name}: {reason}")
+            return split.run(Problem(RuleOnRank(self, options, backend), part, keeps), (*tokens, *constants), state)
         if backend == "eager" and not state.is_meta:
             return walk.forward(self._by_token, tokens, constants, state, cu, options)
         if transformed():
@@ -70,6 +83,7 @@ class Operators:
         self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Sequence[Any]
     ) -> Tensor:  # fmt: skip
         """Reads one token of each sequence, changes the states in place, and returns the outputs."""
+        refuse_step(f"a step of {self.rule.name}")
         if transformed():
             raise Unsupported(
                 f"a step of {self.rule.name} under torch.func: it changes states in place and has no gradient; write "
@@ -88,7 +102,7 @@ class Operators:
             return lack
         return self._kernels.refusal(tokens, constants, state, options)
 
-    @property
+    @cached_property
     def _kernels(self) -> Kernels:
         assert self.rule.kernels is not None
         found: Any = import_module(self.rule.kernels)
@@ -98,6 +112,13 @@ class Operators:
         if backend == "auto":
             warn_without_triton(state.is_cuda)
         return backend in ("auto", "triton") and self.refusal(tokens, constants, state, options) is None
+
+    def run_forward(self, arguments: Given) -> tuple[Tensor, Tensor]:
+        """Runs the forward without recording it, as an operator where something watches."""
+        run = self.forward if watched(*arguments) or arguments[0].is_meta else self._run
+        with below_autograd():
+            y, last = run(*arguments)
+        return y, last
 
     def run_backward(self, arguments: Sequence[Any]) -> list[Tensor]:
         """Runs the backward, as an operator where something watches."""
@@ -172,9 +193,7 @@ def _function(operators: Operators) -> Any:
     class Recurrence(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            run = operators.forward if watched(*arguments) or arguments[0].is_meta else operators._run
-            with below_autograd():
-                y, last = run(*arguments)
+            y, last = operators.run_forward(arguments)
             ctx.save_for_backward(*arguments[: count + 1])
             ctx.options = arguments[count + 1 :]
             ctx.set_materialize_grads(False)

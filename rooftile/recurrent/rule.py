@@ -12,6 +12,8 @@ from torch import Tensor
 Tensors = Sequence[Tensor | None]
 # tokens, constants, state, options -> outputs and the state afterwards
 Given = Sequence[Any]
+# tokens and first states -> the states behind the tokens
+Run = Callable[[Given, Tensor], Tensor]
 Step = Callable[[Given, Given, Tensor, Given], tuple[Tensor, Tensor]]
 
 
@@ -37,6 +39,31 @@ class Kernels(Protocol):
         """Reads one token of each sequence, changes the states in place, and returns contiguous outputs."""
 
 
+class Carry(Protocol):
+    """What a recurrence tells the other ranks beside the state from zero."""
+
+    def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a map, whose states have the shape `state`."""
+
+    def nothing(self, state: tuple[int, ...], like: Tensor) -> Tensor:
+        """Returns the state of no tokens."""
+
+    def memory(self, state: tuple[int, ...]) -> int | None:
+        """Returns the number of tokens that a state knows of, None where it knows of all."""
+
+    def map(self, run: Run, tokens: Given, constants: Given, state: Tensor, options: Given) -> Tensor:
+        """Returns the map (rows, ...) of tokens (rows, c, ...); `state` has the shape of the states."""
+
+    def join(self, map: Tensor, before: Tensor, own: Tensor) -> Tensor:
+        """Returns the state behind tokens from the one before them, and from the one that they reach from zero."""
+
+    def back(self, map: Tensor, grad: Tensor) -> Tensor:
+        """Returns the gradient of the state before tokens from the gradient of the one behind them."""
+
+    def turned(self, map: Tensor, before: Tensor, behind: Tensor) -> Tensor:
+        """Returns the map that `back` takes, once the states are known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """A recurrence: its tensors, its options, its definition, and how several tokens are computed at once.
@@ -51,6 +78,7 @@ class Rule:
         length: the tokens of a piece, between which the backward keeps no more than the states.
         like: the place in `tokens` of the tensor whose shape and dtype the outputs have.
         kernels: the name of the module with its kernels, which has the functions of `Kernels`; None without kernels.
+        carry: how states pass from rank to rank where several hold a sequence.
     """
 
     name: str
@@ -62,6 +90,7 @@ class Rule:
     length: int
     like: int = 0
     kernels: str | None = None
+    carry: Carry | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:

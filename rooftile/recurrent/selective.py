@@ -26,13 +26,16 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, wide_dtype
-from rooftile.recurrent.state_space import FREE, steps_of
+from rooftile.recurrent.split.carries import Decay
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import placed
+from rooftile.recurrent.steps import FREE, steps_of
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
-from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
 
+@follows_context("x", "dt", "B", "C", "z")
 @answers_with(CALL)
 def selective_scan(
     x: Tensor,  # (B, T, W)
@@ -48,6 +51,7 @@ def selective_scan(
     state: Tensor | None = None,  # (B, W, N)
     return_state: bool = True,
     cu: Tensor | None = None,
+    group: Any = None,
     backend: str | None = None,
 ) -> Any:
     """The recurrence of Mamba-1: h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = <C_t, h_t> + D x_t, for each channel.
@@ -66,6 +70,9 @@ def selective_scan(
         state: the state before the first token (B, W, N), float32 (float64 for float64); None for zeros. Gradients flow to it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
+            rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
         backend: "triton" (kernels), "tiled" (plain operations, whose backward keeps one state in 64) or "eager" (with gradients
             of gradients); None or "auto" takes the fastest that runs.
 
@@ -89,11 +96,12 @@ def selective_scan(
     flag = check_flag("softplus", softplus)
     if not flag and dt_bias is None:
         check_values("dt", dt, "at least 0")
-    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
+    keeps = check_flag("return_state", return_state)
+    part, cu = placed("selective_scan", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["W"], sizes["N"]), wide_dtype(x), x)
-    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, (flag,), check_backend(backend, BACKENDS))
-    return (y, last) if check_flag("return_state", return_state) else y
+    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, (flag,), check_backend(backend, BACKENDS), part, keeps)
+    return (y, last) if keeps else y
 
 
 @answers_with(CALL)
@@ -168,6 +176,13 @@ def _by_channel(x: Tensor, W: int) -> Tensor:
     return x[:, None] if x.ndim == 2 else x.repeat_interleave(W // x.shape[1], 1)
 
 
+def _exponents(tokens: Given, constants: Given, options: Given) -> Tensor:
+    """Returns the logarithm of the decays over tokens (rows, c, ...): (rows, W, N), in fp64."""
+    (x, dt, *_), (A, _, dt_bias) = tokens, constants
+    steps = steps_of(dt, dt_bias, (*options, *FREE), wide_dtype(x)).double().sum(1)
+    return steps[..., None] * A.double()
+
+
 OPERATORS = Operators(
     Rule(
         name="selective_scan",
@@ -178,5 +193,6 @@ OPERATORS = Operators(
         piece=None,
         length=64,
         kernels="rooftile.recurrent.kernels.selective",
+        carry=Decay(3, _exponents),
     )
 )  # fmt: skip

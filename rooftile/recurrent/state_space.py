@@ -12,7 +12,6 @@ Dao and Gu, Transformers are SSMs, arXiv:2405.21060.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,15 +31,16 @@ from rooftile.recurrent.arguments import (
 )  # fmt: skip
 from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
+from rooftile.recurrent.split.carries import Decay
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import placed
+from rooftile.recurrent.steps import UNLIMITED, steps_of
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
-from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_with
 
-# a step below 0 would let a state grow: it counts as 0, as in mamba-ssm's kernels; Mamba-1's scan bounds nothing
-UNLIMITED, FREE = (0.0, math.inf), (-math.inf, math.inf)
 
-
+@follows_context("x", "dt", "B", "C", "z")
 @answers_with(CALL)
 def ssd(
     x: Tensor,  # (B, T, H, P)
@@ -57,6 +57,7 @@ def ssd(
     state: Tensor | None = None,  # (B, H, P, N)
     return_state: bool = True,
     cu: Tensor | None = None,
+    group: Any = None,
     backend: str | None = None,
 ) -> Any:
     """The recurrence of Mamba-2: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t.
@@ -77,6 +78,9 @@ def ssd(
         state: the state before the first token (B, H, P, N), float32 (float64 for float64); None for zeros. Gradients flow to it.
         return_state: whether the state after the last token is returned, too.
         cu: offsets (B + 1,), int32, of packed sequences; each has a state of its own.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
+            rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
         backend: "triton" (kernels, gradients too), "tiled" (pieces, in plain operations) or "eager" (token by
             token, with gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN reaches the up to
             63 tokens before its own, too.
@@ -111,11 +115,12 @@ def ssd(
     check_values("A", A, "at most 0")
     if not softplus and dt_bias is None:
         check_values("dt", dt, "at least 0")
-    cu = None if cu is None else check_offsets("cu", cu, x.shape[0], "tokens", x.device, False)
+    keeps = check_flag("return_state", return_state)
+    part, cu = placed("ssd", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["H"], sizes["P"], sizes["N"]), wide_dtype(x), x)
-    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, options, check_backend(backend, BACKENDS))
-    return (y, last) if check_flag("return_state", return_state) else y
+    y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, options, check_backend(backend, BACKENDS), part, keeps)
+    return (y, last) if keeps else y
 
 
 @answers_with(CALL)
@@ -173,18 +178,6 @@ def _checked(
     return sizes
 
 
-def steps_of(dt: Tensor, bias: Tensor | None, options: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Returns the steps in a wide dtype: softplus of dt and its bias, clamped; options: softplus, low, high."""
-    softplus, low, high = options
-    dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
-    if softplus:
-        # beyond this threshold log(1 + exp(x)) is x to the last bit
-        dt = F.softplus(dt, threshold=40.0 if dtype == torch.float64 else 20.0)
-    # softplus gives no step below 0
-    free = (low, high) == FREE or (softplus and (low, high) == UNLIMITED)
-    return dt if free else dt.clamp(low, high)
-
-
 def _token(tokens: Given, constants: Given, state: Tensor, options: Given) -> tuple[Tensor, Tensor]:
     x, dt, B, C, z = tokens
     A, D, dt_bias = constants
@@ -224,6 +217,12 @@ def _piece(tokens: Given, constants: Given, state: Tensor, options: Given) -> tu
     return _gated(y, x, D, z, wide), last
 
 
+def _exponents(tokens: Given, constants: Given, options: Given) -> Tensor:
+    """Returns the logarithm of the decay over tokens (rows, c, ...): (rows, H), in fp64."""
+    (x, dt, *_), (A, _, dt_bias) = tokens, constants
+    return (steps_of(dt, dt_bias, options, wide_dtype(x)).double() * A.double()).sum(1)
+
+
 OPERATORS = Operators(
     Rule(
         name="ssd",
@@ -234,5 +233,6 @@ OPERATORS = Operators(
         piece=_piece,
         length=64,
         kernels="rooftile.recurrent.kernels.state_space",
+        carry=Decay(2, _exponents),
     )
 )  # fmt: skip

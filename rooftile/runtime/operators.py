@@ -163,6 +163,12 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward, in which a checkpoint runs its forward again."""
+    current: Any = torch._C._current_graph_task_id
+    return bool(current() != -1)
+
+
 def is_recorded(*tensors: Tensor | None) -> bool:
     """Whether something records or replaces the operations on these: a compiler, mode, transform, trace, or a derivative.
 

@@ -11,7 +11,9 @@ limits      the limits in one place
 admission   how much may wait
 keys        who may come in
 refusals    errors in OpenAI's form
+routing     which engine answers a prompt
 engine/     the engine's process
+replicas/   several engines behind one API
 http/       from a socket to a request
 observe/    log and metrics
 page/       the page at /

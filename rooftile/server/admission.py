@@ -45,8 +45,8 @@ class Admission:
     """Counts waiting answers and tokens, and refuses more than the limits.
 
     Args:
-        max_waiting: answers that may wait; each of n, best_of or beams counts.
-        max_waiting_tokens: prompt tokens that may wait.
+        max_waiting: answers that may wait for each engine; each of n, best_of or beams counts.
+        max_waiting_tokens: prompt tokens that may wait for each engine.
         max_per_key: prompts of one key that may wait or run; None for any number.
         now: a clock.
     """
@@ -54,8 +54,9 @@ class Admission:
     def __init__(
         self, max_waiting: int, max_waiting_tokens: int, max_per_key: int | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.max_waiting = max_waiting
-        self.max_waiting_tokens = max_waiting_tokens
+        self._most_per_engine = max_waiting, max_waiting_tokens
+        self.engines = 1
+        """How many engines take requests."""
         self.max_per_key = max_per_key
         self.waiting = 0
         self.tokens = 0
@@ -64,6 +65,16 @@ class Admission:
         self._per_key = Counter[str]()
         self._now = now
         self._started: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def max_waiting(self) -> int:
+        """How many answers may wait now."""
+        return self._most_per_engine[0] * self.engines
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        """How many prompt tokens may wait now."""
+        return self._most_per_engine[1] * self.engines
 
     @property
     def running(self) -> int:

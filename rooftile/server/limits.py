@@ -52,6 +52,9 @@ CONNECTIONS = 2048
 # requests that a connection may hold behind the one that is answered. No flag: the usual clients send none ahead
 PIPELINED = 16
 
+# engines of one server. No flag: no machine has as many GPUs
+REPLICAS = 64
+
 # texts that wait for one of the tokenizer's threads. No flag: more would only wait longer
 TOKENISING = 256
 TOKENISING_THREADS = 2

@@ -1,4 +1,4 @@
-"""Starts a server, and ends it: at a signal, or when its engine has died."""
+"""Starts a server, and ends it: at a signal, or when no engine is left."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ class ServerRun:
             await self._service.close()
 
     async def _serve(self, stopping: asyncio.Task[bool], serving: asyncio.Task[None]) -> int:
-        """Serves until a signal comes, the engine dies, or the server stops listening."""
-        engine = self._service.engine
-        assert engine is not None
-        over = asyncio.create_task(engine.over.wait())
+        """Serves until a signal comes, no engine is left, or the server stops listening."""
+        engines = self._service.engines
+        assert engines is not None
+        over = asyncio.create_task(engines.over.wait())
         await asyncio.wait({over, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not over.done():
             await self._drain(over)
         over.cancel()
-        return await self._fail() if engine.cause is not None else self._listening_failed(serving)
+        return await self._fail() if engines.over.is_set() else self._listening_failed(serving)
 
     def _listening_failed(self, serving: asyncio.Task[None]) -> int:
         """Returns the exit code of a server whose engine has not failed: 0, unless it listens no more without being asked."""
@@ -128,17 +128,17 @@ class ServerRun:
 
     async def _fail(self) -> int:
         """Says why there is no engine; every waiting client knows it already."""
-        engine = self._service.engine
-        assert engine is not None
-        log.error("%s", engine.detail)
+        engines = self._service.engines
+        assert engines is not None
+        log.error("%s", engines.failed.detail)
         await asyncio.sleep(FAREWELL_S)
-        return WRONG if engine.wrong else FAILED
+        return WRONG if engines.failed.wrong else FAILED
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            # whoever asks twice does not want to wait; the engine ends with its socket
-            if self._service.engine is not None:
-                self._service.engine.kill()
+            # whoever asks twice does not want to wait; engines end with their sockets
+            if self._service.engines is not None:
+                self._service.engines.kill()
             os._exit(1)
         self._stop.set()
 
@@ -157,14 +157,17 @@ class ServerRun:
         return f"http://{host}:{self._listener.getsockname()[1]}"
 
     def _say_ready(self) -> None:
-        engine, settings = self._service.engine, self._settings
-        assert engine is not None
-        assert engine.ready is not None
-        ready = engine.ready
+        engines, settings = self._service.engines, self._settings
+        assert engines is not None
+        ready = engines.facts
+        if ready is None:
+            # it has died since
+            return
         log.info(
-            "ready: %s; model %s; cache of %s; at most %s answers at once, %s tokens per sequence, %s answers and %s prompt "
+            "ready: %s; model %s; %scache of %s; at most %s answers at once, %s tokens per sequence, %s answers and %s prompt "
             "tokens waiting, %g s per request; %s",
-            self._address, settings.served_model_name, ready.cache, f"{ready.max_answers:,}",
+            self._address, settings.served_model_name, f"{settings.replicas} replicas, each with a " * (settings.replicas > 1),
+            ready.cache, f"{ready.max_answers:,}",
             f"{ready.max_len:,}", f"{settings.max_waiting:,}", f"{settings.max_waiting_tokens:,}", settings.deadline_s,
             "keys are asked for" if settings.keys else "no key is asked for",
         )  # fmt: skip

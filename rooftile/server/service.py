@@ -6,14 +6,13 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.admission import Admission
 from rooftile.server.engine.messages import Ready
-from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.body import Bodies
 from rooftile.server.http.texts import Texts
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal, retry_later
+from rooftile.server.replicas.replicas import Replicas
 from rooftile.server.settings import ServerSettings
 
 # how often the event loop's lag is measured
@@ -28,7 +27,7 @@ class Live(Protocol):
 
 
 class Service:
-    """A model, its engine, and its queue.
+    """A model, its engines, and their queue.
 
     Args:
         settings: the server's settings.
@@ -39,7 +38,7 @@ class Service:
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name)
         self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
-        self.engine: RemoteEngine | None = None
+        self.engines: Replicas | None = None
         self.texts: Texts | None = None
         self.draining = False
         self.live: set[Live] = set()
@@ -48,44 +47,50 @@ class Service:
         self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> bool:
-        """Starts the engine; returns whether it became ready."""
+        """Starts the engines; returns whether one became ready."""
         # measured from the beginning: also while the model is read
         self._lag = asyncio.create_task(self._measure_lag())
         settings = {"model": self.settings.model, "json_log": self.settings.json_log} | self.settings.engine
-        self.engine = RemoteEngine(settings, stall_s=self.settings.stall_s, noted=self._note)
+        self.engines = Replicas(
+            self.settings.replicas, settings, stall_s=self.settings.stall_s, noted=self.metrics.note_stats, changed=self._count
+        )  # fmt: skip
         await asyncio.to_thread(_import_serving)
-        await self.engine.changed.wait()
-        if self.engine.ready is None or self.engine.cause is not None:
+        ends = [asyncio.create_task(each.wait()) for each in (self.engines.ready, self.engines.over)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        facts = self.engines.facts
+        if facts is None or self.engines.over.is_set():
             return False
-        self.texts = await Texts.load(self.engine.ready.folder, self.settings.engine.get("chat_template"))
-        ready = self.engine.ready
-        self._note(EngineStats(free_blocks=ready.blocks))
+        self.texts = await Texts.load(facts.folder, self.settings.engine.get("chat_template"))
         return True
 
     async def close(self) -> None:
-        """Ends the engine and the threads."""
+        """Ends the engines and the threads."""
         if self._lag is not None:
             self._lag.cancel()
         if self.texts is not None:
             self.texts.close()
-        if self.engine is not None:
-            await self.engine.close()
+        if self.engines is not None:
+            await self.engines.close()
 
-    def check(self) -> tuple[RemoteEngine, Texts, Ready]:
-        """Returns the engine, the tokenizer and the facts about them.
+    def check(self) -> tuple[Replicas, Texts, Ready]:
+        """Returns the engines, the tokenizer and the facts about them.
 
         Raises:
             Refusal: with status 503, if no request can be answered now.
         """
-        engine = self.engine
+        engines = self.engines
         if self.draining:
             raise retry_later("shutting_down", "the server is shutting down; ask another, or later", 10)
-        if engine is not None and engine.cause is not None:
-            raise Refusal("engine_down", engine.cause)
-        if engine is None or engine.ready is None or self.texts is None:
-            percent = 0 if engine is None else engine.percent
+        facts = None if engines is None else engines.facts
+        if engines is not None and facts is not None and self.texts is not None:
+            return engines, self.texts, facts
+        if engines is None or any(each.state in ("loading", "ready") for each in engines.all):
+            percent = 0 if engines is None else engines.percent
             raise retry_later("model_loading", f"the model is being read, {percent} %", 2)
-        return engine, self.texts, engine.ready
+        why = engines.failed.cause or ""
+        raise Refusal("engine_down", why) if engines.over.is_set() else retry_later("engine_down", why, 2)
 
     def facts(self) -> dict[str, Any]:
         """Returns the served model in OpenAI's words."""
@@ -94,16 +99,29 @@ class Service:
             "max_model_len": self.check()[2].max_len,
         }  # fmt: skip
 
+    def health(self) -> dict[str, Any]:
+        """Returns how each engine stands.
+
+        Raises:
+            Refusal: with status 503, if no request can be answered now.
+        """
+        engines = self.check()[0]
+        return {"status": "ok", "replicas": [each.state for each in engines.all]}
+
     def scrape(self) -> bytes:
         """Returns the metrics of this moment."""
-        metrics, engine = self.metrics, self.engine
+        metrics = self.metrics
         metrics.waiting.set(self.admission.waiting)
         metrics.queued.set(self.admission.tokens)
-        metrics.up.set(engine is not None and engine.ready is not None and engine.cause is None)
+        replicas = [] if self.engines is None else self.engines.all
+        metrics.up.set(any(each.engine.answers for each in replicas))
+        for number, each in enumerate(replicas, 1):
+            metrics.note_replica(number, up=each.engine.answers, requests=each.engine.requests, starts=each.starts)
         return metrics.text()
 
-    def _note(self, stats: EngineStats) -> None:
-        self.metrics.note_stats(stats)
+    def _count(self) -> None:
+        assert self.engines is not None
+        self.admission.engines = max(1, len(self.engines.answering))
 
     async def _measure_lag(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from rooftile.engine.settings.table import check_settings
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.keys import Keys
+from rooftile.server.replicas.devices import VISIBLE, environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class ServerSettings:
         open: whether a server without keys may listen on another host than loopback.
         allowed_hosts: Host headers that are answered, with loopback's.
         allowed_origins: origins whose pages may ask and read answers, as "https://a.example"; "*" for all.
-        max_waiting, max_waiting_tokens: how many answers and prompt tokens may wait.
+        replicas: how many engines answer, each with GPUs of its own.
+        max_waiting, max_waiting_tokens: how many answers and prompt tokens may wait for each engine.
         max_per_key: how many requests of one key may wait or run; None for any number.
         max_body: the most bytes of a body.
         deadline_s, drain_s, stall_s: seconds for one request, for running requests at the end, and for one step.
@@ -50,6 +53,7 @@ class ServerSettings:
     open: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    replicas: int = 1
     max_waiting: int = 256
     max_waiting_tokens: int = 262_144
     max_per_key: int | None = None
@@ -71,7 +75,7 @@ class ServerSettings:
             object.__setattr__(self, "served_model_name", Path(self.model.rstrip("/")).name or self.model)
         if len(self.served_model_name) > limits.NAME_CHARACTERS:
             raise InvalidInput(f"--served-model-name has more than {limits.NAME_CHARACTERS} characters; give a shorter one")
-        for name in ("max_waiting", "max_waiting_tokens", "max_per_key", "max_body"):
+        for name in ("replicas", "max_waiting", "max_waiting_tokens", "max_per_key", "max_body"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"--{name.replace('_', '-')} is {value}; must be at least 1")
@@ -80,6 +84,9 @@ class ServerSettings:
             if not 0 <= value < 1e7 or (value == 0 and name != "drain_s"):
                 least = "of at least 0" if name == "drain_s" else "above 0"
                 raise InvalidInput(f"--{name.removesuffix('_s')} is {value:g}; must be a number of seconds {least}")
+        if self.replicas > limits.REPLICAS:
+            raise InvalidInput(f"--replicas is {self.replicas:,}; may be at most {limits.REPLICAS}")
+        environments(self.replicas, self.engine, os.environ.get(VISIBLE))
         if not 0 <= self.port < 2**16:
             raise InvalidInput(f"--port is {self.port}; must be from 0 to 65535")
         if not re.fullmatch(r"[a-zA-Z_]\w*", self.metrics_prefix):

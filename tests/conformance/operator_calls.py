@@ -170,7 +170,7 @@ def _linear_cross_entropy_backward(device: torch.device) -> Work:
 def _linear_cross_entropy_reduced(device: torch.device) -> Work:
     _linear_cross_entropy(device, "mean")
     gradients = 160 + 7 * 32 + 28
-    return Work(6 * 5 * 8 * 7, gradients + 40, 4 + gradients)
+    return Work(6 * 5 * 8 * 7, gradients + 40 + 8, 4 + gradients)
 
 
 def _linear_cross_entropy_reduced_backward(device: torch.device) -> Work:

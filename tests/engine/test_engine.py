@@ -42,7 +42,7 @@ CASES = swept(product(FAMILIES + MORE_FAMILIES, SETTINGS, (False, True)), _trait
 @pytest.mark.parametrize(("name", "how", "ahead"), CASES, ids=str)
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, ahead: bool, peers) -> None:
     peer, settings = peers(name), SETTINGS[how]
-    asked = prompts(8 if name in MORE_FAMILIES else 24)
+    asked = prompts(5 if name in MORE_FAMILIES else 24)
     due = peer.greedy(asked, TOKENS)
     llm = LLM(peer.folder, **settings)
     llm.engine._ahead = ahead

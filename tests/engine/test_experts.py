@@ -6,6 +6,7 @@ Mixed with others they are in test_engine.py, too, as all families.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rooftile.models.checkpoints.write import quantise_folder
 from rooftile.models.experts.feed_forward import QUANTISED
 from rooftile.weights import QuantisedWeight
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
+from tests.grids import swept
 from tests.models.checkpoints import saved, theirs
 from tests.models.experts import DEEPSEEK, DeepSeek
 
@@ -55,8 +57,14 @@ def ask(folder: Path, how: str, due: list[list[int]], asked: list[list[int]]) ->
     assert max(len(set(row)) for row in due) > 8
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+def _traits(case: tuple[str, str]) -> list:
+    """`make test` runs each model, and each family without a preemption, with one, and deterministic."""
+    name, how = case
+    family = name.split(",")[0]
+    return [name, how, (family, "preempted" in how), (family, how == "deterministic")]
+
+
+@pytest.mark.parametrize(("name", "how"), swept(product(NAMES, SETTINGS), _traits))
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
     asked = prompts(8)
     ask(peers(name).folder, how, peers(name).greedy(asked, TOKENS), asked)

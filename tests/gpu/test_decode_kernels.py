@@ -74,7 +74,8 @@ def test_experts_of_few_tokens_equal_python(activation: str, dtype: torch.dtype,
     u, gates = torch.randn(N, d, device=device).to(dtype), torch.rand(N, K, device=device)
     y = moe.experts(u, moe.Routing(chosen, gates), activation=activation, **given)
     due = mixture(u.double(), chosen, gates.double(), activation=activation, **{name: x.double() for name, x in given.items()})
-    tolerance = 8 * torch.finfo(dtype).eps
+    # sums of up to 1,300 products, in fp32
+    tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), due, rtol=tolerance, atol=tolerance)
 
 

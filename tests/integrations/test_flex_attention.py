@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 import rooftile as rt
 from rooftile.exact.blocks import block_mask as module
 from rooftile.integrations.flex_attention import flex_attention
+from tests.grids import pairs, swept
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -30,10 +32,12 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(("T", "S"), [(300, 300), (130, 300), (300, 200)])
-@pytest.mark.parametrize("size", [64, (128, 64)])
-def test_equals_flex_attention(name: str, T: int, S: int, size: int | tuple[int, int]) -> None:
+LENGTHS = ((300, 300), (130, 300), (300, 200))
+
+
+@pytest.mark.parametrize(("name", "lengths", "size"), swept(product(MASKS, LENGTHS, (64, (128, 64))), pairs), ids=str)
+def test_equals_flex_attention(name: str, lengths: tuple[int, int], size: int | tuple[int, int]) -> None:
+    T, S = lengths
     q, k, v = (torch.randn(2, 2, n, 32) for n in (T, S, S))
     mask = create_block_mask(MASKS[name], 2, 2, T, S, device="cpu", BLOCK_SIZE=size)
     due, aux = torch_flex.flex_attention(q, k, v, block_mask=mask, scale=0.3, return_aux=torch_flex.AuxRequest(lse=True))

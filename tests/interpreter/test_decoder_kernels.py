@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from rooftile.fused.quantised import gated_quantised
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.numerics.activations import gated_halves
 from rooftile.runtime.launch import observe
+from tests.grids import pairs, swept
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,17 +86,18 @@ def assert_same_rows(found: QuantisedRows, due: QuantisedRows) -> None:
     torch.testing.assert_close(found.scales, due.scales, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["own-scales", "given-scale"])
-@pytest.mark.parametrize("out", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("total", "size"), [(1, 40), (37, 41), (2, 2048)])
+# a format, and whether a scale is given: INT8 finds its scales
+OUTS = (("fp8", False), ("fp8", True), ("int8", False))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "dtype", "way"), swept(product(((1, 40), (37, 41), (2, 2048)), KINDS, DTYPES, OUTS), pairs), ids=str
+)
 def test_rows_are_quantised_as_they_are_rounded(
-    total: int, size: int, kind: str, dtype: torch.dtype, out: str, given: bool
+    rows: tuple[int, int], kind: str, dtype: torch.dtype, way: tuple[str, bool]
 ) -> None:  # fmt: skip
     """One kernel gives the bits of two: that of the norm, and that of its rows."""
-    if given and out == "int8":
-        pytest.skip("INT8 finds its scales")
+    (total, size), (out, given) = rows, way
     norm, scale = norm_of(kind, size, dtype), torch.tensor([0.01]) if given else None
     x, residual = (3 * torch.randn(2, total, size)).to(dtype)
     x[0, 3] = torch.nan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from rooftile import moe
 from rooftile.errors import Unsupported
 from rooftile.moe import kernels
 from rooftile.moe.problem import Options, Weights
+from tests.grids import pairs, swept
 from tests.moe.by_hand import mixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -36,12 +39,13 @@ def tensors(size: str, activation: str, dtype: torch.dtype, bias: bool, shared: 
     return torch.randn(N, d).to(dtype), moe.Routing(chosen.int(), torch.rand(N, K)), given
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    ("activation", "bias", "shared"), [("silu", False, True), ("clamped", True, False), ("relu2", True, True)]
-)
-@pytest.mark.parametrize("size", SIZES)
-def test_experts_equal_python(size: str, activation: str, bias: bool, shared: bool, dtype: torch.dtype) -> None:
+# activation, bias, shared network
+KINDS = (("silu", False, True), ("clamped", True, False), ("relu2", True, True))
+
+
+@pytest.mark.parametrize(("size", "kind", "dtype"), swept(product(SIZES, KINDS, TOLERANCE), pairs), ids=str)
+def test_experts_equal_python(size: str, kind: tuple[str, bool, bool], dtype: torch.dtype) -> None:
+    activation, bias, shared = kind
     u, routing, given = tensors(size, activation, dtype, bias, shared)
     wide = {name: x.double() for name, x in given.items()}
     due = mixture(u.double(), *routing[:2], activation=activation, **wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from rooftile.moe.by_expert import Gradients
 from rooftile.moe.problem import Options, Weights
 from rooftile.runtime.launch import observe
 from tests.approximate.tolerance import assert_within
+from tests.grids import pairs, swept
 from tests.moe.test_experts import ACTIVATIONS, SIZES, choices, run, tensors
 
 # a sigmoid far below 0
@@ -19,9 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "activation", "dtype"), swept(product(SIZES, ACTIVATIONS, DTYPES), pairs), ids=str)
 def test_gradients_equal_python(size: str, activation: str, dtype: torch.dtype) -> None:
     experts, given = tensors(size, activation)
     given = {name: x if name == "gates" else x.to(dtype).float() for name, x in given.items()}
@@ -37,8 +38,7 @@ def test_gradients_equal_python(size: str, activation: str, dtype: torch.dtype) 
 LARGE = {"even": (300, 2, 3, 72, 140), "all to the same": (290, 1, 4, 140, 72)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize(("size", "dtype"), swept(product(LARGE, DTYPES[:2]), lambda case: case), ids=str)
 def test_several_tiles_of_an_expert(size: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, size, (*LARGE[size], 0))
     _, given = tensors(size)

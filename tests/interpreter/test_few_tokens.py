@@ -12,6 +12,7 @@ from rooftile import moe
 from rooftile.moe import kernels
 from rooftile.moe.kernels import few_tokens
 from rooftile.moe.problem import Options, Weights
+from tests.grids import pairs, swept
 from tests.interpreter.test_experts import TOLERANCE
 from tests.moe.by_hand import mixture
 
@@ -34,8 +35,11 @@ def tensors(size: str, N: int, activation: str, dtype: torch.dtype, full: bool) 
 
 
 CASES = [
-    *product(SIZES, [1, few_tokens.FEW], [("silu", False), ("clamped", True), ("relu2", True), ("silu", True)], TOLERANCE),
-    *product(WIDE, [1], [("clamped", True)], TOLERANCE),
+    *swept(
+        product(SIZES, [1, few_tokens.FEW], [("silu", False), ("clamped", True), ("relu2", True), ("silu", True)], TOLERANCE),
+        pairs,
+    ),
+    *swept(product(WIDE, [1], [("clamped", True)], TOLERANCE), lambda case: case[:1]),
 ]
 
 

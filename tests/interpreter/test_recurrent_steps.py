@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rooftile import recurrent as rec
 from rooftile.recurrent import walk
 from rooftile.recurrent.kernels import convolution, selective, state_space_step
 from rooftile.runtime.launch import observe
+from tests.grids import pairs, swept
 from tests.recurrent import cases
 from tests.recurrent.cases import Case
 
@@ -240,11 +242,12 @@ def conv_gradients(case: Case, defined: bool, use_last: bool) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
 
 
-@pytest.mark.parametrize("K", [1, 2, 4, 8])
-@pytest.mark.parametrize("activation", ["silu", None])
-@pytest.mark.parametrize("cu", [None, *PACKS[:2], [0, 0, 2, 3, 3]], ids=str)
+CUT = (None, *map(tuple, PACKS[:2]), (0, 0, 2, 3, 3))
+
+
+@pytest.mark.parametrize(("cu", "activation", "K"), swept(product(CUT, ("silu", None), (1, 2, 4, 8)), pairs), ids=str)
 def test_gradients_of_the_convolution(
-    cu: list[int] | None, activation: str | None, K: int, monkeypatch: pytest.MonkeyPatch
+    cu: tuple[int, ...] | None, activation: str | None, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(K)
     monkeypatch.setattr(convolution, "PART", 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from rooftile import moe
 from rooftile.moe import routing as plain
 from rooftile.moe.kernels import routing as kernels
+from tests.grids import swept
 from tests.moe import by_hand
 
 ROUTERS = {
@@ -44,13 +46,19 @@ def by_plain(*given, **words) -> moe.Routing:
         return moe.route(*given, **words)
 
 
-@pytest.mark.parametrize("biases", [False, True])
+# N, d, dtype
+TOKENS = (
+    (1, 40, torch.bfloat16), (6, 1, torch.float32), (3, 1037, torch.float16), (kernels.FEW + 3, 33, torch.float32),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("N", "d", "dtype"),
-    [(1, 40, torch.bfloat16), (6, 1, torch.float32), (3, 1037, torch.float16), (kernels.FEW + 3, 33, torch.float32)],
+    ("name", "tokens", "biases"),
+    swept(product(ROUTERS, TOKENS, (False, True)), lambda case: ((case[0], case[1][0] == 1), case[::2], case[1:])),
+    ids=str,
 )
-@pytest.mark.parametrize("name", ROUTERS)
-def test_kernels_equal_python(name: str, N: int, d: int, dtype: torch.dtype, biases: bool) -> None:
+def test_kernels_equal_python(name: str, tokens: tuple[int, int, torch.dtype], biases: bool) -> None:
+    N, d, dtype = tokens
     E, words = ROUTERS[name]
     u, centroids, tensors = inputs(E, N, d, dtype, biases)
     words = {k: v for k, v in words.items() if k != "round_gates"}

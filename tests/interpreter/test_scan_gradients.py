@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rooftile.recurrent import walk
 from rooftile.recurrent.kernels import selective
+from tests.grids import swept
 from tests.interpreter.test_recurrent_steps import ROOM, rounded
 from tests.recurrent import cases
 from tests.recurrent.cases import Case
@@ -67,8 +69,9 @@ def check(case: Case, dtype: torch.dtype, *, y: bool = True, last: bool = True) 
             assert error <= ROOM[dtype] * max(float(b.abs().max()), 1e-3), (name, error)
 
 
-@pytest.mark.parametrize("dtype", list(ROOM), ids=str)
-@pytest.mark.parametrize("T", [1, 2, 3, 15, 17])
+@pytest.mark.parametrize(
+    ("T", "dtype"), swept(product((1, 2, 3, 15, 17), ROOM), lambda case: (case[0], (case[0] == 17, case[1]))), ids=str
+)
 def test_gradients_are_the_definitions(T: int, dtype: torch.dtype) -> None:
     torch.manual_seed(T)
     check(cases.scan(T), dtype)

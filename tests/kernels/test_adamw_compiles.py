@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+
+from tests.grids import pairs, swept
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -16,16 +20,16 @@ NUMBERS = (
 WORDS = dict.fromkeys(NUMBERS, "fp32") | {"table_ptr": "*i64", "chunks_ptr": "*i64", "lr_ptr": "*fp32", "clip_ptr": "*fp32"}
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_compiles(dtype: torch.dtype, split: bool, counted: bool, sparse: bool, sm: int) -> None:
+BOTH = (False, True)
+# weights in fp32 are not split
+KINDS = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False))
+
+
+@pytest.mark.parametrize(("kind", "counted", "sparse", "sm"), swept(product(KINDS, BOTH, BOTH, (80, 90)), pairs), ids=str)
+def test_it_compiles(kind: tuple[torch.dtype, bool], counted: bool, sparse: bool, sm: int) -> None:
     from rooftile.optim import adamw_kernels
 
-    if split and dtype == torch.float32:
-        pytest.skip("weights in fp32 are not split")
+    dtype, split = kind
     moment = torch.float32 if split else dtype
     constants = adamw_kernels.constants_of(dtype, dtype, moment, split, sparse, counted, True, True, True)
     built = compiled(adamw_kernels._adamw, sm, constants, **WORDS)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
 
-from tests.grids import swept
+from tests.grids import pairs, swept
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -138,15 +139,16 @@ def test_quantising_norms_and_gates_compile(out: str) -> None:
     assert stack(compiled("_gate_quantised", 90, torch.bfloat16, gate, codes_ptr=codes, **words)) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("kind", "size", "residual", "post"), [
-    ("rms", 4096, True, False), ("layer", 896, False, False), ("plus one", 5120, True, True), ("rms", 128, False, False),
-])  # fmt: skip
-@pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])
-def test_sums_of_a_norm_do_not_follow_from_how_it_is_written(
-    kind: str, size: int, residual: bool, post: bool, dtype: torch.dtype, even: bool
-) -> None:  # fmt: skip
+SUMMED = [("rms", 4096, True, False), ("layer", 896, False, False), ("plus one", 5120, True, True), ("rms", 128, False, False)]
+
+
+# aligned rows, or not
+@pytest.mark.parametrize(
+    ("norm", "dtype", "even"), swept(product(SUMMED, (torch.bfloat16, torch.float32), (True, False)), pairs), ids=str
+)
+def test_sums_of_a_norm_do_not_follow_from_how_it_is_written(norm: tuple, dtype: torch.dtype, even: bool) -> None:
     """The order of a sum follows from the layout of what is added, so codes and 16 bits have the same bits before."""
+    kind, size, residual, post = norm
     found = []
     for out in ("", "fp8", "int8", "given"):
         constants = constants_of(kind, size, 1, residual, post) | {"OUT": out}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.grids import swept
+from tests.grids import pairs, swept
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -103,9 +104,7 @@ def test_products_of_the_backward_compile(sm: int, dtype: torch.dtype, rows: int
     assert dtype != torch.bfloat16 or runs_on_matrix_units(built, sm, rows)
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("dtype", WORDS, ids=str)
-@pytest.mark.parametrize("left_by_token", [False, True])
+@pytest.mark.parametrize(("left_by_token", "dtype", "sm"), swept(product((False, True), WORDS, (80, 90)), pairs), ids=str)
 def test_weight_gradients_compile(left_by_token: bool, dtype: torch.dtype, sm: int) -> None:
     from rooftile.moe.kernels.gradients import _bias_gradient, _weight_gradient
     from rooftile.moe.kernels.tiles import bias_constants, weight_constants
@@ -134,11 +133,11 @@ def test_activations_and_sorting_compile(activation: str, sm: int) -> None:
     constants = tiles.activation_gradient_constants(E, H, D, activation, gated=True, routed=True, bias=bias, keep=True)
     compiled(_activate_backward, constants, sm, torch.bfloat16)
     compiled(_activate, tiles.activation_constants(H, activation), sm, torch.bfloat16)
-    for experts in (8, E, 512):
+    for experts in (8, 512):
         compiled(_count_rows, count_constants(experts), sm, torch.bfloat16)
         compiled(_add_counts, adding_constants(experts), sm, torch.bfloat16)
-        for few in (None, 1, 8, 1024):
-            compiled(_place_rows, place_constants(experts, 6, few), sm, torch.bfloat16)
+    for experts, few in ((512, None), (8, 1), (512, 8), (E, 1024)):
+        compiled(_place_rows, place_constants(experts, 6, few), sm, torch.bfloat16)
 
 
 # experts, width and router of published models
@@ -159,17 +158,21 @@ ROUTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("name", ROUTERS)
-def test_routers_compile(name: str, sm: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "sm", "bias", "dtype"),
+    swept(
+        product(ROUTERS, (80, 90), (False, True), (torch.bfloat16, torch.float32)),
+        lambda case: (case[:2], case[::2], case[1:3], case[2:]),
+    ),
+    ids=str,
+)
+def test_routers_compile(name: str, sm: int, bias: bool, dtype: torch.dtype) -> None:
     from rooftile.moe import Router
     from rooftile.moe.kernels.routing import _choose, _logits, choice_constants, logits_constants
 
     experts, d, words = ROUTERS[name]
-    for bias in (False, True):
-        for dtype in (torch.bfloat16, torch.float32):
-            compiled(_logits, logits_constants(experts, d, bias, CPU), sm, dtype)
-        compiled(_choose, choice_constants(experts, Router(**words), 1e-20, bias, CPU), sm, torch.bfloat16)
+    compiled(_logits, logits_constants(experts, d, bias, CPU), sm, dtype)
+    compiled(_choose, choice_constants(experts, Router(**words), 1e-20, bias, CPU), sm, torch.bfloat16)
 
 
 # experts, choices, width, hidden sizes of experts and of the shared network
@@ -186,9 +189,12 @@ FEW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize(("name", "activation", "dtype"), FEW, ids=str)
-def test_experts_of_few_tokens_compile(name: str, activation: str, dtype: torch.dtype, sm: int) -> None:
+@pytest.mark.parametrize(
+    ("sm", "name", "activation", "dtype"),
+    swept([(sm, *case) for sm in (80, 90) for case in FEW], lambda case: [case] if case[0] == 90 else (case[::2], case[::3])),
+    ids=str,
+)
+def test_experts_of_few_tokens_compile(sm: int, name: str, activation: str, dtype: torch.dtype) -> None:
     from rooftile.moe.kernels.few_tokens import _first, _second, first_constants, second_constants
 
     sizes, full = MODELS[name], activation == "clamped"
@@ -196,14 +202,18 @@ def test_experts_of_few_tokens_compile(name: str, activation: str, dtype: torch.
     compiled(_second, second_constants(*sizes, full, full and sizes[-1] > 0, CPU), sm, dtype)
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize(("out", "inner"), [(10576, 2560), (2560, 5120), (6144, 2048), (7168, 16384), (64, 12), (4096, 14336)])
-def test_products_of_one_row_compile(out: int, inner: int, sm: int) -> None:
+ONE_ROW = ((10576, 2560), (2560, 5120), (6144, 2048), (7168, 16384), (64, 12), (4096, 14336))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sm", "dtype"), swept(product(ONE_ROW, (80, 90), (torch.bfloat16, torch.float16)), pairs), ids=str
+)
+def test_products_of_one_row_compile(sizes: tuple[int, int], sm: int, dtype: torch.dtype) -> None:
     from rooftile.fused.kernels.one_row import STEPS, _one_row, constants_of, steps
 
+    out, inner = sizes
     assert steps(inner) <= STEPS
-    for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
-        compiled(_one_row, constants_of(out, inner, bias, CPU), sm, dtype)
+    compiled(_one_row, constants_of(out, inner, dtype == torch.float16, CPU), sm, dtype)
 
 
 QUANTISED = [
@@ -216,8 +226,9 @@ QUANTISED = [
 
 
 def _quantised_traits(case: tuple) -> tuple:
-    sm, word, _, activation = case
-    return (sm == 90 and word in ("fp8", "mxfp4") and activation in ("silu", "none") and case[1:]), (sm, word)
+    sm, word, rows, activation = case
+    hopper = sm == 90 and word in ("fp8", "mxfp4") and activation in ("silu", "none")
+    return (hopper and (word, rows)), (hopper and (rows, activation)), (sm, word)
 
 
 @pytest.mark.parametrize(("sm", "word", "rows", "activation"), swept(QUANTISED, _quantised_traits), ids=str)

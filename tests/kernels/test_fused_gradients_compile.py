@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 from tests.kernels.test_quantised_products_compile import compiled
 from tests.kernels.test_sampling_compiles import stack
 
-FLOATS = dict.fromkeys(("eps", "scale", "smoothing", "softcap", "z_loss"), "fp32")
+FLOATS = dict.fromkeys(("eps", "scale", "smoothing", "softcap", "spread", "z_loss"), "fp32")
 FP32 = dict.fromkeys(("dw_ptr", "db_ptr", "losses_ptr", "lse_ptr", "dlosses_ptr"), "*fp32")
 WORDS = FLOATS | FP32 | {"rows": "i32", "per_program": "i32", "parts": "i32", "ignore_index": "i32", "target_ptr": "*i64"}
 
@@ -25,14 +25,14 @@ def test_rows_of_4096(sm: int) -> None:
     from rooftile.fused.kernels import cross_entropy, gate_up, norm_gradients, softmax
 
     norm = norm_gradients.constants_of(4096, 2, True, False, True)
-    gate, loss = gate_up.constants_of(14336, "silu"), cross_entropy.constants_of(128256, True, True)
+    gate, loss = gate_up.constants_of(14336, "silu"), cross_entropy.constants_of(128256, True, SMOOTHED=True)
     for kernel, constants in (
         (norm_gradients._norm_gradients, norm), (norm_gradients._add_parts, norm_gradients.constants_of_adding(4096)),
         (gate_up._gate_up, gate), (gate_up._gate_up_gradients, gate),
         (softmax._softmax, softmax.constants_of(4096, softmax.WHOLE, softmax.LONG_PIECE)),
         (softmax._softmax_gradient, softmax.constants_of(4096, softmax.WHOLE_OF_GRADIENT, softmax.PIECE_OF_GRADIENT)),
         (cross_entropy._cross_entropy, loss),
-        (cross_entropy._cross_entropy_gradient, cross_entropy.constants_of(128256, True)),
+        (cross_entropy._cross_entropy_gradient, cross_entropy.constants_of(128256, True, PART=True)),
     ):  # fmt: skip
         found = built(kernel, sm, constants)
         assert stack(found) == 0, kernel

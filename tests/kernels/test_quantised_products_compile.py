@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+
+from tests.grids import swept
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -35,9 +38,13 @@ def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("M", [1, 64, 8192])
-@pytest.mark.parametrize("name", ["w8", "int4", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "M", "sm"),
+    swept(
+        product(("w8", "int4", "mxfp4", "mxfp8", "nvfp4"), (1, 64, 8192), (90, 80)),
+        lambda case: (case[2] == 90 and case[:2], case[::2], case[1:]),
+    ),
+)
 def test_weights_of_few_bits(name: str, M: int, sm: int) -> None:
     from rooftile.weights.triton import launch, weight_only
     from rooftile.weights.triton.unpacked import block_of, weight_of

@@ -77,20 +77,22 @@ def test_kernels_compile(name: str, sm: int, dtype: torch.dtype, dim: int) -> No
         assert re.search(r"wgmma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
 
 
+FORMS = [
+    ("_segment_sums", {"group": 4}),
+    ("_outputs", {"group": 4, "packed": True}),
+    ("_outputs", {"causal": False}),
+    ("_query_gradients", {"causal": False}),
+    ("_key_gradients", {"group": 4, "packed": True}),
+    ("_key_gradients", {"causal": False}),
+    ("_value_gradients", {"group": 4, "packed": True}),
+    ("_value_gradients", {"causal": False}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("_segment_sums", {"group": 4}),
-        ("_outputs", {"group": 4, "packed": True}),
-        ("_outputs", {"causal": False}),
-        ("_query_gradients", {"causal": False}),
-        ("_key_gradients", {"group": 4, "packed": True}),
-        ("_key_gradients", {"causal": False}),
-        ("_value_gradients", {"group": 4, "packed": True}),
-        ("_value_gradients", {"causal": False}),
-    ],
+    ("sm", "name", "options"),
+    swept([(sm, *form) for sm in (90, 80) for form in FORMS], lambda case: (case[0] == 90 and str(case), case[:2])),
     ids=str,
 )
-@pytest.mark.parametrize("sm", [80, 90])
 def test_other_forms_spill_nothing(sm: int, name: str, options: dict) -> None:
     assert stack(compiled(name, sm, torch.bfloat16, 128, **options)) <= ROOM

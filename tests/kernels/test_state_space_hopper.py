@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,114 +13,21 @@ from rooftile import recurrent as rec
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from triton.runtime.jit import JITFunction  # noqa: E402
-
+from rooftile.recurrent.kernels.state_space import call as call_module  # noqa: E402
 from rooftile.recurrent.kernels.state_space import gradients_hopper, launch_hopper, outputs_hopper  # noqa: E402
 from rooftile.recurrent.kernels.state_space.call import Call  # noqa: E402
-from rooftile.recurrent.kernels.state_space.copies import axes_of  # noqa: E402
-from tests.kernels import emulated  # noqa: E402
-from tests.kernels.emulated import Shared, Slots, flat, held  # noqa: E402
+from tests.kernels.emulated_copies import emulate_copies, record  # noqa: E402
 from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 from tests.kernels.test_state_space_compiles import ROOM  # noqa: E402
 
 
-class Box:
-    """A tensor as the copy engine takes it, or a line of numbers."""
-
-    def __init__(self, x: Tensor, box: Any) -> None:
-        if isinstance(box, int):
-            self.x, box = x.view(-1), [box]
-        else:
-            shape, strides, box = axes_of(x, box)
-            assert all(stride * x.element_size() % 16 == 0 for stride in strides[:-1])
-            self.x = x.as_strided(shape, strides, x.storage_offset())
-        assert x.data_ptr() % 16 == 0
-        self.box, self.dtype, self.layout = box, x.dtype, None
-        self.block_type = SimpleNamespace(nbytes=torch.Size(box).numel() * x.element_size())
-
-    def part(self, place: list[Any]) -> Tensor:
-        """The part of a box that is there."""
-        return self.x[tuple(slice(int(n), int(n) + size) for n, size in zip(place, self.box, strict=True))]
-
-
-def tma_load(box: Box, place: list[Any], barrier: Any, to: Shared) -> None:
-    part = box.part(place)
-    to.x.zero_()
-    to.x[tuple(slice(0, n) for n in part.shape)] = part
-    with barrier.ring.changed:
-        barrier.ring.due[barrier.fill] -= box.block_type.nbytes
-        assert barrier.ring.due[barrier.fill] >= 0
-        barrier.ring.changed.notify_all()
-
-
-def tma_store(box: Box, place: list[Any], output: Shared) -> None:
-    part = box.part(place)
-    part.copy_(output.x[tuple(slice(0, n) for n in part.shape)])
-
-
-class Buffer(Shared):
-    """Shared memory whose boxes are taken as matrices."""
-
-    def index(self, i: Any) -> Buffer:
-        return Buffer(self.x[int(i)])
-
-    def reshape(self, shape: list[int]) -> Buffer:
-        return Buffer(self.x.view(shape))
-
-    def permute(self, dims: tuple[int, ...]) -> Buffer:
-        return Buffer(self.x.permute(dims))
-
-    def slice(self, start: int, length: int, dim: int) -> Buffer:
-        return Buffer(self.x.narrow(dim, start, length))
-
-
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    current = SimpleNamespace(program=(0, 0, 0))
-    none = lambda *about, **more: None  # noqa: E731
-    language = SimpleNamespace(
-        program_id=lambda axis: held(current.program[axis]), load=emulated.load, store=emulated.store,
-        minimum=lambda a, b: held(torch.minimum(torch.as_tensor(a), torch.as_tensor(b))),
-        arange=lambda start, stop, layout: held(torch.arange(start, stop, dtype=torch.int32)),
-        expand_dims=lambda x, dim: x.unsqueeze(dim), convert_layout=lambda x, layout: x, exp2=lambda x: held(torch.exp2(x)),
-        where=lambda where, a, b: held(torch.where(where, a, b)), sum=lambda x, dim: held(x.sum(dim)),
-        zeros=lambda shape, dtype, layout: held(torch.zeros(shape, dtype=dtype)),
-        allocate_shared_memory=lambda dtype, shape, layout: Buffer(torch.full(shape, float("nan"), dtype=dtype)),
-        warp_specialize=emulated.specialise, int64=torch.int64, float32=torch.float32, static_range=range, constexpr=None,
-        SliceLayout=none, DotOperandLayout=none, NVMMASharedLayout=SimpleNamespace(get_default_for=none),
-    )  # fmt: skip
-    kernels = {fn: fn.fn for fn in (outputs_hopper._outputs_of_pairs, gradients_hopper._chunk_gradients)}
-    for module in (outputs_hopper, gradients_hopper):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-        for name, value in {
-            "gl": language, "ring": Slots, "Ring": None, "mbarrier": SimpleNamespace(expect=emulated.expect),
-            "tma_load": tma_load, "tma_store": tma_store,
-            "tma_store_wait": none, "wait_for_store": none, "barrier": none, "fence_async_shared": none,
-            "warpgroup_mma": emulated.mma, "warpgroup_mma_wait": emulated.wait, "CHUNK": 64, "PIECE": 32, "accumulator": none,
-            "Shape": lambda N, SKIP: SimpleNamespace(N=N, SKIP=SKIP),
-        }.items():  # fmt: skip
-            monkeypatch.setattr(module, name, value, raising=False)
-
-    class Emulated:
-        def __init__(self, kernel: Any, describe: tuple[Any, ...]) -> None:
-            self.run, self.boxes = kernels[kernel], [one.keywords.get("box", 64) for one in describe]
-
-        def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-            made = [Box(x, box) for x, box in zip(arguments, self.boxes, strict=False)]
-            rest = [flat(x) if isinstance(x, Tensor) else x for x in arguments[len(made) :]]
-            given = {name: value for name, value in constants.items() if name != "num_warps"}
-            programs = list(product(*map(range, grid)))
-            for current.program in random.Random(0).sample(programs, len(programs)):
-                self.run(*made, *rest, **given)
-
-    monkeypatch.setattr(launch_hopper, "Kernel", Emulated)
-    for made in (launch_hopper._outputs_kernel, launch_hopper._gradients_kernel):
-        made.cache_clear()
-    yield
-    for made in (launch_hopper._outputs_kernel, launch_hopper._gradients_kernel):
-        made.cache_clear()
+    kernels = (outputs_hopper._outputs_of_pairs, gradients_hopper._chunk_gradients)
+    made = (launch_hopper._outputs_kernel, launch_hopper._gradients_kernel)
+    # launches of kernels that are not emulated, and of other sizes
+    monkeypatch.setattr(call_module, "_known", {})
+    yield from emulate_copies(monkeypatch, (outputs_hopper, gradients_hopper), kernels, made, Shape=record("N", "SKIP"))
 
 
 def prepared(call: Call, tokens: tuple[Tensor, ...], rates: Tensor) -> None:

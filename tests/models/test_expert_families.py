@@ -82,9 +82,9 @@ def test_shards_and_bfloat16(name: str, tmp_path: Path) -> None:
     assert_same(logits_of_ours(Decoder.from_folder(tmp_path, dtype=torch.float32), prompts(LENGTHS)), exact)
 
 
-def in_mxfp4(folder: Path, name: str = "gpt_oss") -> PreTrainedModel:
+def in_mxfp4(folder: Path, name: str = "gpt_oss", model: PreTrainedModel | None = None) -> PreTrainedModel:
     """Saves a model whose experts are in MXFP4, and returns it as Transformers dequantises it."""
-    model, generator = theirs(name), torch.Generator().manual_seed(5)
+    model, generator = theirs(name) if model is None else model, torch.Generator().manual_seed(5)
     packed: dict[str, torch.Tensor] = {}
     for n, layer in enumerate(model.model.layers):
         for part in ("gate_up_proj", "down_proj"):

@@ -97,8 +97,20 @@ MUTATIONS = {
         "dz = dz * dlosses[:, None]", ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
     ),
     "loss in the forward, its mean": Mutation(
-        "fused/linear_loss.py", "share = one / (target != numbers[0]).sum() if mean else one", "share = one",
-        ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
+        "fused/linear_loss_operators.py", "share = losses.new_ones(()) if count is None else 1.0 / count.to(losses.dtype)",
+        "share = losses.new_ones(())", ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
+    ),
+    "split loss, a count of one rank": Mutation(
+        "fused/linear_loss.py", "dist.all_reduce(count, group=parts.tokens.group)", "pass",
+        ("tests/parallel/test_split_loss.py",),
+    ),
+    "split loss, a largest of one rank": Mutation(
+        "fused/split_vocabulary.py", "dist.all_reduce(most, dist.ReduceOp.MAX, group=ranks.group)", "pass",
+        ("tests/parallel/test_split_loss.py",),
+    ),
+    "split loss, smoothing over a part": Mutation(
+        "fused/split_vocabulary.py", "into=z, whole=parts.V)", "into=z, whole=z.shape[1] or 1)",
+        ("tests/parallel/test_split_loss.py",),
     ),
     "adamw, the rest of a weight": Mutation(
         "optim/split.py", "high = (bits + 0x8000) >> 16", "high = bits >> 16", ("tests/optim", "-k", "halves or split"),

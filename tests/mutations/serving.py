@@ -5,6 +5,14 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 MUTATIONS = {
+    "ranks, a bias on each": Mutation(
+        "models/projection.py", "self.adds_bias = not (summed and placement.rank)", "self.adds_bias = True",
+        ("tests/parallel/test_tensor.py", "-k", "one_process_does and 2"),
+    ),
+    "ranks, parts side by side": Mutation(
+        "models/checkpoints/shares.py", "if name.startswith(those.name):", "if False:",
+        ("tests/parallel/test_tensor.py", "-k", "one_process_does and 2"),
+    ),
     "text that cannot be made": Mutation(
         "engine/engine.py", "            self._note_failure(request, error)\n            return output_of(request, prompt)",
         "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rooftile.models import Decoder, ModelConfig
+from rooftile.engine import LLM, SamplingParams
+from rooftile.models import Decoder
 from rooftile.models.placement import Placement
-from tests.models import checkpoints, experts, latent, recurrent, sparse, wrappers
+from tests.models import checkpoints, experts, latent, quantised, recurrent, sparse, wrappers
+from tests.models import test_expert_families as mxfp4
+from tests.models import test_quantised_experts as quantised_experts
 from tests.models.hybrids import mixed
 
 LENGTHS = (13, 1, 6)
@@ -32,25 +36,68 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 NATIVE_SPARSE = "native_sparse"
 # a model for each family, and for each way of its files to hold parts side by side, transposed or stacked
-BOTH = (
-    "llama, tied", "llama, biases", "gpt2", "gpt2, untied, unscaled", "phi3, no window", "gemma2", "granite", "olmo2",
-    "olmo3, yarn", "mixtral", "qwen3_moe, some dense", "olmoe, clipped", "granitemoehybrid, rope, groups",
-    "granitemoehybrid, dense", "gpt_oss", "jamba, biases", "mamba, untied, biases", "falcon_mamba", "mamba2, tied, biases",
-    "mamba2, groups", "deepseek_v3", "deepseek_v2, greedy", "deepseek_v3, halves, biases", "qwen3_vl_moe",
-    "nemotron_h, four groups", NATIVE_SPARSE,
+OF_FOUR = (
+    "llama, tied", "llama, biases", "gpt2", "gpt2, untied, unscaled", "phi3, no window", "gemma2", "granite", "olmo2", "mixtral",
+    "qwen3_moe, some dense", "olmoe, clipped", "granitemoehybrid, rope, groups", "granitemoehybrid, dense", "gpt_oss",
+    "jamba, biases", "mamba, untied, biases", "falcon_mamba", "mamba2, tied, biases", "mamba2, groups", "deepseek_v2, greedy",
+    "deepseek_v3, halves, biases", "qwen3_vl_moe", NATIVE_SPARSE, *CONFIGS,
 )  # fmt: skip
 OF_TWO = (
-    "mistral", "qwen2", "qwen3, biases, windows", "gemma3_text", "ministral", "ministral3", "smollm3, windows",
-    "bamba, groups, biases", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text, tied, biases", "olmo_hybrid, rotary, biases",
-    "nemotron_h, experts",
+    "llama, biases", "gpt2, untied, unscaled", "phi3, no window", "gpt_oss", "granitemoehybrid, rope, groups", "mamba2, groups",
+    "jamba, biases", "deepseek_v3", "mistral", "qwen2", "qwen3, biases, windows", "gemma3_text", "ministral", "ministral3",
+    "olmo3, yarn", "smollm3, windows", "bamba, groups, biases", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text, tied, biases",
+    "olmo_hybrid, rotary, biases", "nemotron_h, experts", NATIVE_SPARSE,
 )  # fmt: skip
-CASES = {2: (*BOTH, *OF_TWO), 4: (*BOTH, *(name for name in CONFIGS if name != "nemotron_h, four groups"))}
+# an engine's caches for each kind of layer: keys, latents, states, branches
+SERVED = ("gpt2, untied, unscaled", "deepseek_v3", "jamba, biases", "bamba, groups, biases", "qwen3_next", NATIVE_SPARSE)
+# what quantised checkpoints, and weights that are quantised while they are read, say in their names; whether the products of two
+# ranks are those of one but for rounding: a rank that quantises a part of a token's activations finds scales of its own
+QUANTISED: dict[str, bool] = {
+    "ct int4, zeros": True, "awq": True, "ct nvfp4": True, "ct int8, weights alone": True, "ct fp8, rows": False,
+    "fp8, tiles": False, "quantised head": False, "experts in ct int4": True, "gpt_oss in mxfp4": True,
+    "plain, int4:32": True, "plain, 2:4": True, "plain, fp8": False, "qwen3_moe, mxfp4": True,
+}  # fmt: skip
+TILES = {"head_dim": 128, "intermediate_size": 256}
+
+
+CASES = {2: (*OF_TWO, *QUANTISED), 4: OF_FOUR}
+
+
+def weights_of(name: str) -> str:
+    """Returns the argument `weights` of a case."""
+    return name.split(", ")[-1] if name in ("plain, int4:32", "plain, 2:4", "plain, fp8", "qwen3_moe, mxfp4") else "auto"
+
+
+def save_quantised(name: str, here: Path) -> None:
+    """Saves a tiny model that is quantised, or is to be."""
+    wide = transformers.Qwen3MoeConfig(**experts.QWEN | quantised_experts.SIZES | {"num_experts": 4})
+    if name == "experts in ct int4":
+        quantised_experts.quantised("ct int4", here, wide)
+    elif name == "gpt_oss in mxfp4":
+        config = transformers.GptOssConfig(**experts.GPT_OSS | {"intermediate_size": 64})
+        mxfp4.in_mxfp4(here, model=checkpoints.made(config))
+    elif name == "qwen3_moe, mxfp4":
+        checkpoints.saved(checkpoints.made(wide), here)
+    elif name.startswith("plain"):
+        quantised.plain(here)
+    elif name == "quantised head":
+        quantised.quantised("ct fp8, rows", here)
+        tensors = load_file(here / "model.safetensors")
+        codes = tensors.pop("lm_head.weight").to(torch.float8_e4m3fn)
+        scales = torch.rand(codes.shape[0], 1) + 0.5
+        save_file(tensors | {"lm_head.weight": codes, "lm_head.weight_scale": scales}, here / "model.safetensors")
+        quantised.configure(here, quantization_config=quantised.KINDS["ct fp8, rows"][0] | {"ignore": []})
+    else:
+        quantised.quantised(name, here, **TILES if name == "fp8, tiles" else {})
 
 
 def save(name: str, folder: Path) -> Path:
     """Saves a tiny model with random weights, if it is not there, and returns its folder."""
     here = folder / name.replace(" ", "_")
     if not here.exists():
+        if name in QUANTISED:
+            save_quantised(name, here)
+            return here
         if name == NATIVE_SPARSE:
             return sparse.checkpoint(here, sparse.settings())
         every = checkpoints.CONFIGS | recurrent.CONFIGS | experts.CONFIGS | latent.CONFIGS | wrappers.CONFIGS | CONFIGS
@@ -82,21 +129,35 @@ def run(decoder: Decoder) -> tuple[Tensor, Tensor]:
     return hidden, decoder.logits(hidden)
 
 
-def shared(rank: int, ranks: int, folders: dict[str, str]) -> dict[str, tuple[Tensor, Tensor, int, int]]:
-    """Returns hidden states and logits of each model, the bytes that this rank read, and those that it holds."""
+class Found(NamedTuple):
+    """What a rank computes with a model, and what it has read of its files."""
+
+    hidden: Tensor
+    logits: Tensor
+    read: int  # bytes
+    held: int  # bytes of plain tensors
+    answers: list[list[int]]  # of an engine
+
+
+def shared(rank: int, ranks: int, folders: dict[str, str]) -> dict[str, Found]:
+    """Returns what a rank finds for each model; models in SERVED are run by an engine, too."""
     found = {}
     for name, folder in folders.items():
+        placement = on_rank(rank, ranks) if ranks > 1 else None
         with counting() as count:
-            decoder = Decoder.from_folder(folder, placement=on_rank(rank, ranks))
+            decoder = Decoder.from_folder(folder, placement=placement, weights=weights_of(name))
         held = sum(place.nbytes for _, place in decoder.tensors())
-        found[name] = (*run(decoder), count[0], held)
+        found[name] = Found(*run(decoder), count[0], held, answered(decoder) if name in SERVED and ranks < 4 else [])
     return found
 
 
-def drawn(rank: int, ranks: int, folders: dict[str, str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns hidden states and logits with random weights."""
-    configs = {name: ModelConfig.from_folder(folder) for name, folder in folders.items()}
-    return {name: run(Decoder.random(config, seed=3, placement=on_rank(rank, ranks))) for name, config in configs.items()}
+def answered(decoder: Decoder) -> list[list[int]]:
+    """Returns greedy answers of an engine, with chunks and preemptions; all ranks plan the same steps, so their sums meet."""
+    generator = torch.Generator().manual_seed(1)
+    asked = [torch.randint(97, (length,), generator=generator).tolist() for length in (20, 3, 41, 9, 1)]
+    llm = LLM(decoder, block_size=8, num_blocks=12, max_model_len=64, max_batched_tokens=24, max_num_seqs=3)
+    outputs = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @contextmanager

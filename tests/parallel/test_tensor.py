@@ -20,18 +20,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_compute_what_one_process_does(ranks, saved):
-    """From the same files, of which each rank reads the bytes that it holds."""
+    """From the same files, of which each rank reads the bytes that it holds; modules that are quantised are read whole."""
     folders = {name: str(cases.save(name, saved)) for name in cases.CASES[ranks]}
-    each = run_on(ranks, cases.shared, ranks, folders)
+    each, alone = run_on(ranks, cases.shared, ranks, folders), cases.shared(0, 1, folders)
     wrong = []
-    for name, folder in folders.items():
-        due = cases.run(Decoder.from_folder(folder))
+    for name, due in alone.items():
         for rank, found in enumerate(each):
-            *got, read, held = found[name]
-            off = [float((x - y).abs().max() / y.abs().max()) for x, y in zip(got, due, strict=True)]
-            if not max(off) <= 1e-5 or read != held:
-                wrong.append((name, rank, *off, read, held))
-    assert not wrong, "\n".join(map(str, wrong))
+            one = found[name]
+            off = max(_off(one.hidden, due.hidden), _off(one.logits, due.logits))
+            if not off <= (1e-5 if cases.QUANTISED.get(name, True) else 0.25):
+                wrong.append(f"{name}, rank {rank}: {off}")
+            if name not in cases.QUANTISED and one.read != one.held:
+                wrong.append(f"{name}, rank {rank}: {one.read} bytes were read, and {one.held} are held")
+            if cases.weights_of(name) != "auto" and one.read > 0.65 * due.read:
+                wrong.append(f"{name}, rank {rank}: {one.read} bytes were read of {due.read}")
+            if name in cases.SERVED and ranks == 2 and one.answers != due.answers:
+                wrong.append(f"{name}, rank {rank}: answers are {one.answers}, due {due.answers}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _off(found: torch.Tensor, due: torch.Tensor) -> float:
+    return float((found - due).abs().max() / due.abs().max())
 
 
 def test_random_weights_are_those_of_one_rank(saved):
@@ -47,6 +56,19 @@ def test_random_weights_are_those_of_one_rank(saved):
             assert numbers.sort()[0].equal(whole.flatten().sort()[0]), (name, label, sizes)
         assert torch.equal(parts[0].head, alone.head[:56])
         assert torch.equal(parts[1].head, alone.head[56:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("gptq, act-order", r"o_proj\.weight has sorted columns \(act-order\), and is cut along them; give the model to fewer"),
+        ("fp8, tiles", r"q_proj\.weight is cut at rows 0 to 32, of which 128 share a scale; give the model to fewer ranks"),
+    ],
+)
+def test_a_cut_through_what_lies_together_is_refused(kind, sentence, tmp_path):
+    cases.quantised.quantised(kind, tmp_path)
+    with pytest.raises(InvalidInput, match=sentence):
+        Decoder.from_folder(tmp_path, placement=_rank(0, 2))
 
 
 def _rank(rank: int, ranks: int) -> Placement:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.server_run import ServerRun, bind
 from rooftile.server.settings import ServerSettings
 
@@ -27,6 +28,12 @@ class Living:
         self.service = run._service
         self.life = life
         self.client = client
+
+    @property
+    def engine(self) -> RemoteEngine | None:
+        """The first engine, if there is one."""
+        engines = self.service.engines
+        return None if engines is None else engines.all[0].engine
 
     async def ready(self) -> None:
         """Returns when requests are answered."""
@@ -54,11 +61,13 @@ class Living:
 
 
 @contextlib.asynccontextmanager
-async def living(folder: Path, *, ready: bool = True, **settings: Any) -> AsyncIterator[Living]:
+async def living(
+    folder: Path, *, ready: bool = True, engine: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Living]:
     # for the engine's process: threads that wait for each other take a hundred times as long on a busy machine
     os.environ["OMP_NUM_THREADS"] = "1"
     listener = bind("127.0.0.1", 0)
-    run = ServerRun(ServerSettings(model=str(folder), engine=ENGINE, **settings), listener)
+    run = ServerRun(ServerSettings(model=str(folder), engine=ENGINE | (engine or {}), **settings), listener)
     life = asyncio.create_task(run.live())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with httpx.AsyncClient(
@@ -72,8 +81,9 @@ async def living(folder: Path, *, ready: bool = True, **settings: Any) -> AsyncI
         finally:
             run._stop.set()
             await asyncio.wait({life}, timeout=20)
-            engine = made.service.engine
-            if engine is not None and engine.process.poll() is None:
+            engines = [] if made.service.engines is None else [each.engine for each in made.service.engines.all]
+            left = [engine for engine in engines if engine.process.poll() is None]
+            for engine in left:
                 engine.process.kill()
                 engine.process.wait()
-                raise AssertionError("the engine has outlived its server")
+            assert not left, "an engine has outlived its server"

@@ -88,7 +88,7 @@ def test_sigterm_drains(folder) -> None:
             assert done == "[DONE]"
             assert told["error"]["code"] == "shutting_down"
             assert await it.life == 0
-            assert it.service.engine.process.poll() == 0
+            assert it.engine.process.poll() == 0
             with pytest.raises(httpx.ConnectError):
                 await it.client.get("/health")
 
@@ -101,13 +101,13 @@ def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
 
     async def test() -> None:
         async with living(folder, ready=False) as it:
-            while it.service.engine is None:
+            while it.engine is None:
                 await asyncio.sleep(0.02)
             it.run._on_signal()
             assert ended == []
             it.run._on_signal()
             assert ended == [1]
-            await asyncio.to_thread(it.service.engine.process.wait, 5)
+            await asyncio.to_thread(it.engine.process.wait, 5)
 
     run(test())
 
@@ -117,12 +117,12 @@ def test_an_end_does_not_wait_for_a_model_that_is_being_read(folder, monkeypatch
 
     async def test() -> None:
         async with living(folder, ready=False) as it:
-            while it.service.engine is None:
+            while it.engine is None:
                 await asyncio.sleep(0.02)
             it.run._on_signal()
             assert await it.life == 0
-            assert it.service.engine.ready is None
-            assert it.service.engine.process.returncode == -signal.SIGKILL
+            assert it.engine.ready is None
+            assert it.engine.process.returncode == -signal.SIGKILL
 
     run(test())
 
@@ -132,7 +132,7 @@ def test_a_killed_engine_is_noticed_by_all(folder, monkeypatch) -> None:
 
     async def test() -> None:
         async with living(folder) as it:
-            process = it.service.engine.process
+            process = it.engine.process
             assert os.getsid(process.pid) == process.pid, "Ctrl-C on a terminal would reach the engine, too"
             environment = Path(f"/proc/{process.pid}/environ")
             assert not environment.exists() or b"ROOFTILE_API_KEY" not in environment.read_bytes()
@@ -168,7 +168,7 @@ def test_a_step_that_does_not_end_is_a_dead_engine(folder) -> None:
             begun = asyncio.Event()
             stream = asyncio.create_task(it.stream(begun, max_tokens=2000))
             await begun.wait()
-            it.service.engine.process.send_signal(signal.SIGSTOP)
+            it.engine.process.send_signal(signal.SIGSTOP)
             *_, told, _ = await stream
             assert "has not ended (--stall)" in told["error"]["message"]
             assert await it.life == FAILED
@@ -180,8 +180,8 @@ def test_a_model_that_cannot_be_read_ends_the_server(tmp_path) -> None:
     async def test() -> None:
         async with living(tmp_path / "none", ready=False) as it:
             assert await it.life == 2
-            assert "is not a folder" in it.service.engine.detail
-            assert it.service.engine.cause == "the model could not be read; the server's log says why"
+            assert "is not a folder" in it.engine.detail
+            assert it.engine.cause == "the model could not be read; the server's log says why"
 
     run(test())
 
@@ -199,10 +199,10 @@ def test_the_engine_ends_with_its_server(folder) -> None:
 def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
     async def test() -> None:
         async with living(folder) as it:
-            it.service.engine._write(b"\xff\xff\xff\xff")
+            it.engine._write(b"\xff\xff\xff\xff")
             assert await it.life == FAILED
-            assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.detail
-            assert it.service.engine.cause == "the engine has failed; the server's log says why"
+            assert "a frame says that it has 4,294,967,295 bytes" in it.engine.detail
+            assert it.engine.cause == "the engine has failed; the server's log says why"
 
     run(test())
 
@@ -216,13 +216,13 @@ def test_news_that_the_server_cannot_take_ends_it_and_says_why(folder, monkeypat
             def broken(state):
                 raise KeyError("a mistake of ours")
 
-            monkeypatch.setattr(it.service.engine, "_hand_out", broken)
+            monkeypatch.setattr(it.engine, "_hand_out", broken)
             answer = await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
             assert await it.life == FAILED
             # the kind of error is for the log
-            assert it.service.engine.cause == "a message of the engine could not be taken"
-            assert it.service.engine.detail == "a message of the engine could not be taken: KeyError"
+            assert it.engine.cause == "a message of the engine could not be taken"
+            assert it.engine.detail == "a message of the engine could not be taken: KeyError"
             assert "KeyError" not in answer.text
 
     run(test())

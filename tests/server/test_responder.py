@@ -119,7 +119,7 @@ def test_an_answer_that_is_complete_is_given_although_the_time_is_over() -> None
     async def test() -> None:
         engine = FakeEngine()
         responder = made(engine, prompts=1)
-        responder._engine = engine  # type: ignore[assignment]
+        responder._engines = engine  # type: ignore[assignment]
         responder._calls = [RemoteCall(0)]
         responder._calls[0].take(News(0, [AnswerPiece(0, "all", 1, finish="stop")], finished=True))
         responder.stop(LATE)

@@ -6,6 +6,7 @@ Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,11 @@ from rooftile.exact.masks import FULL, Mask
 from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
 from rooftile.recurrent.linear.features import PLAIN
+from rooftile.recurrent.linear.on_ranks import recur_on_ranks
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.linear.step import read_token
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import part_of
 from rooftile.runtime.arguments import check_backend, check_deterministic, check_flag
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
@@ -36,6 +40,7 @@ Sums = tuple[Tensor, Tensor]
 _WITH_STATE = "call linear_with_state, which returns (o, (S, z))"
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": _WITH_STATE})
 def linear(
     q: Tensor,  # (B, T, H, D)
@@ -47,6 +52,7 @@ def linear(
     cu: Tensor | None = None,
     deterministic: bool | None = None,
     feature: Feature = "elu",
+    group: Any = None,
     normalise: bool = True,
     state: Sums | None = None,
 ) -> Tensor:
@@ -66,6 +72,9 @@ def linear(
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
         feature: phi: "elu" is elu(x) + 1, "relu" is max(x, 0), "identity" is x; or a function of a tensor, differentiable, that
             maps the last axis and is called once for q and once for k, in their dtype.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length, under CAUSAL. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the
+            same on every rank; the gradients of a first state are this rank's share.
         normalise: whether to divide by phi(q_i)^T z_i. A row for which that is below 2^-110 gives 0.
         state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs), F the number
             of features (D, for a name), as `linear_with_state` returns them. Gradients flow to it.
@@ -85,9 +94,10 @@ def linear(
     The class is strict and decodable: no row depends on later tokens, and `linear_step` gives the same rows one by one.
     Katharopoulos et al., arXiv:2006.16236.
     """
-    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state)[0]
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, False)[0]
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": "leave it out: the state is always returned"})
 def linear_with_state(
     q: Tensor,  # (B, T, H, D)
@@ -99,13 +109,14 @@ def linear_with_state(
     cu: Tensor | None = None,
     deterministic: bool | None = None,
     feature: Feature = "elu",
+    group: Any = None,
     normalise: bool = True,
     state: Sums | None = None,
 ) -> tuple[Tensor, Sums]:
     """Computes `linear` and also returns the sums after the last key, from which a later call goes on.
 
     Args:
-        q, k, v, mask, backend, cu, deterministic, feature, normalise, state: as in `linear`.
+        q, k, v, mask, backend, cu, deterministic, feature, group, normalise, state: as in `linear`.
 
     Returns:
         o (B, T, H, Dv), and (S, z) with S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs). Gradients flow
@@ -117,15 +128,16 @@ def linear_with_state(
         >>> linear(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, state=state).shape
         torch.Size([1, 28, 8, 64])
     """
-    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state)
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, True)
 
 
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, backend: str | None, cu: Tensor | None, deterministic: bool | None,
-    feature: Feature, normalise: bool, state: Sums | None,
-) -> tuple[Tensor, Sums]:  # fmt: skip
-    """Linear attention, and the sums after the last key."""
-    q, k, v, cu = check_qkv(q, k, v, cu)
+    feature: Feature, normalise: bool, state: Sums | None, group: Any, keeps: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Linear attention, and the sums after the last key; None where a group keeps none."""
+    q, k, v, cu = check_qkv(q, k, v, cu, group is not None)
+    part = None if group is None else part_of("linear", group, cu, q)
     causal = is_causal("linear attention", mask)
     if causal:
         check_causal_lengths("linear attention", q, k)
@@ -137,6 +149,10 @@ def _attended(
     if state is not None:
         shapes = {"S": (B, k.shape[-2], k.shape[-1], v.shape[-1]), "z": (B, k.shape[-2], k.shape[-1])}
         S, z = check_states(state, shapes, q)
+    if part is not None:
+        sums = None if S is None or z is None else RunningSums(S, z, z.new_zeros(z.shape[:2]))
+        o, last = recur_on_ranks(q, k, v, sums, Recurrence(kind, causal, normalise, backend=chosen), part, keeps, cu=cu)
+        return o, last[:2] if last is not None else None
     if chosen == "eager":
         o, S, z = _as_defined(q, k, v, causal, kind, normalise, S, z, cu)
     else:

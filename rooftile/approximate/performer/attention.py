@@ -25,8 +25,11 @@ from rooftile.errors import InvalidInput
 from rooftile.exact.masks import FULL, Mask
 from rooftile.recurrent.linear.by_chunks import RunningSums
 from rooftile.recurrent.linear.chunked import recur
+from rooftile.recurrent.linear.on_ranks import recur_on_ranks
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.linear.step import read_token
+from rooftile.recurrent.split.context import follows_context
+from rooftile.recurrent.split.part import part_of
 from rooftile.runtime.arguments import check_backend, check_deterministic, shown
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
@@ -37,6 +40,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 _WITH_STATE = "call performer_with_state, which returns (o, (S, z, largest))"
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": _WITH_STATE})
 def performer(
     q: Tensor,  # (B, T, H, D)
@@ -48,6 +52,7 @@ def performer(
     backend: str | None = None,
     cu: Tensor | None = None,
     deterministic: bool | None = None,
+    group: Any = None,
     scale: float | None = None,
     state: Sums | None = None,
 ) -> Tensor:
@@ -67,6 +72,9 @@ def performer(
             T x S x m numbers); None or "auto" takes the fastest that runs.
         cu: offsets (B + 1,), int32, of packed sequences; a state then has a row for each sequence.
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
+        group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
+            length, under CAUSAL. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the
+            same on every rank; the gradients of a first state are this rank's share.
         scale: of the scores, above 0; 1 / sqrt(D) if None.
         state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
             (float64 for float64 inputs), as `performer_with_state` returns them. Gradients flow to S and z.
@@ -85,9 +93,10 @@ def performer(
 
     The class is strict and decodable, and `performer_step` gives the same rows one by one. Choromanski et al., arXiv:2009.14794.
     """
-    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)[0]
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, False)[0]
 
 
+@follows_context("q", "k", "v")
 @answers_with({"return_state": "leave it out: the state is always returned"})
 def performer_with_state(
     q: Tensor,  # (B, T, H, D)
@@ -99,13 +108,14 @@ def performer_with_state(
     backend: str | None = None,
     cu: Tensor | None = None,
     deterministic: bool | None = None,
+    group: Any = None,
     scale: float | None = None,
     state: Sums | None = None,
 ) -> tuple[Tensor, Sums]:
     """Computes `performer` and also returns the sums after the last key, from which a later call goes on.
 
     Args:
-        q, k, v, mask, features, backend, cu, deterministic, scale, state: as in `performer`.
+        q, k, v, mask, features, backend, cu, deterministic, group, scale, state: as in `performer`.
 
     Returns:
         o (B, T, H, Dv), and (S, z, largest) with S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
@@ -118,7 +128,7 @@ def performer_with_state(
         >>> performer(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, features=features, state=state).shape
         torch.Size([1, 28, 8, 64])
     """
-    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state)
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, True)
 
 
 @answers_foreign_words
@@ -163,10 +173,11 @@ def performer_step(
 
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, features: Features, backend: str | None, cu: Tensor | None,
-    deterministic: bool | None, scale: float | None, state: Sums | None,
-) -> tuple[Tensor, Sums]:  # fmt: skip
-    """Performer's attention, and the sums after the last key."""
-    q, k, v, cu = check_qkv(q, k, v, cu)
+    deterministic: bool | None, scale: float | None, state: Sums | None, group: Any, keeps: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Performer's attention, and the sums after the last key; None where a group keeps none."""
+    q, k, v, cu = check_qkv(q, k, v, cu, group is not None)
+    part = None if group is None else part_of("performer", group, cu, q)
     causal = is_causal("Performer", mask)
     if causal:
         check_causal_lengths("Performer", q, k)
@@ -178,6 +189,10 @@ def _attended(
     given = None
     if state is not None:
         given = RunningSums(*check_states(state, _shapes(B, k, v, features), q))
+    if part is not None:
+        projection, problem = _problem(features.kind, projection, causal, number, chosen)
+        o, sums = recur_on_ranks(q, k, v, given, problem, part, keeps, cu=cu, projection=projection)
+        return o, sums
     if chosen == "eager":
         o, last = _as_defined(q, k, v, causal, features.kind, projection, number, given, cu)
     else:

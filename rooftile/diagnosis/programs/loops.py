@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from rooftile.diagnosis.watching.dispatched import in_backward
 from rooftile.diagnosis.watching.steps import Source, Steps
 from rooftile.diagnosis.watching.where import is_own
+from rooftile.runtime.operators import in_backward
 
 Place = tuple[tuple[CodeType, int], ...]
 # flags of code whose frame may wait in the middle of its work

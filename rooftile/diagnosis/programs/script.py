@@ -26,12 +26,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rooftile.diagnosis.programs.loops import Turns
 from rooftile.diagnosis.programs.named import Reached, ScriptCall, named
-from rooftile.diagnosis.watching.dispatched import in_backward, optimiser_steps
+from rooftile.diagnosis.watching.dispatched import optimiser_steps
 from rooftile.diagnosis.watching.modes import Modes
 from rooftile.diagnosis.watching.steps import Finished, Source, Steps, watching
 from rooftile.diagnosis.watching.unseen import pass_over
 from rooftile.diagnosis.watching.where import user_line
 from rooftile.errors import InvalidInput
+from rooftile.runtime.operators import in_backward
 
 # outermost calls of modules without an optimiser's step, after which a program that goes on is one that only calls
 MANY_CALLS = 32

@@ -16,6 +16,7 @@ from rooftile.diagnosis.counts import is_free
 from rooftile.diagnosis.counts.traffic import is_plain, tensors
 from rooftile.diagnosis.watching.compiled import GeneratedKernel, watched_kernels
 from rooftile.diagnosis.watching.modules import Modules
+from rooftile.runtime.operators import in_backward
 
 
 class OptimiserSteps:
@@ -143,8 +144,3 @@ def _is_made_of_others(func: OpOverload) -> bool:
     if func.namespace != "aten" or not func._can_decompose():
         return False
     return torch.is_inference_mode_enabled() or not _has_kernel(func)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)

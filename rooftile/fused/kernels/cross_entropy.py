@@ -68,21 +68,25 @@ def _cross_entropy(
 @triton.jit
 def _cross_entropy_gradient(
     dlosses_ptr, sums_ptr, x_ptr, target_ptr, dx_ptr, x_stride, dx_stride, ignore_index, smoothing, softcap, z_loss,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+    spread, SIZE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of a piece of one row, perhaps over its logits."""
+    """Writes the gradient of a piece of one row, perhaps over its logits.
+
+    spread: the smoothing of one logit. PART: the logits are a part of a vocabulary, and the target -1 is in another part.
+    """
     pieces: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // pieces).to(tl.int64)
     v = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
     z = _logits(x_ptr + row * x_stride, v, softcap, SIZE, SOFTCAP)
     target = tl.load(target_ptr + row)
     top, log = tl.load(sums_ptr + 2 * row), tl.load(sums_ptr + 2 * row + 1)
-    dz = tl.exp(z - top - log) * (1.0 + 2.0 * z_loss * (top + log)) - smoothing / SIZE
+    dz = tl.exp(z - top - log) * (1.0 + 2.0 * z_loss * (top + log)) - spread
     dz = tl.where(v == target, dz - (1.0 - smoothing), dz)
     if SOFTCAP:
         dz *= 1.0 - (z / softcap) * (z / softcap)
     dz *= tl.load(dlosses_ptr + row)
-    dz = tl.where((target >= 0) & (target < SIZE), dz, float("nan"))
+    lowest: tl.constexpr = -1 if PART else 0
+    dz = tl.where((target >= lowest) & (target < SIZE), dz, float("nan"))
     dz = tl.where(target == ignore_index, 0.0, dz)
     tl.store(dx_ptr + row * dx_stride + v, dz.to(dx_ptr.dtype.element_ty), mask=v < SIZE)
 
@@ -98,29 +102,31 @@ def forward(
     losses, sums = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape[:1], (x.shape[0], 2)))
     if x.shape[0]:
         arguments = (x, target.contiguous(), losses, sums, x.stride(0), ignore_index, smoothing, softcap or 1.0, z_loss)
-        _start((x.shape[0], 1, 1), arguments, constants_of(x.shape[1], softcap > 0, smoothing > 0))
+        _start((x.shape[0], 1, 1), arguments, constants_of(x.shape[1], softcap > 0, SMOOTHED=smoothing > 0))
     return losses, sums
 
 
 def gradient(
     dlosses: Tensor, sums: Tensor, x: Tensor, target: Tensor, ignore_index: int, smoothing: float, softcap: float, z_loss: float,
-    *, into: Tensor | None = None,
+    *, into: Tensor | None = None, whole: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of logits (rows, V): `into`, whose rows are dense and which may be x itself, or a new tensor."""
+    """Returns the gradient of logits (rows, V): `into`, whose rows are dense and which may be x itself, or a new tensor.
+
+    whole: the size of the vocabulary of which the logits are a part, 0 where they are all of it.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     if dx.numel():
-        constants = constants_of(x.shape[1], softcap > 0)
+        constants = constants_of(x.shape[1], softcap > 0, PART=whole > 0)
         arguments = (
             dlosses.contiguous(), sums.contiguous(), x, target.contiguous(), dx, x.stride(0), dx.stride(0), ignore_index,
-            smoothing, softcap or 1.0, z_loss,
+            smoothing, softcap or 1.0, z_loss, smoothing / (whole or x.shape[1]),
         )  # fmt: skip
         _start_gradient((x.shape[0] * triton.cdiv(x.shape[1], constants["BLOCK"]), 1, 1), arguments, constants)
     return dx
 
 
 @cache
-def constants_of(size: int, softcap: bool, smoothed: bool | None = None) -> dict[str, int]:
-    """The compile-time arguments; the gradient is not compiled for whether labels are smoothed."""
-    found = {"SIZE": size, "BLOCK": min(BLOCK, triton.next_power_of_2(size)), "SOFTCAP": softcap, "num_warps": 8}
-    return found if smoothed is None else found | {"SMOOTHED": smoothed}
+def constants_of(size: int, softcap: bool, **own: bool) -> dict[str, int]:
+    """The compile-time arguments; `own` are those of one of the two kernels."""
+    return {"SIZE": size, "BLOCK": min(BLOCK, triton.next_power_of_2(size)), "SOFTCAP": softcap, "num_warps": 8, **own}

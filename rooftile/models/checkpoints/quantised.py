@@ -7,7 +7,7 @@ rows must end where parts end, and columns must be in one order; other parts sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,7 +21,9 @@ from rooftile.models.checkpoints import quantised_experts, weights
 from rooftile.models.checkpoints.experts import expert_names_of
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import projections_of
-from rooftile.models.checkpoints.stored import StoredTensor
+from rooftile.models.checkpoints.quantised_head import fill_head
+from rooftile.models.checkpoints.stored import Share, StoredTensor, cut_tensors
+from rooftile.models.checkpoints.whole_modules import WholeModules, read_whole
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer
 from rooftile.models.projection import Projection
@@ -29,13 +31,9 @@ from rooftile.weights import QuantisedWeight
 from rooftile.weights.files.plan import Quantiser, Reader
 from rooftile.weights.formats import TILE
 from rooftile.weights.two_four import TwoFour
-from rooftile.weights.weight import dequantised, rows_of
 
 # scales of a cache in FP8, which ours finds anew
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-
-# numbers of a head that are dequantised at once
-_OF_A_HEAD = 1 << 20
 
 
 class Filled(Protocol):
@@ -59,9 +57,12 @@ class Filled(Protocol):
 
 
 def load(
-    config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Reader, on_layer: Callable[[Layer], None] | None = None
-) -> None:
+    config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Reader, on_layer: Callable[[Layer], None] | None = None,
+    shares: Mapping[str, Share] | None = None,
+) -> None:  # fmt: skip
     """Fills a decoder whose projections wait for their weights; calls `on_layer` with each layer that has its projections'.
+
+    `shares` says which part of which plain tensor a rank holds (`rooftile.models.checkpoints.shares`).
 
     Raises:
         InvalidInput: tensors are missing, unexpected, of other shapes, or cannot be quantised.
@@ -71,18 +72,23 @@ def load(
     quantised_experts.check(config, experts, reader)
     head = [] if config.tie else ["lm_head"]
     # patterns for one's own quantising mean projections; a checkpoint's targets may mean the head, too
-    reader.check([name for _, parts in projections for name in parts] + [name for one in experts for name in one.modules] + head)
+    modules = [name for _, parts in projections for name in parts] + [name for one in experts for name in one.modules]
+    reader.check(modules + head)
     with ExitStack() as stack:
         found = weights.stored_in(config, files, stack)
+        has_head = bool(head) and _is_quantised(found, reader)
+        whole = read_whole(shares or {}, found, modules + head * has_head, reader, transposed=config.family == "gpt2")
+        found = cut_tensors(found, {name: one for name, one in (shares or {}).items() if name not in whole.shares})
         for name in [name for name in found if name.endswith(_CACHE_SCALES)]:
             del found[name]
         taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
-        if head and _is_quantised(found, reader):
-            tensors = _read_all(_take(found, "lm_head", reader))
-            _fill_head(decoder.head, _read(config, reader, "lm_head", tensors, tuple(decoder.head.shape)))
+        if has_head:
+            tensors, shape = _read_all(_take(found, "lm_head", reader)), (config.vocab_size, config.hidden)
+            first = (shares or {})["lm_head.weight"].cut[0][0].start if shares else 0
+            fill_head(decoder.head, _read(config, reader, "lm_head", tensors, shape), first)
         # before the projections: a layer that has them is whole
-        filled = quantised_experts.fill(experts, found, expert_names_of(config), reader, decoder.embedding.device)
-        separate = _fill(config, decoder, projections, taken, reader, on_layer)
+        filled = quantised_experts.fill(experts, found, expert_names_of(config), reader, whole, decoder.embedding.device)
+        separate = _fill(config, decoder, projections, taken, reader, whole, on_layer)
         places = dict(decoder.tensors()) | separate
         for name in filled:
             del places[name]
@@ -92,19 +98,6 @@ def load(
         for stored_one, place in weights.matched(config, places, found):
             place.copy_(stored_one.get_tensor())
         weights.report_progress(1.0)
-
-
-def _fill_head(head: Tensor, weight: QuantisedWeight | TwoFour) -> None:
-    """Fills a head with dequantised numbers, some rows at a time: it is larger than a layer, and fp32 takes twice its memory."""
-    N, K = weight.shape
-    if isinstance(weight, TwoFour):
-        head.copy_(weight.dense(head.dtype))
-        return
-    rows = max(_OF_A_HEAD // K // TILE, 1) * TILE
-    for start in range(0, N, rows):
-        some = head[start : start + rows]
-        parts = rows_of(weight.parts, weight.format, start, start + len(some))
-        some.copy_(dequantised(parts, weight.format, weight.group, (len(some), K), head.dtype))
 
 
 def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Projection, dict[str, int]]]:
@@ -171,7 +164,7 @@ def _owned(
 
 def _fill(
     config: ModelConfig, decoder: Filled, projections: list[tuple[Projection, dict[str, int]]],
-    taken: dict[str, dict[str, StoredTensor]], reader: Reader, on_layer: Callable[[Layer], None] | None,
+    taken: dict[str, dict[str, StoredTensor]], reader: Reader, whole: WholeModules, on_layer: Callable[[Layer], None] | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fills projections; returns the places of weights that stay plain beside quantised ones."""
     separate: dict[str, Tensor] = {}
@@ -188,8 +181,8 @@ def _fill(
         for name, rows in names.items():
             if name in taken:
                 tensors = _read_all(taken[name])
-                found = _read(config, reader, name, tensors, (rows, projection.inputs))
-                parts.append(_owned(found, tensors.values(), decoder.embedding.device))
+                found = _read(config, reader, name, tensors, whole.shape(name, (rows, projection.inputs)))
+                parts.append(_owned(whole.part(name, found), tensors.values(), decoder.embedding.device))
             else:
                 separate[f"{name}.weight"] = projection.placement.parameter(rows, projection.inputs).detach()
                 parts.append(separate[f"{name}.weight"])

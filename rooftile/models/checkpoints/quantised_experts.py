@@ -17,6 +17,7 @@ from rooftile.models.checkpoints.experts import ExpertNames, expert_names_of
 from rooftile.models.checkpoints.gpt_oss import BlockTensor
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.stored import StoredTensor
+from rooftile.models.checkpoints.whole_modules import WholeModules
 from rooftile.models.config import ModelConfig
 from rooftile.models.experts.feed_forward import QUANTISED, ExpertFeedForward
 from rooftile.models.layers import Layer
@@ -92,8 +93,9 @@ def check(config: ModelConfig, weights: Sequence[Weight], reader: Reader) -> Non
 
 
 def fill(
-    weights: Sequence[Weight], found: dict[str, StoredTensor], names: ExpertNames, reader: Reader, device: torch.device
-) -> set[str]:
+    weights: Sequence[Weight], found: dict[str, StoredTensor], names: ExpertNames, reader: Reader, whole_modules: WholeModules,
+    device: torch.device,
+) -> set[str]:  # fmt: skip
     """Fills weights that are quantised, and makes places for the others; returns the names of places that are filled."""
     filled: set[str] = set()
     for weight in weights:
@@ -101,9 +103,12 @@ def fill(
         blocks = [found[module] for module in weight.modules if isinstance(found.get(module), BlockTensor)]
         if len(blocks) == 1 == len(weight.modules) and isinstance(blocks[0], BlockTensor):
             del found[weight.modules[0]]
-            feed_forward.fill(name, blocks[0].quantised().to(device))
+            codes = whole_modules.part_of_stack(weight.modules[0], blocks[0].quantised())
+            assert isinstance(codes, QuantisedWeight)
+            feed_forward.fill(name, codes.to(device))
             continue
-        read = {module: _read(weight, module, found, names, reader, device) for module in weight.modules if reader.covers(module)}
+        covered = [module for module in weight.modules if reader.covers(module)]
+        read = {module: _read(weight, module, found, names, reader, whole_modules, device) for module in covered}
         whole = _whole(weight, read)
         feed_forward.fill(name, whole)
         if whole is None and read:
@@ -112,7 +117,8 @@ def fill(
 
 
 def _read(
-    weight: Weight, module: str, found: dict[str, StoredTensor], names: ExpertNames, reader: Reader, device: torch.device
+    weight: Weight, module: str, found: dict[str, StoredTensor], names: ExpertNames, reader: Reader,
+    whole_modules: WholeModules, device: torch.device,
 ) -> list[QuantisedWeight]:  # fmt: skip
     """Reads a module: one weight, or one for each expert of a module that has all."""
     shape = (weight.rows, weight.inputs)
@@ -129,7 +135,9 @@ def _read(
     tensors = {one: found.pop(f"{module}.{one}").get_tensor() for one in (*needed, *optional) if f"{module}.{one}" in found}
     if isinstance(reader, Quantiser) and tuple(tensors["weight"].shape) != shape:
         raise InvalidInput(f"{module}.weight is {tuple(tensors['weight'].shape)}, due {shape}")
-    return [_quantised(reader, module, tensors, shape, device)]
+    codes = whole_modules.part(module, reader.read(module, tensors, whole_modules.shape(module, shape)))
+    assert isinstance(codes, QuantisedWeight), "2:4 is refused by check"
+    return [codes.to(device)]
 
 
 def _taken(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> Tensor:

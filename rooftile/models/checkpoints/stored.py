@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rooftile.errors import InvalidInput
+
 # the slices of a tensor along each axis; on one axis at most there are several
 Cut = tuple[tuple[slice, ...], ...]
+
+
+class Share(NamedTuple):
+    """The part of a tensor that a rank holds, and the shape of the whole."""
+
+    cut: Cut
+    whole: tuple[int, ...]
 
 
 class StoredTensor:
@@ -115,6 +124,18 @@ def joined_slices(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
     return torch.cat(list(pieces), dim=next(axis for axis, slices in enumerate(cut) if len(slices) > 1))
 
 
-def cut_tensors(found: Mapping[str, StoredTensor], cuts: Mapping[str, Cut]) -> dict[str, StoredTensor]:
-    """Returns stored tensors of which only the parts of a rank are read."""
-    return {name: CutTensor(one, cuts[name]) if name in cuts else one for name, one in found.items()}
+def cut_tensors(found: Mapping[str, StoredTensor], shares: Mapping[str, Share]) -> dict[str, StoredTensor]:
+    """Returns stored tensors of which only the parts of a rank are read.
+
+    Raises:
+        InvalidInput: one has another shape than the model's.
+    """
+    kept = dict(found)
+    for name in found.keys() & shares.keys():
+        cut, whole = shares[name]
+        if found[name].shape() != whole:
+            raise InvalidInput(
+                f"the checkpoint's shapes differ from its config.json: {found[name].name} {found[name].shape()}, due {whole}"
+            )
+        kept[name] = CutTensor(found[name], cut)
+    return kept

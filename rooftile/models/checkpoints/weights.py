@@ -16,7 +16,7 @@ from rooftile.models.checkpoints import gpt_oss
 from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import Names, names_of
 from rooftile.models.checkpoints.nemotron import by_layer
-from rooftile.models.checkpoints.stored import Cut, JoinedTensor, StoredTensor, cut_tensors
+from rooftile.models.checkpoints.stored import JoinedTensor, Share, StoredTensor, cut_tensors
 from rooftile.models.config import ModelConfig
 from rooftile.weights.files.folder import listed
 from rooftile.weights.files.settings import check_readable
@@ -67,16 +67,16 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
         matched(config, dict(places), stored_in(config, files, stack))
 
 
-def load(config: ModelConfig, places: Places, files: Iterable[Path], cuts: Mapping[str, Cut] | None = None) -> None:
+def load(config: ModelConfig, places: Places, files: Iterable[Path], shares: Mapping[str, Share] | None = None) -> None:
     """Fills a decoder from files, one tensor at a time, so that memory holds the decoder and one tensor.
 
-    `cuts` says which part of which tensor a rank holds (`rooftile.models.checkpoints.cuts`); no other part is read.
+    `shares` says which part of which tensor a rank holds (`rooftile.models.checkpoints.shares`); no other part is read.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
     with ExitStack() as stack:
-        pairs = matched(config, dict(places), cut_tensors(stored_in(config, files, stack), cuts or {}))
+        pairs = matched(config, dict(places), cut_tensors(stored_in(config, files, stack), shares or {}))
         whole, done = max(1, sum(place.nbytes for _, place in pairs)), 0
         for stored, place in pairs:
             place.copy_(stored.get_tensor())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -43,3 +45,9 @@ def unknown_dtype(x: Tensor, state: Tensor) -> str | None:
         if given.dtype not in DTYPES:
             return f"{str(given.dtype).removeprefix('torch.')}; has float32, bfloat16, float16"
     return None
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Returns the multiprocessors of a GPU, and a few in place of a CPU's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -7,6 +7,7 @@ decays from outside.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def recur(
     Gradients flow to q, k, v and the state's sums, and from o and the sums that are returned. Neither the projection nor the
     largest has one.
     """
-    state = _first(q, k, v, state, problem, cu, projection)
+    state = first_sums(q, k, v, state, problem, cu, projection)
     if transformed():
         o, _, last_state = plain.forward(q, k, v, state, projection, cu, problem)
         return o, last_state
@@ -54,7 +55,7 @@ def recur(
     return o, RunningSums(*last)
 
 
-def _first(
+def first_sums(
     q: Tensor, k: Tensor, v: Tensor, state: RunningSums | None, problem: Recurrence, cu: Tensor | None, projection: Tensor | None
 ) -> RunningSums:  # fmt: skip
     """The state before the first key: nothing, if none is given."""
@@ -148,9 +149,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        run = chunked_recurrence if watched(*arguments) or arguments[0].is_meta else _run
-        with below_autograd():
-            o, den, s, z, largest = run(*arguments)
+        o, den, s, z, largest = run_forward(arguments)
         ctx.save_for_backward(o, den, *arguments[:9])
         ctx.options = arguments[9:]
         ctx.set_materialize_grads(False)
@@ -162,9 +161,21 @@ class _Recurrence(torch.autograd.Function):
         o, den, *tensors = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         arguments = (do, ds, dz, o, den, *tensors, *ctx.options)
-        if torch.is_grad_enabled() or watched(*arguments) or o.is_meta:
-            return *chunked_recurrence_backward(*arguments), None, None, None, None, None, None
-        return *_run_backward(*arguments), None, None, None, None, None, None
+        return *run_backward(arguments), None, None, None, None, None, None
+
+
+def run_forward(arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Runs the forward without recording it, as an operator where something watches."""
+    run = chunked_recurrence if watched(*arguments) or arguments[0].is_meta else _run
+    with below_autograd():
+        return tuple(run(*arguments))
+
+
+def run_backward(arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Runs the backward, as an operator where something watches."""
+    if torch.is_grad_enabled() or watched(*arguments) or arguments[0].is_meta:
+        return tuple(chunked_recurrence_backward(*arguments))
+    return _run_backward(*arguments)
 
 
 class _RecurrenceBackward(torch.autograd.Function):

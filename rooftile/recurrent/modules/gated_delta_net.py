@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from rooftile.recurrent.modules.parts import (
     check_sizes,
     convolution,
     first_dt_bias,
+    parted,
     undecayed,
 )
 from rooftile.recurrent.words import LAYER
@@ -75,9 +78,12 @@ class GatedDeltaNet(RecurrentLayer):
         self.norm = GatedNorm(value_dim, gate_first=False, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(self._parts[2], dim, **made)  # type: ignore[arg-type]
 
-    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, tail = causal_conv(self.in_proj_qkv(x), self.conv1d.weight[:, 0], tail=tail, cu=cu, backend=self.backend)
-        y, last = gated_delta(*self._inputs(x, qkv), state=first, cu=cu, backend=self.backend)
+    def _mixed(
+        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        given: dict[str, Any] = {"cu": cu, "backend": self.backend}
+        qkv, tail = parted(causal_conv(self.in_proj_qkv(x), self.conv1d.weight[:, 0], tail=tail, return_tail=keeps, **given))
+        y, last = parted(gated_delta(*self._inputs(x, qkv), state=first, return_state=keeps, **given))
         return self._out(x, y), tail, last
 
     @torch.no_grad()

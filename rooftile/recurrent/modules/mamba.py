@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rooftile.recurrent.arguments import BACKENDS
 from rooftile.recurrent.convolution import causal_conv, conv_step
-from rooftile.recurrent.modules.parts import RecurrentLayer, RecurrentState, check_sizes, convolution, first_dt_bias, undecayed
+from rooftile.recurrent.modules.parts import (
+    RecurrentLayer,
+    RecurrentState,
+    check_sizes,
+    convolution,
+    first_dt_bias,
+    parted,
+    undecayed,
+)
 from rooftile.recurrent.selective import selective_scan, selective_scan_step
 from rooftile.recurrent.words import LAYER
 from rooftile.runtime.arguments import check_backend, check_count, check_flag
@@ -63,11 +72,15 @@ class Mamba(RecurrentLayer):
         self.D = undecayed(torch.ones(self.width), device, dtype)
         self.out_proj = nn.Linear(self.width, dim, bias=bias, **made)  # type: ignore[arg-type]
 
-    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mixed(
+        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         x, z = self.in_proj(x).chunk(2, -1)
-        x, tail = causal_conv(x, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu, backend=self.backend)
-        y, last = selective_scan(
-            *self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias, state=first, cu=cu, backend=self.backend
+        given: dict[str, Any] = {"cu": cu, "backend": self.backend}
+        weight, bias = self.conv1d.weight[:, 0], self.conv1d.bias
+        x, tail = parted(causal_conv(x, weight, bias, tail=tail, return_tail=keeps, **given))
+        y, last = parted(
+            selective_scan(*self._inputs(x), D=self.D, z=z, dt_bias=self.dt_proj.bias, state=first, return_state=keeps, **given)
         )
         return self.out_proj(y), tail, last
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +17,11 @@ from rooftile.recurrent.modules.parts import (
     check_sizes,
     convolution,
     first_dt_bias,
+    parted,
     undecayed,
 )
-from rooftile.recurrent.state_space import UNLIMITED, ssd, ssd_step
+from rooftile.recurrent.state_space import ssd, ssd_step
+from rooftile.recurrent.steps import UNLIMITED
 from rooftile.recurrent.words import LAYER
 from rooftile.runtime.arguments import check_backend, check_flag
 from rooftile.runtime.words import answers_with
@@ -84,12 +88,18 @@ class Mamba2(RecurrentLayer):
         self.norm = GatedNorm(width, groups if norm_groups else 1, eps=eps, device=device, dtype=dtype)
         self.out_proj = nn.Linear(width, dim, bias=bias, device=device, dtype=dtype)
 
-    def _mixed(self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mixed(
+        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         z, xBC, dt = self.in_proj(x).split(self._parts, -1)
-        xBC, tail = causal_conv(xBC, self.conv1d.weight[:, 0], self.conv1d.bias, tail=tail, cu=cu, backend=self.backend)
-        y, last = ssd(
-            *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit, state=first, cu=cu,
-            backend=self.backend,
+        given: dict[str, Any] = {"cu": cu, "backend": self.backend}
+        weight, bias = self.conv1d.weight[:, 0], self.conv1d.bias
+        xBC, tail = parted(causal_conv(xBC, weight, bias, tail=tail, return_tail=keeps, **given))
+        y, last = parted(
+            ssd(
+                *self._inputs(xBC, dt), D=self.D, dt_bias=self.dt_bias, dt_limit=self.dt_limit, state=first, return_state=keeps,
+                **given,
+            )
         )  # fmt: skip
         return self.out_proj(self.norm(y.flatten(-2), z)), tail, last
 
@@ -106,7 +116,7 @@ class Mamba2(RecurrentLayer):
         width, share = self.heads * self.head_dim, self.groups * self.state_size
         x, B, C = xBC.split((width, share, share), -1)
         B, C = (part.unflatten(-1, (self.groups, -1)) for part in (B, C))
-        return x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.float()).to(_wide(x)), B, C
+        return x.unflatten(-1, (self.heads, -1)), dt, -torch.exp(self.A_log.to(_wide(x))), B, C
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, groups={self.groups}, state_size={self.state_size}"

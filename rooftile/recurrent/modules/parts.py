@@ -32,7 +32,7 @@ class RecurrentLayer(nn.Module):
     @answers_with(LAYER_CALL)
     def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
         """Mixes the tokens of x (B, T, dim), or of packed sequences (total, dim) with offsets cu (B + 1,), int32."""
-        return self.with_state(x, cu=cu)[0]
+        return self._mixed(x, None, None, cu, False)[0]
 
     @answers_with(LAYER_CALL)
     def with_state(
@@ -49,14 +49,24 @@ class RecurrentLayer(nn.Module):
             y, as x, and the state after these tokens.
         """
         tail, first = (None, None) if state is None else state
-        y, tail, last = self._mixed(x, tail, first, cu)
+        y, tail, last = self._mixed(x, tail, first, cu, True)
+        assert tail is not None
+        assert last is not None
         return y, RecurrentState(tail, last)
 
     @abstractmethod
     def _mixed(
-        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns y, the last tail of the convolution and the last state of the recurrence."""
+        self, x: Tensor, tail: Tensor | None, first: Tensor | None, cu: Tensor | None, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Returns y, the last tail of the convolution and the last state of the recurrence; with `keeps` alone these.
+
+        Where ranks share a sequence, states that are returned have to reach every rank.
+        """
+
+
+def parted(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Returns the outputs of a recurrence and its last state, None where it was not asked for."""
+    return found if isinstance(found, tuple) else (found, None)
 
 
 class GatedNorm(nn.Module):

@@ -43,10 +43,12 @@ class RemoteCall:
 
     Args:
         id: the request's number.
+        weight: what the request adds to its engine's load.
     """
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, weight: int = 0) -> None:
         self.id = id
+        self.weight = weight
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has the request; or its exception says why not."""
         self.started = False

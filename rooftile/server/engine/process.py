@@ -23,6 +23,7 @@ from rooftile.runtime.words import rename
 from rooftile.server.engine.link import SocketLink
 from rooftile.server.engine.messages import FAILED, Failed, Reading, Ready
 from rooftile.server.observe.log import log, start_log
+from rooftile.server.replicas.devices import share_machine
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM
@@ -58,6 +59,9 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     from rooftile.models.checkpoints.weights import reporting_progress
     from rooftile.server.limits import COMPILING_S
 
+    machine = settings.pop("machine", None)
+    if machine is not None:
+        share_machine(machine["replicas"], settings, machine["visible"])
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     with reporting_progress(report_progress):
         llm = LLM(model, **settings)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ class RemoteEngine:
         settings: the keywords of `LLM`, and `model`.
         stall_s: a step that takes longer is taken for dead, and the process is killed.
         noted: called with the engine's counts after each step.
+        environment: variables that its process has beside this one's.
     """
 
     def __init__(
-        self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineStats], None] = lambda stats: None
-    ) -> None:
+        self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineStats], None] = lambda stats: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.ready: Ready | None = None
         self.percent = 0
         self.stats = EngineStats()
@@ -50,6 +52,8 @@ class RemoteEngine:
         self.over = asyncio.Event()
         self.changed = asyncio.Event()
         """Set when the engine is ready, or over."""
+        self.load = 0
+        """The weights of the requests that have not ended."""
         self._stall_s = stall_s
         self._noted = noted
         self._calls: dict[int, RemoteCall] = {}
@@ -60,7 +64,8 @@ class RemoteEngine:
         # a session of its own: Ctrl-C on a terminal reaches the server only. -P: no module is taken from the working folder
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rooftile.server.engine.process", str(theirs.fileno())],
-            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True, env=_environment(),
+            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+            env=_environment() | dict(environment or {}),
         )  # fmt: skip
         theirs.close()
         assert self.process.stdin is not None
@@ -70,9 +75,20 @@ class RemoteEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
+    @property
+    def answers(self) -> bool:
+        """Whether it takes requests."""
+        return self.ready is not None and self.cause is None
+
+    @property
+    def requests(self) -> int:
+        """How many prompts it has that have not ended."""
+        return len(self._calls)
+
     def send(
-        self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None
-    ) -> RemoteCall:
+        self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None,
+        weight: int = 0,
+    ) -> RemoteCall:  # fmt: skip
         """Sends a request; its `taken` is done when the engine has it. The caller must `leave` the call at the end.
 
         Args:
@@ -81,6 +97,7 @@ class RemoteEngine:
             salt: requests share cached prefixes only if their salts are equal.
             streams: whether the answers are wanted while they grow.
             started: called once, when the request waits no longer.
+            weight: what the request adds to `load` until it ends.
 
         Raises:
             EngineDown: the engine has failed.
@@ -91,17 +108,17 @@ class RemoteEngine:
             self._heard = time.monotonic()
         self._count += 1
         self._write(frame(Add(self._count, prompt, params, salt, streams)))
-        call = RemoteCall(self._count)
+        call = RemoteCall(self._count, weight)
         self._calls[call.id], self._on_start[call.id] = call, started
+        self.load += weight
         return call
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""
-        if self._calls.pop(call.id, None) is None:
+        if self._ended(call.id) is None:
             return False
         if not call.taken.done():
             call.taken.cancel()
-        self._started(call.id)
         if self.cause is None:
             self._write(frame(Abort(call.id)))
         return True
@@ -191,8 +208,7 @@ class RemoteEngine:
             if call is not None and not call.taken.done():
                 call.taken.set_result(None)
         for refused in step.refused:
-            self._started(refused.id)
-            call = self._calls.pop(refused.id, None)
+            call = self._ended(refused.id)
             if call is not None:
                 call.fail(EngineRefused(refused.reason, ours=refused.ours))
         for id_ in step.started:
@@ -205,9 +221,16 @@ class RemoteEngine:
         if call is None:
             return
         if news.finished:
-            self._started(news.id)
-            del self._calls[news.id]
+            self._ended(news.id)
         call.take(news)
+
+    def _ended(self, id_: int) -> RemoteCall | None:
+        """Takes a request that is over from the account, and returns it; None if it has ended before."""
+        self._started(id_)
+        call = self._calls.pop(id_, None)
+        if call is not None:
+            self.load -= call.weight
+        return call
 
     def _started(self, id_: int) -> None:
         on_start = self._on_start.pop(id_, None)
@@ -221,9 +244,8 @@ class RemoteEngine:
         self.cause, self.detail = cause, self.detail or cause + exception
         if self._writer is not None:
             self._writer.close()
-        calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            self._started(call.id)
+        for call in list(self._calls.values()):
+            self._ended(call.id)
             call.fail(EngineDown(cause))
         self.over.set()
         self.changed.set()

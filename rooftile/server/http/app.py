@@ -118,8 +118,7 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         """Says whether requests are answered."""
-        self._service.check()
-        return json_answer({"status": "ok"})
+        return json_answer(self._service.health())
 
     async def metrics(self, request: Request) -> Response:
         """Returns Prometheus's series."""

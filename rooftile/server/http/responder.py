@@ -14,7 +14,6 @@ from rooftile.server import limits
 from rooftile.server.admission import Ticket
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import News
-from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.middleware import mistake
 from rooftile.server.http.openai.complete_answers import Usage
@@ -24,6 +23,7 @@ from rooftile.server.http.openai.prompts import ScoredPrompt
 from rooftile.server.http.texts import AnswerDecoder
 from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
+from rooftile.server.replicas.replicas import Replicas
 from rooftile.server.service import Service
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Responder:
         self._deadline = deadline
         self._calls: list[RemoteCall] = []
         self._tickets: list[Ticket] = []
-        self._engine: RemoteEngine | None = None
+        self._engines: Replicas | None = None
         self._decoder: AnswerDecoder | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
@@ -65,8 +65,8 @@ class Responder:
         Raises:
             Refusal: it cannot be answered, or not now.
         """
-        engine, texts, _ = self._service.check()
-        self._engine = engine
+        engines, texts, _ = self._service.check()
+        self._engines = engines
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -74,7 +74,7 @@ class Responder:
                 self._decoder = AnswerDecoder(texts, self.generation.params, self.tokens)
                 # the server may have begun to drain meanwhile
                 self._service.check()
-                await self._send(engine)
+                await self._send(engines)
         except TimeoutError:
             raise late(self._began) from None
         except InvalidInput as error:
@@ -91,7 +91,7 @@ class Responder:
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None
 
-    async def _send(self, engine: RemoteEngine) -> None:
+    async def _send(self, engines: Replicas) -> None:
         generation, sizes = self.generation, [len(each) for each in self.tokens]
         longest = self._service.check()[2].max_len
         most_tokens = generation.params.get("max_tokens")
@@ -111,7 +111,10 @@ class Responder:
         salt = f"{self._access.key}\0{generation.salt}"
         for tokens, ticket in zip(self.tokens, self._tickets, strict=True):
             # noted one by one and before anything is waited for: whatever happens, `close` takes back what was sent
-            self._calls.append(engine.send(tokens, generation.params, salt=salt, streams=generation.stream, started=ticket.start))
+            call = engines.send(
+                tokens, generation.params, salt=salt, streams=generation.stream, answers=ticket.answers, started=ticket.start
+            )  # fmt: skip
+            self._calls.append(call)
         await asyncio.gather(*(call.taken for call in self._calls))
         self.usage.prompt = self._access.prompt_tokens = sum(sizes)
 
@@ -166,8 +169,8 @@ class Responder:
             ticket.end()
 
     def _leave(self, place: int, call: RemoteCall) -> None:
-        assert self._engine is not None
-        if self._engine.leave(call):
+        assert self._engines is not None
+        if self._engines.leave(call):
             for index in range(self.generation.params.get("n", 1)):
                 if (place, index) not in self._ended:
                     self._service.metrics.note_end("abort")

@@ -1,6 +1,7 @@
 """Prometheus's series. The series of `LIKE_VLLM` are vLLM's, too, under the same names after the prefix.
 
-Each has the label `model_name`, the name of the served model. No label has a value that a client chose, so clients cannot make
+Each has the label `model_name`, the name of the served model; with several engines they are sums, and those of a replica have
+the label `replica`, too. No label has a value that a client chose, so clients cannot make
 new series.
 """
 
@@ -36,7 +37,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._prefix = prefix
         self._model = model
-        self._seen = EngineStats()
+        self._seen: dict[int, EngineStats] = {}
         self.running = self._gauge("num_requests_running", "answers that run")
         self.waiting = self._gauge("num_requests_waiting", "answers that wait")
         self.queued = self._gauge("queued_prompt_tokens", "prompt tokens that wait")
@@ -52,6 +53,17 @@ class Metrics:
         self.hits = self._counter("prefix_cache_hits", "prompt tokens that the prefix cache had")
         self.pages = self._counter("prefix_cache_pages", "prompt tokens whose blocks the prefix cache had")
         self.kept = self._gauge("kept_states", "states of recurrences that are kept for prefixes")
+        self.replicas = [
+            Gauge(f"{prefix}:replica_{name}", said, [*_LABELS, "replica"], registry=self._registry)
+            for name, said in (
+                ("up", "whether a replica answers requests"), ("requests", "prompts that a replica has"),
+                ("starts", "how often a replica has been started again"),
+            )
+        ]  # fmt: skip
+        self.replica_hits = Counter(
+            f"{prefix}:replica_prefix_cache_hits", "prompt tokens that a replica's prefix cache had", [*_LABELS, "replica"],
+            registry=self._registry,
+        )  # fmt: skip
         self.ended = Counter(
             f"{prefix}:request_success", "answers that ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
@@ -64,23 +76,41 @@ class Metrics:
         for end in _ENDS:
             self.ended.labels(model, end)
 
-    def note_stats(self, stats: EngineStats) -> None:
-        """Takes the engine's counts after a step."""
-        seen, self._seen = self._seen, stats
-        self.running.set(stats.running)
-        blocks = {"free": stats.free_blocks, "used": stats.used_blocks, "cached": stats.cached_blocks}
-        self.usage.set(stats.used_blocks / max(1, sum(blocks.values())))
-        self.waste.set(stats.waste)
+    def note_stats(self, number: int, stats: EngineStats) -> None:
+        """Takes an engine's counts after a step. The series have the sums of all engines.
+
+        Args:
+            number: the replica, from 1 on.
+            stats: its counts; fewer than before mean that it has been started again.
+        """
+        seen = self._seen.get(number, EngineStats())
+        if stats.steps < seen.steps:
+            seen = EngineStats()
+        self._seen[number] = stats
+        now = list(self._seen.values())
+        self.running.set(sum([each.running for each in now]))
+        used = sum([each.used_blocks for each in now])
+        blocks = {
+            "free": sum([each.free_blocks for each in now]), "used": used, "cached": sum([each.cached_blocks for each in now])
+        }  # fmt: skip
+        self.usage.set(used / max(1, sum(blocks.values())))
+        self.waste.set(sum([each.waste * each.used_blocks for each in now]) / max(1, used))
         for name, count in blocks.items():
             self.blocks.labels(self._model, name).set(count)
         self.preemptions.inc(stats.preemptions - seen.preemptions)
         self.queries.inc(stats.prefix_queries - seen.prefix_queries)
         self.hits.inc(stats.prefix_hits - seen.prefix_hits)
+        self.replica_hits.labels(self._model, str(number)).inc(stats.prefix_hits - seen.prefix_hits)
         self.pages.inc(stats.prefix_pages - seen.prefix_pages)
-        self.kept.set(stats.kept_states)
+        self.kept.set(sum([each.kept_states for each in now]))
         if stats.steps > seen.steps:
             self.step.observe(stats.step_s)
             self.host.observe(stats.host_s)
+
+    def note_replica(self, number: int, *, up: bool, requests: int, starts: int) -> None:
+        """Notes how a replica stands."""
+        for gauge, value in zip(self.replicas, (up, requests, starts), strict=True):
+            gauge.labels(self._model, str(number)).set(value)
 
     def note_end(self, end: str) -> None:
         """Counts an answer that has ended."""

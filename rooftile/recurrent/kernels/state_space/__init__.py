@@ -8,7 +8,6 @@
     gradients            a chunk's gradients, the heads of a group one after another
     step_gradients       what is summed for the steps and rates of decay
     gate                 the gradient of the gate
-    copies               descriptors, by which the copy engine loads tiles on Hopper
     launch_hopper, outputs_hopper, gradients_hopper    outputs and gradients for heads of 64 on Hopper, in Gluon
 
 Where batch and heads fill the chip, a segment is a whole sequence. C B^T is computed once for a group of heads, not once for a

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import STEPPED, Call, Tile, some
-from rooftile.recurrent.kernels.state_space.copies import state_box, token_box
+from rooftile.recurrent.kernels.copies import state_box, token_box
+from rooftile.recurrent.kernels.state_space.call import STEPPED, Call, Launch, Tile, some
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space.gate import through_gate
 from rooftile.recurrent.kernels.state_space.gradients import _input_gradients, _map_gradients, _map_sums
@@ -35,8 +35,12 @@ def backward(
     """Returns the gradients of the tensors that are there, in order, and of the first state."""
     call = Call(tokens, constants, state, cu, options, dy)
     d_last = torch.zeros_like(state) if d_last is None else d_last
+    walked = call.x.numel() and state.numel() and not call.packed
     # a sequence without tokens hands its gradient on
-    d_state = d_last.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
+    d_state = (
+        call.floats("d_state", *state.shape, dtype=state.dtype) if walked
+        else d_last.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
+    )  # fmt: skip
     if not call.x.numel() or not state.numel():
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (*tokens, *constants) if x is not None] + [
             d_state
@@ -60,13 +64,17 @@ def _walk(call: Call, v: Tensor, first: Tensor, d_state: Tensor, back: bool) -> 
     """Returns the state with which a walk enters each chunk, (slots chunks, H, P, N); `d_state` is written on the way back."""
     start = call.starts(first, v, back)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    kept = torch.empty((call.slots * call.chunks, call.H, call.P, call.N), dtype=dtype, device=v.device)
-    tensors, strides = call.walked(v, back)
-    arguments = (*tensors[:2], kept, *tensors[2:], start, d_state, call.cu, *strides, call.T, call.count, call.size, call.slots)
+    kept = call.floats("kept", call.slots * call.chunks, call.H, call.P, call.N, dtype=dtype)
+    tensors = (*call.walked(v, back), kept, call.step, call.total, start, d_state, call.cu)
+    call.start(("chunk states", back), tensors, lambda: _states(call, v, back))
+    return kept
+
+
+def _states(call: Call, v: Tensor, back: bool) -> Launch:
+    numbers = (*call.walked_strides(v, back), *call.sizes, call.slots)
     own = some(_start_chunk_states, call.key, BACK=back, WHOLE=call.whole)
     tiles = token_box(call.block, call.columns), token_box(call.block, call.numbers), state_box(call.columns, call.numbers)
-    call.start(_start_chunk_states, (call.slots, call.H, call.parts), arguments, own, *tiles)
-    return kept
+    return Launch(_start_chunk_states, (call.slots, call.H, call.parts), numbers, own, tiles)
 
 
 class Sums(NamedTuple):
@@ -85,37 +93,44 @@ def _summed(
     call: Call, g: Tensor, states: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], tuple[Tensor, ...]]:
     """Returns the gradients of x, B, C and D (none, where there is no D), and what is to be summed for steps."""
-    sums = constants_of_sums(call.tile, call.N, "_map_sums")
     made = _on_hopper(call, g, states, d_states) if call.suits_warpgroups(g) else _in_two_kernels(call, g, states, d_states)
-    dB, dC = torch.empty((2, *call.B.shape), dtype=call.x.dtype, device=call.x.device)
-    given = (
-        call.B, call.C, made.d_cb, *made.maps, dB, dC, call.cu, call.strides(call.B), call.strides(call.C), call.T, call.count,
-        call.size, call.slots,
-    )  # fmt: skip
-    grid = call.slots * call.chunks, call.G, triton.cdiv(call.N, sums["BLOCK_S"])
-    _start_map_sums(grid, given, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=len(made.d_cb), **sums))
+    dtype = call.x.dtype
+    dB, dC = (call.floats("maps' gradients", *call.B.shape, dtype=dtype) for _ in range(2))
+    call.start("map sums", (call.B, call.C, made.d_cb, *made.maps, dB, dC, call.cu), lambda: _map_sums_of(call, len(made.d_cb)))
     D = []
     if call.D is not None:
-        summed = made.of_skip.sum(0)
-        D = [(summed if call.D.ndim == 2 else summed.sum(1)).to(call.D.dtype)]
+        D = [made.of_skip.sum(0 if call.D.ndim == 2 else (0, 2)).to(call.D.dtype)]
     return made.dx, dB, dC, D, (*made.of_pairs[:3], *made.of_states, made.through)
+
+
+def _map_sums_of(call: Call, spans: int) -> Launch:
+    sums = constants_of_sums(call.tile, call.N, "_map_sums")
+    numbers = (call.strides(call.B), call.strides(call.C), *call.sizes, call.slots)
+    grid = call.slots * call.chunks, call.G, triton.cdiv(call.N, sums["BLOCK_S"])
+    return Launch(_start_map_sums, grid, numbers, some(_start_map_sums, call.key, GROUPS=call.G, SPANS=spans, **sums))
 
 
 def _sums(call: Call, stripes: int, parts_n: int, skipped: int, through: int = 1) -> Sums:
     """Returns empty sums: pairs in `stripes`, states in `parts_n` of N, and of a head's chunk numbers of D and of what goes through."""
     x, heads, cells = call.x, call.H * call.parts, call.slots * call.chunks
     spans = triton.cdiv(call.H // call.G, SPAN)
-
-    def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    # chunks that no sequence has add nothing
-    of_skip = x if call.D is None else torch.zeros((cells * stripes, call.H, skipped), dtype=torch.float32, device=x.device)
+    of_skip = x
+    if call.D is not None:
+        of_skip = call.floats("of skip", cells * stripes, call.H, skipped)
+        _clear_chunks_without_tokens(call, of_skip)
     return Sums(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device), of_skip, floats(spans, cells, call.G, call.block, call.block),
-        floats(2 + stripes, heads, call.slots, call.size), floats(2, spans, cells, call.G, call.block, call.N),
-        floats(2, heads * parts_n, call.slots, call.size), floats(heads * parts_n, call.slots, call.chunks * through),
+        call.floats("dx", *x.shape, dtype=x.dtype), of_skip, call.floats("d_cb", spans, cells, call.G, call.block, call.block),
+        call.floats("of pairs", 2 + stripes, heads, call.slots, call.size),
+        call.floats("maps", 2, spans, cells, call.G, call.block, call.N),
+        call.floats("of states", 2, heads * parts_n, call.slots, call.size),
+        call.floats("through", heads * parts_n, call.slots, call.chunks * through),
     )  # fmt: skip
+
+
+def _clear_chunks_without_tokens(call: Call, sums: Tensor) -> None:
+    """Sets sums over chunks to 0 if some chunk has no token: its program writes nothing."""
+    if call.packed or call.slots * call.size > call.count * -(-call.T // call.block) * call.block:
+        sums.zero_()
 
 
 def _on_hopper(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
@@ -132,30 +147,44 @@ def _on_hopper(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
 
 def _in_two_kernels(call: Call, g: Tensor, states: Tensor, d_states: Tensor) -> Sums:
     x, tile = call.x, call.tile
-    pairs, maps = (constants_of_sums(tile, call.N, name) for name in ("_input_gradients", "_map_gradients"))
+    maps = constants_of_sums(tile, call.N, "_map_gradients")
     stripes, parts_n = call.block // tile.rows, triton.cdiv(call.N, maps["BLOCK_S"])
     made = _sums(call, stripes, parts_n, call.P)
-    cells, spans = call.slots * call.chunks, len(made.d_cb)
-    sizes = call.T, call.count, call.size, call.slots
-    of_x, of_b, of_c, of_g = map(call.strides, (x, call.B, call.C, g))
-    skip, d_strides = call.skip
-    span = -(-(call.H // call.G) // spans)
-    own = some(_start_inputs, call.key, SPAN=span, SKIP=call.D is not None, **pairs)
-    given: tuple[Any, ...] = (
-        x, call.B, g, d_states, skip, call.cb, *call.steps, made.dx, made.of_skip, made.d_cb, *made.of_pairs[:3], call.cu, of_x, of_b,
-        of_g, d_strides, *sizes,
+    tensors = (
+        x, call.B, g, d_states, call.skip, call.cb, call.step, call.total, made.dx, made.of_skip, made.d_cb, *made.of_pairs[:3],
+        call.cu,
     )  # fmt: skip
-    rows, columns = tile.rows, call.columns
-    tiles = token_box(rows, columns), token_box(rows, call.numbers), token_box(call.block, columns)
-    call.start(_start_inputs, (cells * stripes, call.G, spans), given, own, *tiles, state_box(columns, call.numbers))
-    given = (
-        x, call.B, call.C, g, states, d_states, *call.steps, *made.maps, *made.of_states, made.through, call.cu, of_x, of_b, of_c,
-        of_g, *sizes,
+    call.start("inputs", tensors, lambda: _inputs(call, g, len(made.d_cb)))
+    tensors = (
+        x, call.B, call.C, g, states, d_states, call.step, call.total, *made.maps, *made.of_states, made.through, call.cu,
     )  # fmt: skip
+    call.start("maps", tensors, lambda: _maps(call, g, len(made.d_cb)))
+    return made
+
+
+def _inputs(call: Call, g: Tensor, spans: int) -> Launch:
+    pairs, columns = constants_of_sums(call.tile, call.N, "_input_gradients"), call.columns
+    own = some(_start_inputs, call.key, SPAN=-(-(call.H // call.G) // spans), SKIP=call.D is not None, **pairs)
+    numbers = (*map(call.strides, (call.x, call.B, g)), call.skip_strides, *call.sizes, call.slots)
+    rows = call.tile.rows
+    tiles = (
+        token_box(rows, columns),
+        token_box(rows, call.numbers),
+        token_box(call.block, columns),
+        state_box(columns, call.numbers),
+    )
+    grid = call.slots * call.chunks * (call.block // rows), call.G, spans
+    return Launch(_start_inputs, grid, numbers, own, tiles)
+
+
+def _maps(call: Call, g: Tensor, spans: int) -> Launch:
+    maps, columns = constants_of_sums(call.tile, call.N, "_map_gradients"), call.columns
+    own = some(_start_maps, call.key, SPAN=-(-(call.H // call.G) // spans), **maps)
+    numbers = (*map(call.strides, (call.x, call.B, call.C, g)), *call.sizes, call.slots)
     of_values, of_rows = token_box(call.block, columns), token_box(call.block, maps["BLOCK_S"])
     tiles = of_values, of_rows, of_rows, of_values, *[state_box(columns, maps["BLOCK_S"])] * 2
-    call.start(_start_maps, (cells * parts_n, call.G, spans), given, some(_start_maps, call.key, SPAN=span, **maps), *tiles)
-    return made
+    grid = call.slots * call.chunks * triton.cdiv(call.N, maps["BLOCK_S"]), call.G, spans
+    return Launch(_start_maps, grid, numbers, own, tiles)
 
 
 def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:
@@ -170,25 +199,26 @@ def constants_of_sums(tile: Tile, N: int, name: str) -> dict[str, Any]:
 
 def _of_steps(call: Call, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of dt, A and the bias from what pairs and states gave."""
-    softplus, low, high = call.options
-    d_dt = torch.empty(call.dt.shape, dtype=call.dt.dtype, device=call.dt.device)
-    cells = call.slots * call.chunks
-    # chunks that no sequence has add nothing
-    sums = torch.zeros((2, cells, call.H), dtype=torch.float32, device=call.dt.device)
+    d_dt = call.floats("d_dt", *call.dt.shape, dtype=call.dt.dtype)
+    sums = call.floats("of steps", 2, call.slots * call.chunks, call.H)
+    _clear_chunks_without_tokens(call, sums)
     bias = call.A if call.bias is None else call.bias
-    arguments = (
-        call.dt, bias, call.A, call.steps[0], *given, d_dt, sums[0], sums[1], call.cu, call.strides(call.dt), call.T,
-        call.count, call.size, call.slots, float(low), float(high),
-    )  # fmt: skip
+    tensors = (call.dt, bias, call.A, call.step, *given, d_dt, *sums, call.cu)
+    call.start("step gradients", tensors, lambda: _step_gradients_of(call, given[-1]))
+    d_rate, d_bias = sums.sum(1)
+    return d_dt, d_rate.to(call.A.dtype), d_bias.to(bias.dtype)
+
+
+def _step_gradients_of(call: Call, through: Tensor) -> Launch:
+    softplus, low, high = call.options
     own = {
         "PARTS": call.parts,
         "STRIPES": call.block // call.tile.rows,
-        "PARTS_N": given[-1].shape[0] // (call.H * call.parts),
-        "THROUGH_ROWS": given[-1].shape[2] == call.size,
+        "PARTS_N": through.shape[0] // (call.H * call.parts),
+        "THROUGH_ROWS": through.shape[2] == call.size,
         "SOFTPLUS": bool(softplus),
         "BIAS": call.bias is not None,
     }
-    grid = cells, triton.cdiv(call.H, STEPPED), 1
-    _start_step_gradients(grid, arguments, some(_start_step_gradients, call.key, **own))
-    d_rate, d_bias = sums.sum(1)
-    return d_dt, d_rate.to(call.A.dtype), d_bias.to(bias.dtype)
+    numbers = (call.strides(call.dt), *call.sizes, call.slots, float(low), float(high))
+    grid = call.slots * call.chunks, triton.cdiv(call.H, STEPPED), 1
+    return Launch(_start_step_gradients, grid, numbers, some(_start_step_gradients, call.key, **own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,20 +11,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.recurrent.kernels.parts import readable
-from rooftile.recurrent.kernels.state_space.copies import Box, copying, is_aligned, token_box
+from rooftile.recurrent.kernels.copies import Box, copying, is_aligned, token_box
+from rooftile.recurrent.kernels.parts import processors, readable
 from rooftile.recurrent.kernels.state_space.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.state_space.tiles import _products, _steps
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.devices import capability, lack_of_gluon
-from rooftile.runtime.launch import Kernel
+from rooftile.runtime.launch import BoundedCache, Kernel, empties, kind_of
 
 _start_steps, _start_products, _start_sums, _start_scan = map(Kernel, (_steps, _products, _segment_sums, _scan))
 # tokens of a segment where a sequence is cut, numbers of a state that a program of the scan carries, heads of a program of steps
 _SEGMENT, _SCANNED, STEPPED = 2048, 1024, 16
 # sums of segments that the scan reads before it needs them
 AHEAD = 4
+
+
+class Launch(NamedTuple):
+    """A kernel, its programs, the numbers behind its tensors, its constants, and the boxes in which it copies the first tensors."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    numbers: tuple[Any, ...]
+    own: dict[str, Any]
+    boxes: tuple[Box, ...] = ()
+
+    def bound(self, copies: bool) -> Callable[..., None]:
+        """Returns a launch that takes the tensors alone."""
+        kernel = copying(self.kernel, self.boxes) if copies and self.boxes else self.kernel
+        return kernel.bound(self.grid, self.numbers, self.own)
 
 
 class Tile(NamedTuple):
@@ -97,52 +113,79 @@ def some(kernel: Kernel, key: tuple[Any, ...], **own: Any) -> dict[str, Any]:
     return {name: value for name, value in constants_of(*key, **own).items() if name in names}
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+# what calls of a kind have in common
+_known = BoundedCache()
 
 
 class Call:
-    """The sizes of a call, and its steps, sums and products of B and C."""
+    """The sizes of a call, and its steps, sums and products of B and C.
+
+    Calls of one kind, whose tensors have the same sizes, strides and dtypes, share sizes and launches: the host's time for a call
+    would else be longer than the kernels'.
+    """
 
     def __init__(
         self, tokens: Tensors, constants: Tensors, state: Tensor, cu: Tensor | None, options: Given, dy: Tensor | None = None
     ) -> None:
-        x, dt, B, C, z = tokens
+        x, self.dt, B, C, z = tokens
         assert x is not None
-        assert dt is not None
+        assert self.dt is not None
         assert B is not None
         assert C is not None
         self.x, self.B, self.C = (readable(given) for given in (x, B, C))
         self.z = None if z is None else readable(z)
         # the gradient of the output where a backward is called
-        self.dy, back = None if dy is None else readable(dy), dy is not None
-        copied = (self.x, self.B, self.C) if self.dy is None else (self.x, self.B, self.C, self.dy)
-        self.dt, (A, self.D, self.bias), self.options = dt, constants, options
-        assert A is not None
-        self.A = A
-        self.packed, self.T, (self.H, self.P) = cu is not None, x.shape[-3], x.shape[-2:]
-        self.G, self.N = B.shape[-2:]
+        self.dy = None if dy is None else readable(dy)
+        self.A, self.D, self.bias = constants
+        assert self.A is not None
+        self.cu, self.options = x if cu is None else cu, options
+        kind = (*kind_of(*tokens, *constants, state, cu, dy), *options)
+        common = _known.get(kind)
+        if common is None:
+            common = _known[kind] = self._common(state, cu is not None)
+        self.__dict__.update(common)
+
+    def _common(self, state: Tensor, packed: bool) -> dict[str, Any]:
+        """Returns what all calls of the kind have in common."""
+        own = {*self.__dict__}
+        x, back = self.x, self.dy is not None
+        copied = [one for one in (self.x, self.B, self.C, self.dy) if one is not None]
+        self.packed, self.T, (self.H, self.P) = packed, x.shape[-3], x.shape[-2:]
+        self.G, self.N = self.B.shape[-2:]
         self.count = state.shape[0]
-        self.cu = x if cu is None else cu
         hopper = is_hopper(x.device)
         # packed sequences end inside of tiles
-        self.copies = hopper and x.dtype == torch.bfloat16 and self.N <= 128 and not self.packed and all(map(is_aligned, copied))
-        self.key = self.P, self.N, x.dtype, hopper, self.H, self.G, self.packed, back, self.copies
+        self.copies = hopper and x.dtype == torch.bfloat16 and self.N <= 128 and not packed and all(map(is_aligned, copied))
+        self.key = self.P, self.N, x.dtype, hopper, self.H, self.G, packed, back, self.copies
         constants = constants_of(*self.key)
         self.tile = tile_of(self.N, x.dtype, hopper, back, self.copies)
         self.block: int = constants["BLOCK"]
         self.columns, self.numbers = constants["BLOCK_P"], constants["BLOCK_N"]
         self.parts: int = triton.cdiv(self.P, self.columns)
         self.size = self._segment()
-        self.slots = self.T // self.size + self.count if self.packed else -(-self.T // self.size) * self.count
+        self.slots = self.T // self.size + self.count if packed else -(-self.T // self.size) * self.count
         self.chunks = self.size // self.block
         # whether each segment is a whole sequence
-        self.whole = not self.packed and self.size >= self.T
+        self.whole = not packed and self.size >= self.T
+        # what is made at the first call, by name
+        self.made: dict[Any, Any] = {}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned at the first call of the kind."""
+        found = self.made.get(name)
+        if found is None:
+            found = self.made[name] = make()
+        return found
+
+    def floats(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Makes an empty tensor; `name` has one shape and dtype in all calls of a kind."""
+        found: Tensor = self.once(("empty", name), lambda: empties(shape, dtype, self.x.device))()
+        return found
 
     def _segment(self) -> int:
         # a sequence is not cut if batch and heads alone give each processor two programs
-        at_once = 2 * _processors(self.x.device)
+        at_once = 2 * processors(self.x.device)
         if not self.packed and (self.count * self.H >= at_once or self.T <= _SEGMENT // 4):
             return max(-(-self.T // self.block), 1) * self.block
         size = _SEGMENT
@@ -164,60 +207,78 @@ class Call:
         return (0, x.stride(0), x.stride(1)) if self.packed else (x.stride(0), x.stride(1), x.stride(2))
 
     @property
-    def skip(self) -> tuple[Tensor, tuple[int, int]]:
-        """D, or a tensor in its place, and its strides."""
-        skip = self.A if self.D is None else self.D
-        return skip, (skip.stride(0), skip.stride(1) if skip.ndim == 2 else 0)
+    def skip(self) -> Tensor:
+        """D, or a tensor in its place."""
+        return self.A if self.D is None else self.D
+
+    @property
+    def skip_strides(self) -> tuple[int, int]:
+        return self.skip.stride(0), self.skip.stride(1) if self.skip.ndim == 2 else 0
 
     def prepare(self) -> None:
         """Writes steps, sums of exponents, and C B^T."""
-        x = self.x
-        self.steps = torch.empty((2, self.H, self.slots, self.size), dtype=torch.float32, device=x.device)
-        softplus, low, high = self.options
-        own = {"SOFTPLUS": bool(softplus), "BIAS": self.bias is not None}
-        bias = self.A if self.bias is None else self.bias
-        given: tuple[Any, ...] = (
-            self.dt, bias, self.A, self.steps[0], self.steps[1], self.cu, self.strides(self.dt), self.T, self.count, self.size,
-            self.slots, float(low), float(high),
-        )  # fmt: skip
-        _start_steps((self.slots * self.chunks, triton.cdiv(self.H, STEPPED), 1), given, some(_start_steps, self.key, **own))
-        kept = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-        self.cb = torch.empty((self.slots, self.chunks, self.G, self.block, self.block), dtype=kept, device=x.device)
-        given = (
-            self.B, self.C, self.cb, self.cu, self.strides(self.B), self.strides(self.C), self.T, self.count, self.size,
-        )  # fmt: skip
-        _start_products((self.slots, self.chunks, self.G), given, some(_start_products, self.key, GROUPS=self.G))
+        self.steps = self.floats("steps", 2, self.H, self.slots, self.size)
+        self.step, self.total = self.steps.unbind()
+        self.start(
+            "steps", (self.dt, self.A if self.bias is None else self.bias, self.A, self.step, self.total, self.cu), self._steps
+        )
+        kept = self.x.dtype if self.x.dtype == torch.bfloat16 else torch.float32
+        self.cb = self.floats("cb", self.slots, self.chunks, self.G, self.block, self.block, dtype=kept)
+        self.start("products", (self.B, self.C, self.cb, self.cu), self._products)
 
-    def start(
-        self, kernel: Kernel, grid: tuple[int, int, int], given: tuple[Any, ...], own: dict[str, Any], *boxes: Box
-    ) -> None:  # fmt: skip
-        """Launches a kernel that reads or writes its first tensors, of four axes each, in such boxes."""
-        if self.copies:
-            kernel = copying(kernel, boxes)
-        kernel(grid, given, own)
+    def _steps(self) -> Launch:
+        softplus, low, high = self.options
+        own = some(_start_steps, self.key, SOFTPLUS=bool(softplus), BIAS=self.bias is not None)
+        numbers = (self.strides(self.dt), *self.sizes, self.slots, float(low), float(high))
+        return Launch(_start_steps, (self.slots * self.chunks, triton.cdiv(self.H, STEPPED), 1), numbers, own)
+
+    def _products(self) -> Launch:
+        numbers = (self.strides(self.B), self.strides(self.C), *self.sizes)
+        own = some(_start_products, self.key, GROUPS=self.G)
+        return Launch(_start_products, (self.slots, self.chunks, self.G), numbers, own)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.T, self.count, self.size
+
+    def start(self, name: Any, tensors: tuple[Tensor, ...], make: Callable[[], Launch]) -> None:
+        """Launches the kernel that `name` has in all calls of a kind, on tensors that follow each other in its signature."""
+        self.once(name, lambda: make().bound(self.copies))(*tensors)
 
     def suits_warpgroups(self, y: Tensor) -> bool:
         """Whether the kernels of Hopper's warpgroups run: heads of 64, one number of D a head in a backward, y or its gradient."""
+        found: bool = self.once(("warpgroups", y.dtype), lambda: (self._suits_warpgroups(y),))[0]
+        return found
+
+    def _suits_warpgroups(self, y: Tensor) -> bool:
         sizes = self.P == 64 and self.N in (64, 128) and self.steps.numel() < 1 << 31 and (self.D is None or self.D.ndim == 1)
         return self.copies and sizes and y.dtype == torch.bfloat16 and capability(y.device) == (9, 0) and not lack_of_gluon()
 
-    def walked(self, v: Tensor, back: bool) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int, int], ...]]:
-        """Returns what a walk over states reads, and its strides."""
-        rows = self.C if back else self.B
-        return (v, rows, self.steps[0], self.steps[1]), (self.strides(v), self.strides(rows))
+    def walked(self, v: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        """Returns what a walk over states reads beside steps and sums."""
+        return v, self.C if back else self.B
+
+    def walked_strides(self, v: Tensor, back: bool) -> tuple[tuple[int, int, int], ...]:
+        return tuple(map(self.strides, self.walked(v, back)))
 
     def starts(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
         """Returns the state, or its gradient, with which the walk over each segment begins; `first` is each sequence's."""
         if self.whole:
             return first
-        part = torch.empty((self.slots, self.H, self.P, self.N), dtype=torch.float32, device=self.x.device)
-        decay = torch.empty((self.slots, self.H), dtype=torch.float32, device=self.x.device)
-        tensors, strides = self.walked(v, back)
-        sizes = self.T, self.count, self.size
-        given: tuple[Any, ...] = (*tensors, part, decay, self.cu, *strides, *sizes, self.slots)
+        part = self.floats("parts", self.slots, self.H, self.P, self.N)
+        decay = self.floats("decay", self.slots, self.H)
+        tensors = (*self.walked(v, back), self.step, self.total, part, decay, self.cu)
+        self.start(("sums", back), tensors, lambda: self._sums(v, back))
+        self.start(("scan", back), (part, first, decay, self.cu), lambda: self._scan(back))
+        return part
+
+    def _sums(self, v: Tensor, back: bool) -> Launch:
+        numbers = (*self.walked_strides(v, back), *self.sizes, self.slots)
         tiles = token_box(self.block, self.columns), token_box(self.block, self.numbers)
-        self.start(_start_sums, (self.slots, self.H, self.parts), given, some(_start_sums, self.key, BACK=back), *tiles)
+        own = some(_start_sums, self.key, BACK=back)
+        return Launch(_start_sums, (self.slots, self.H, self.parts), numbers, own, tiles)
+
+    def _scan(self, back: bool) -> Launch:
         size = self.P * self.N
         own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, AHEAD=AHEAD, BACK=back)
-        _start_scan((triton.cdiv(size, _SCANNED), self.count, self.H), (part, first, decay, self.cu, *sizes), own)
-        return part
+        return Launch(_start_scan, (triton.cdiv(size, _SCANNED), self.count, self.H), self.sizes, own)

@@ -10,7 +10,8 @@ both states are read once:
 Letters and formulas stand in `gradients.py`.
 """
 
-from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, Shape, accumulator
+from rooftile.recurrent.kernels.copies_hopper import accumulator
+from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, Shape
 from rooftile.runtime.hopper.gluon import (
     barrier,
     fence_async_shared,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from rooftile.recurrent.kernels.state_space.call import Call
-from rooftile.recurrent.kernels.state_space.copies import Box, axes_of, state_box, token_box
+from rooftile.recurrent.kernels.copies import state_box, token_box
+from rooftile.recurrent.kernels.copies_hopper import described
+from rooftile.recurrent.kernels.state_space.call import Call, Launch
 from rooftile.recurrent.kernels.state_space.gradients_hopper import _chunk_gradients
 from rooftile.recurrent.kernels.state_space.outputs_hopper import CHUNK, _outputs_of_pairs
-from rooftile.runtime.hopper.gluon import TensorDescriptor, gl
 from rooftile.runtime.launch import Kernel
 
 STAGES = 3
@@ -22,12 +22,8 @@ GRADIENTS = {"COMPUTE_REGISTERS": 224, "LOAD_REGISTERS": 56}
 
 def write_outputs(call: Call, start: Tensor, y: Tensor, last: Tensor) -> None:
     """Writes y, and the last states, from the states with which segments start."""
-    skip, d_strides = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
-    given = (
-        call.x, call.B, call.C, y, _cells(call), call.steps, start, last, skip, call.steps, d_strides, call.T, call.size, call.slots,
-    )  # fmt: skip
-    _outputs_kernel(call.N)((call.slots * call.H // 2, 1, 1), given, own)
+    tensors = (call.x, call.B, call.C, y, _cells(call), call.steps, start, last, call.skip, call.steps)
+    call.start("outputs of pairs", tensors, lambda: _outputs(call))
 
 
 def write_gradients(
@@ -35,13 +31,23 @@ def write_gradients(
     of_steps: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Writes dx and what a span of heads gives the other gradients; `of_steps` are what pairs, then states give them."""
-    skip, (d_stride, _) = call.skip
-    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
-    given = (
-        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, skip, of_skip, d_cb, *maps, *of_steps,
-        d_stride, call.T, call.size, call.slots,
+    tensors = (
+        call.x, call.B, call.C, g, dx, states, d_states, _cells(call), call.steps, call.steps, call.skip, of_skip, d_cb, *maps,
+        *of_steps,
     )  # fmt: skip
-    _gradients_kernel(call.N)((call.slots * call.chunks, call.G, len(d_cb)), given, own)
+    call.start("chunk gradients", tensors, lambda: _gradients(call, span, len(d_cb)))
+
+
+def _outputs(call: Call) -> Launch:
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, WHOLE=call.whole, **OUTPUTS)
+    numbers = (call.skip_strides, call.T, call.size, call.slots)
+    return Launch(_outputs_kernel(call.N), (call.slots * call.H // 2, 1, 1), numbers, own)
+
+
+def _gradients(call: Call, span: int, spans: int) -> Launch:
+    own = _constants(call.H, call.H // call.G, call.N, call.D is not None, SPAN=span, **GRADIENTS)
+    numbers = (call.skip_strides[0], call.T, call.size, call.slots)
+    return Launch(_gradients_kernel(call.N), (call.slots * call.chunks, call.G, spans), numbers, own)
 
 
 def _cells(call: Call) -> Tensor:
@@ -51,19 +57,14 @@ def _cells(call: Call) -> Tensor:
 @cache
 def _outputs_kernel(N: int) -> Kernel:
     values, rows = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N)
-    return _described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value))
+    return described(_outputs_of_pairs, values, rows, rows, values, state_box(CHUNK.value, CHUNK.value), line=CHUNK.value)
 
 
 @cache
 def _gradients_kernel(N: int) -> Kernel:
     values, rows, states = token_box(CHUNK.value, CHUNK.value), token_box(CHUNK.value, N), state_box(CHUNK.value, N)
     pairs = state_box(CHUNK.value, CHUNK.value)
-    return _described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs)
-
-
-def _described(kernel: Any, *boxes: Box) -> Kernel:
-    """A kernel that takes tiles of its first tensors, and then a line of numbers."""
-    return Kernel(kernel, (*(partial(_tile, box=box) for box in boxes), partial(_line, count=CHUNK.value)))
+    return described(_chunk_gradients, values, rows, rows, values, values, states, states, pairs, line=CHUNK.value)
 
 
 @cache
@@ -72,21 +73,3 @@ def _constants(H: int, share: int, N: int, skip: bool, **own: Any) -> dict[str, 
     return {
         "HEADS": H, "SHARE": share, "N": N, "SKIP": skip, "STAGES": STAGES, "num_warps": 4, **own,
     }  # fmt: skip
-
-
-def _tile(x: Tensor, box: Box) -> TensorDescriptor:
-    shape, strides, box = axes_of(x, box)
-    return TensorDescriptor(x, shape, strides, box, layout(tuple(box)))
-
-
-def _line(x: Tensor, count: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [count], LINE)
-
-
-LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-@cache
-def layout(box: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    """The layout of a tile of bf16 in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)

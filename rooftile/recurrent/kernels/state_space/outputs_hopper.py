@@ -14,6 +14,7 @@ One head's exponentials run under the other one's products.
 Dao and Gu, arXiv:2405.21060.
 """
 
+from rooftile.recurrent.kernels.copies_hopper import accumulator
 from rooftile.runtime.hopper.gluon import (
     aggregate,
     barrier,
@@ -39,12 +40,6 @@ class Shape:
 
     N: gl.constexpr
     SKIP: gl.constexpr
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """The layout of 64 rows of sums in a warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit

@@ -14,14 +14,14 @@ from torch import Tensor
 from rooftile.models.checkpoints.names import names_of
 from rooftile.models.checkpoints.places import tensors_of_layer
 from rooftile.models.checkpoints.side_by_side import Joined, joined_in
-from rooftile.models.checkpoints.stored import Cut
+from rooftile.models.checkpoints.stored import Cut, Share
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer
 from rooftile.models.placement import Placement
 
 
-def cuts_of(config: ModelConfig, whole: Iterable[Layer], part: Iterable[Layer], placement: Placement) -> dict[str, Cut]:
-    """Returns the slices of all tensors of which a rank holds a part, by their names without prefix.
+def shares_of(config: ModelConfig, whole: Iterable[Layer], part: Iterable[Layer], placement: Placement) -> dict[str, Share]:
+    """Returns the shares of all tensors of which a rank holds a part, by their names without prefix.
 
     Args:
         config: the whole model.
@@ -29,21 +29,21 @@ def cuts_of(config: ModelConfig, whole: Iterable[Layer], part: Iterable[Layer], 
         part: the layers of this rank; they may be, too.
         placement: which rank it is.
     """
-    found: dict[str, Cut] = {}
+    found: dict[str, Share] = {}
     folder = names_of(config).layers
     for n, layers in enumerate(zip(whole, part, strict=True)):
-        found |= {f"{folder}.{n}.{name}": cut for name, cut in cuts_of_layer(config, *layers, placement)}
-    found["lm_head.weight"] = (placement.columns(config.vocab_size),), (slice(0, config.hidden),)
-    return found
+        found |= {f"{folder}.{n}.{name}": share for name, share in shares_of_layer(config, *layers, placement)}
+    head = (placement.columns(config.vocab_size),), (slice(0, config.hidden),)
+    return found if config.tie else found | {"lm_head.weight": Share(head, (config.vocab_size, config.hidden))}
 
 
-def cuts_of_layer(config: ModelConfig, whole: Layer, part: Layer, placement: Placement) -> Iterator[tuple[str, Cut]]:
-    """Yields the slices of the tensors of a layer of which a rank holds a part, by their names within it."""
+def shares_of_layer(config: ModelConfig, whole: Layer, part: Layer, placement: Placement) -> Iterator[tuple[str, Share]]:
+    """Yields the shares of the tensors of a layer of which a rank holds a part, by their names within it."""
     held = dict(tensors_of_layer(part, part.config))
     joined = [*zip(joined_in(whole, config), joined_in(part, part.config), strict=True)]
     for name, place in tensors_of_layer(whole, config):
         if place.shape != held[name].shape:
-            yield name, _cut(name, place, held[name], joined, placement)
+            yield name, Share(_cut(name, place, held[name], joined, placement), tuple(place.shape))
 
 
 def _cut(name: str, whole: Tensor, part: Tensor, joined: Iterable[tuple[Joined, Joined]], placement: Placement) -> Cut:

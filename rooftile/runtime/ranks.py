@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -52,3 +53,23 @@ def check_device(name: str, x: Tensor, ranks: Ranks) -> None:
             f"{name} is on {x.device}; the group's backend moves tensors of {', '.join(sorted(served))}: "
             "make the group with the device's backend (nccl for cuda, gloo for cpu)"
         )
+
+
+def contiguous(tokens: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Returns the range [start, stop) of tokens that each rank holds; where P does not divide, the first hold one more.
+
+    Example:
+        >>> contiguous(10, 4)
+        ((0, 3), (3, 6), (6, 8), (8, 10))
+    """
+    ends = [rank * (tokens // ranks) + min(rank, tokens % ranks) for rank in range(ranks + 1)]
+    return tuple(pairwise(ends))
+
+
+def check_agreement(ranks: Ranks, problem: tuple[Any, ...]) -> None:
+    """Raises InvalidInput on every rank if the ranks were given different problems."""
+    found: list[Any] = [None] * ranks.count
+    dist.all_gather_object(found, problem, group=ranks.group)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")

@@ -1,0 +1,9 @@
+"""Recurrences over a sequence whose tokens lie on several ranks, each with a contiguous range of them.
+
+part         which sequences a rank has tokens of, and which of them cross its borders
+carries      the map that a rank's tokens are on the state before them
+travel       states and their gradients, from rank to rank
+run          forward and backward
+context      calls inside `rooftile.parallel.context`
+uncompiled   calls with a group, outside of graphs
+"""

@@ -1,0 +1,73 @@
+"""The operators of a rule as the recurrence of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rooftile.recurrent import walk
+from rooftile.recurrent.rule import Carry, Given, Rule
+
+
+class Operators(Protocol):
+    """What `rooftile.recurrent.operator.Operators` has."""
+
+    rule: Rule
+
+    def run_forward(self, arguments: Given) -> tuple[Tensor, Tensor]: ...
+
+    def run_backward(self, arguments: Given) -> list[Tensor]: ...
+
+
+class RuleOnRank:
+    """A rule on the tokens of one rank.
+
+    Args:
+        operators: the operators of the rule.
+        options: of the rule.
+        backend: "eager" goes token by token; others as in the operators.
+    """
+
+    def __init__(self, operators: Operators, options: Given, backend: str) -> None:
+        assert operators.rule.carry is not None
+        self._operators, self._rule, self._options, self._backend = operators, operators.rule, tuple(options), backend
+        self._by_token = replace(operators.rule, piece=None) if backend == "eager" else None
+        self.tokens, self.like = len(self._rule.tokens), self._rule.like
+        self.carry: Carry = operators.rule.carry
+
+    def empty(self, tensors: Given) -> Tensor:
+        return torch.empty_like(tensors[self.like])
+
+    def forward(self, tensors: Given, state: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        if self._by_token is None:
+            return *self._operators.run_forward((*tensors, state, cu, *self._options, self._backend)), ()
+        with torch.autocast(state.device.type, enabled=False):
+            y, last = walk.forward(self._by_token, *self._parted(tensors), state, cu, self._options)
+        return y.contiguous(), last.clone(), ()
+
+    def backward(
+        self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, cu: Tensor | None, kept: Given
+    ) -> tuple[list[Tensor | None], Tensor]:
+        dy, d_last = dy.contiguous(), d_last.contiguous()
+        if self._by_token is None:
+            found = self._operators.run_backward((dy, d_last, *tensors, state, cu, *self._options, self._backend))
+        else:
+            with torch.autocast(state.device.type, enabled=False):
+                found = walk.backward(self._by_token, dy, d_last, *self._parted(tensors), state, cu, self._options)
+        *others, d_first = found
+        grads = iter(others)
+        return [None if x is None else next(grads) for x in tensors], d_first
+
+    def map(self, tensors: Given, state: Tensor) -> Tensor:
+        tokens, constants = self._parted(tensors)
+
+        def end(tokens: Given, first: Tensor) -> Tensor:
+            return self.forward((*tokens, *constants), first, None)[1]
+
+        return self.carry.map(end, tokens, constants, state, self._options)
+
+    def _parted(self, tensors: Given) -> tuple[Any, Any]:
+        return tensors[: self.tokens], tensors[self.tokens :]

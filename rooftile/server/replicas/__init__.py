@@ -1,0 +1,7 @@
+"""Several engines behind one API.
+
+devices     which GPUs each replica has
+prefixes    which blocks an engine has, as far as its prompts tell
+replica     one engine's lives: started, and started again
+replicas    all of them: routes prompts to engines
+"""
