@@ -77,7 +77,7 @@ def test_single_tokens_are_laid_out_as_in_any_step() -> None:
 def test_a_step_has_all_of_its_plan() -> None:
     maker = StepMaker(9, 100, always=SamplingFeatures(chance=True), all_chunks=False, separates_prompts=False)
     asked = SamplingParams(
-        temperature=0.5, top_k=200, frequency_penalty=0.25, logit_bias={7: 1.5}, allowed_token_ids=[7, 8], min_tokens=4,
+        temperature=0.5, top_k=200, frequency_penalty=0.25, logit_bias={7: 1.5}, allowed_token_ids=[7, 8], min_tokens=3,
         prompt_logprobs=2, logprobs=5,
     )  # fmt: skip
     reading, plain = answer_of([5, 6, 7, 8], 4, asked, known=2), answer_of([9] * 3, 1)

@@ -5,6 +5,18 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 MUTATIONS = {
+    "steps, masks of no answer": Mutation(
+        "engine/steps/step.py", "(-1, *tensor.shape)[-2:]", "(0, *tensor.shape)[-2:]",
+        ("tests/engine/test_step.py", "-k", "buffer"),
+    ),
+    "steps, rows of bans": Mutation(
+        "engine/steps/step_maker.py", "answer.generated + answer.pending - 1", "answer.generated + answer.pending",
+        ("tests/engine/test_step.py", "-k", "all_of_its_plan"),
+    ),
+    "ranks, columns in another order": Mutation(
+        "engine/ranks/group.py", "self._all(x).transpose(0, 1).reshape", "self._all(x).reshape",
+        ("tests/engine/test_rank_group.py", "-k", "columns"),
+    ),
     "ranks, a bias on each": Mutation(
         "models/projection.py", "self.adds_bias = not (summed and placement.rank)", "self.adds_bias = True",
         ("tests/parallel/test_tensor.py", "-k", "one_process_does and 2"),
@@ -18,8 +30,7 @@ MUTATIONS = {
         "            raise", ("tests/engine/test_failures.py", "-k", "text_that"),
     ),
     "loki, recomputed": Mutation(
-        "engine/steps/runner.py",
-        "works = split_prompts(plan.work) if self.layers.separates_prompts else plan.work", "works = plan.work",
+        "engine/steps/step_maker.py", "works = split_prompts(works) if self.separates_prompts else works", "works = [*works]",
         ("tests/engine/test_loki.py", "-k", "schedule"),
     ),
     "states, of a beam's parent": Mutation(
@@ -112,7 +123,7 @@ MUTATIONS = {
         ("tests/models/test_reading_memory.py", "-k", "stay_in"),
     ),
     "fp8 on a gpu without it": Mutation(
-        "engine/start/build.py", "        check_device(reader, device)", "        pass",
+        "engine/start/blueprint.py", "        check_device(reader, device)", "        pass",
         ("tests/engine/test_quantised_weights.py", "-k", "without_it"),
     ),
     "awq, order in a word": Mutation(

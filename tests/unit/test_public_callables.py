@@ -24,9 +24,9 @@ ROOMS = (
 )  # fmt: skip
 # nobody writes keywords to what functions return or raise, to a protocol or to a type
 RECORDS = {
-    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "Status", "BlockScaled", "Format", "Granularity", "QuantisedQKV",
-    "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable", "Copy", "Rotation", "CompletionOutput", "RequestOutput",
-    "EngineStats", "Logprob", "Members", "Method", "Attend", "WeightFormat",
+    "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "RankEnded", "Status", "BlockScaled", "Format", "Granularity",
+    "QuantisedQKV", "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable", "Copy", "Rotation", "CompletionOutput",
+    "RequestOutput", "EngineStats", "Logprob", "Members", "Method", "Attend", "WeightFormat",
     # a layer has the name, too
     "rooftile.moe:Routing",
 }  # fmt: skip

@@ -76,7 +76,7 @@ class RankGroup:
             for part in parts[1:]:
                 total = total + part
             return x.copy_(total)
-        self._devices.allreduce([x], self._sum).wait()
+        _wait(self._devices.allreduce([x], self._sum))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -133,11 +133,17 @@ class RankGroup:
     def _all(self, x: Tensor) -> Tensor:
         """Returns the tensors of all ranks, (ranks, *shape)."""
         found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        self._devices._allgather_base(found, x.contiguous(), self._join).wait()
+        _wait(self._devices._allgather_base(found, x.contiguous(), self._join))
         return found.view(self.ranks, *x.shape)
 
     def _broadcast(self, x: Tensor) -> None:
         self._hosts.broadcast(x, 0).wait()
+
+
+def _wait(work: Any) -> None:
+    """Waits for a collective; NCCL returns nothing for one on the current stream."""
+    if work is not None:
+        work.wait()
 
 
 def _gloo(store: Any, rank: int, ranks: int, *, loopback: bool, limit: timedelta) -> Any:

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from rooftile.cost.session import Session
-from rooftile.diagnosis.programs.decode_step import DecodeSizes, milliseconds
+from rooftile.diagnosis.programs.decode_step import DecodeSizes, decoding
 from rooftile.engine.llm import LLM
-from rooftile_lab.bench.driver import fitted
+from rooftile_lab.bench.driver import drive, fitted
 from rooftile_lab.bench.models import MODELS
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
-from rooftile_lab.bench.serving import repeat
 from rooftile_lab.bench.workloads import named
 from rooftile_lab.bench.works import tidy, words_of_error
 
@@ -104,13 +103,24 @@ def _rows(session: Session, model: str, cases: Sequence[Case], say: Progress) ->
 
 def _samples(llm: LLM, case: Case, device: str) -> list[float]:
     """Microseconds of a step, or of the workload, in each run after a first one."""
-    if not case.batch:
-        (workload,) = named([case.what], factor=1.0 if device == "cuda" else SMALL)
-        workload = replace(workload, requests=fitted(workload, llm.engine.runner.decoder.config.vocab_size))
-        return [one.seconds * 1e6 for one in repeat(llm, workload, RUNS)[1]]
+    if case.batch:
+        with decoding(llm.engine, DecodeSizes(case.batch, CONTEXT, STEPS)):
+            return [_step_us(llm) for _ in range(RUNS + 1)][1:]
+    scale = 1.0 if device == "cuda" else SMALL
+    # the first is short: it is there for what is prepared once
+    few, whole = (named([case.what], factor=scale * share)[0] for share in (0.1, 1.0))
+    vocabulary = llm.engine.runner.decoder.config.vocab_size
+    few, whole = (replace(one, requests=fitted(one, vocabulary)) for one in (few, whole))
+    drive(llm.engine, few)
+    found = []
+    for _ in range(RUNS - 1):
+        llm.engine.pool.forget_prefixes()
+        found.append(1e6 * drive(llm.engine, whole).seconds)
+    return found
 
-    def run() -> float:
-        return milliseconds(llm.engine, DecodeSizes(case.batch, CONTEXT, STEPS))[0] * 1e3
 
-    run()
-    return [run() for _ in range(RUNS)]
+def _step_us(llm: LLM) -> float:
+    began = perf_counter()
+    for _ in range(STEPS):
+        llm.engine.step()
+    return (perf_counter() - began) / STEPS * 1e6
