@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import InvalidInput
 from rooftile.server.engine.messages import Add, Failed, StepNews
 from rooftile.server.on_ray import app
 from rooftile.server.on_ray.application import check_room, settings_of
@@ -50,8 +50,8 @@ def test_options_are_those_of_the_server_and_of_the_engine() -> None:
     assert (made.max_waiting, made.engine, made.replicas) == (5, {"block_size": 32}, 3)
     with pytest.raises(InvalidInput, match="app has no option 'blocksize'"):
         settings_of({"model": "m", "blocksize": 32})
-    with pytest.raises(Unsupported if not HAS_RAY else (Unsupported, InvalidInput), match="tensor_parallel_size"):
-        settings_of({"model": "m", "tensor_parallel_size": 7})
+    with pytest.raises(InvalidInput, match="tensor_parallel_size is 0"):
+        settings_of({"model": "m", "tensor_parallel_size": 0})
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
