@@ -17,7 +17,8 @@ change of a kernel affects the code.
 - *kernel*: head dim and problem. `-3` and `-short` are other tiles; `-gathered` is the tile for pages that were gathered. `bwd-`
   adds dq up in memory; `bwd-ordered-` leaves dq to `bwd-q-`; `bwd-kv-` is the kernel for D = 256, in which one warpgroup sums dk
   and one dv. `decode-` reads pages with one query per sequence, `decode-fp8-` FP8 pages. `blocks-` follows lists of blocks of
-  that size, and in the cases `bits-` some blocks are seen in part.
+  that size, and in the cases `bits-` some blocks are seen in part. `-partial` stores outputs over a part of the keys, and
+  `-fp32-grads` gradients, in fp32 for a caller that adds them up.
 - *registers*: per thread at the start. The warp roles then trade them (`setmaxnreg`): a consumer warpgroup gets 240; 208 in the
   backward at D = 64; 160 with three consumer warpgroups; 224 where two programs share a multiprocessor (blocks of 64 queries).
 - *stack*: bytes per thread outside registers. The forward's loops over blocks use none of them; the backward's use a word or two

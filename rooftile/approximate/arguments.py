@@ -19,7 +19,7 @@ from rooftile.runtime.tensors import autocast, check_offsets
 def check_qkv(q: Any, k: Any, v: Any, cu: Any = None, shared: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device.
 
-    shared: the offsets are those of tokens that several ranks hold; they are checked with the ranks.
+    shared: the offsets belong to tokens that several ranks hold; they are checked with the ranks.
     """
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (autocast(x) for x in (q, k, v))

@@ -36,6 +36,7 @@ def serve(
         typer.Option("--allowed-origins", help="Origins whose pages may ask, as https://a.example; * for all."),
     ] = None,
     replicas: Annotated[int, typer.Option("--replicas", help="Engines behind this server, each with a GPU of its own.")] = 1,
+    cluster: Annotated[str, typer.Option("--cluster", help="ray: replicas on the machines of a Ray cluster.")] = "",
     max_waiting: Annotated[int, typer.Option("--max-waiting", help="Answers that may wait, per replica.")] = 256,
     max_waiting_tokens: Annotated[
         int, typer.Option("--max-waiting-tokens", help="Prompt tokens that may wait, per replica.")
@@ -62,6 +63,8 @@ def serve(
         key, line = make_key(new_key)
         print(f"key   {key}\nline  {line}")
         return
+    if cluster not in ("", "ray"):
+        raise InvalidInput(f"--cluster is {cluster[:40]!r}; must be ray")
     if not model:
         raise InvalidInput("serve got no model; give a checkpoint's folder or name")
     if not is_hub_name(model):
@@ -85,6 +88,10 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=origins_of(allowed_origins or ()),
         replicas=replicas, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key,
         max_body=max_body, deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json,
-        log_prompts=log_prompts, engine=settings,
+        log_prompts=log_prompts, on_cluster=bool(cluster), engine=settings,
     )  # fmt: skip
+    if cluster:
+        from rooftile.server.on_ray.command import run as run_on_ray
+
+        sys.exit(run_on_ray(served))
     sys.exit(run(served))

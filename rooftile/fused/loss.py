@@ -142,8 +142,9 @@ def gradients(
     x = input if input.dtype == torch.float64 else input.float()
     z = softcap * torch.tanh(x / softcap) if softcap else x
     V, target = x.shape[-1], target.long()
-    # a second derivative needs them as functions of the logits
-    top, log = _sums(z) if sums is None or torch.is_grad_enabled() else sums.unbind(-1)
+    # a second derivative needs them as functions of the logits; a part has sums of the whole
+    again = sums is None or (torch.is_grad_enabled() and not whole)
+    top, log = _sums(z) if again or sums is None else sums.unbind(-1)
     dz = (z - top[:, None] - log[:, None]).exp() * (1 + 2 * z_loss * (top + log))[:, None] - label_smoothing / (
         whole or max(V, 1)
     )

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from rooftile.parallel.attention import context_attention
 from rooftile.parallel.context import checkpoint_contexts, context
+from rooftile.parallel.estimates import Plan, plan
 from rooftile.parallel.offload import offload
 from rooftile.parallel.sharding import positions, shard, unshard
 from rooftile.parallel.tiles import tiled
 
-__all__ = ["checkpoint_contexts", "context", "context_attention", "offload", "positions", "shard", "tiled", "unshard"]
+__all__ = [
+    "Plan", "checkpoint_contexts", "context", "context_attention", "offload", "plan", "positions", "shard", "tiled", "unshard",
+]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +11,17 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import validate as checks
 from rooftile.exact.masks import FULL, Mask
-from rooftile.exact.spec import CallSettings, Options
+from rooftile.exact.spec import CallSettings, Options, Spec
+from rooftile.hardware import link
 from rooftile.parallel import gathered, heads, ring
+from rooftile.parallel.estimates import choose
 from rooftile.parallel.layouts import LAYOUTS, count, ranges
 from rooftile.parallel.pieces import share_of
+from rooftile.parallel.traffic import Sequence
 from rooftile.runtime.arguments import shown, whole
+from rooftile.runtime.devices import arch
 from rooftile.runtime.operators import transformed
-from rooftile.runtime.ranks import Ranks, check_agreement, check_device, ranks_of
+from rooftile.runtime.ranks import Ranks, agreed, check_device, ranks_of
 from rooftile.runtime.tensors import autocast, check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
@@ -55,13 +60,15 @@ def context_attention(
         group: a process group, a one-dimensional DeviceMesh, or None for the default group. Every rank of it calls this.
         layout: "zigzag" or "contiguous": which tokens a rank holds.
         method: "gather" fetches the keys that a rank's queries see; "ulysses" exchanges tokens for heads by two all-to-alls;
-            "ring" passes keys around, so that no rank ever holds more than two ranks' keys; "auto" takes "gather".
+            "ring" passes keys around, so that no rank ever holds more than two ranks' keys; "auto" takes the method that
+            `plan` predicts to be the fastest where the GPU is known, and "gather" elsewhere.
         cu: offsets (B + 1,) of the *whole* pack's sequences, the same on every rank. They are read, which waits for a GPU if they
             are there.
         tokens: the whole sequence's length, for lengths that P does not divide. None: every rank holds as many tokens.
         return_lse: return (o, lse).
         bias: (1 or B, 1 or H, 1 or T / P, 1 or T): this rank's rows, every key. Differentiable.
-        validate: check over the group that every rank was given the same problem; costs a small all-gather.
+        validate: check over the group that every rank was given the same problem; costs a small all-gather. Where one rank
+            refuses its arguments, all ranks raise.
 
     The other arguments are as in `rooftile.attention`. Gradients are whole for q, k and v; sinks and a bias that all ranks share
     have on each rank the part of its own rows, as parameters have in data parallel training: the sum over the group is the whole.
@@ -81,6 +88,55 @@ def context_attention(
     Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     ranks = ranks_of(group)
+    check = partial(
+        _checked, q, k, v, mask, ranks, Options(bias, alibi, sinks), layout=layout, method=method, dropout=dropout, cu=cu,
+        tokens=tokens,
+    )  # fmt: skip
+    call = agreed(ranks, check, lambda call: call.sizes) if validate else check()
+    settings = CallSettings(
+        scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=call.method != "ulysses",
+        partial=call.method == "ring",
+    )  # fmt: skip
+    found = call.run(settings, backend)
+    return found if return_lse else found[0]
+
+
+class _Checked(NamedTuple):
+    """The arguments of a call, found to be right on this rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    options: Options
+    ranks: Ranks
+    layout: str
+    method: str
+    cu: tuple[int, ...] | None
+    tokens: int
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Whatever has to be the same on every rank."""
+        q, k, v = self.q, self.k, self.v
+        outer = (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype))
+        return *outer, repr(self.mask), self.layout, self.method, self.tokens, self.cu
+
+    def run(self, settings: CallSettings, backend: str | None) -> tuple[Tensor, Tensor]:
+        """Returns o and lse."""
+        q, k, v, mask, options, ranks, layout, method, cu, tokens = self
+        if method == "ulysses":
+            return heads.attend(q, k, v, mask, options, heads.Problem(ranks, layout, tokens, cu, settings, backend))
+        if method == "ring":
+            return ring.attend(q, k, v, options.sinks, ring.Problem(ranks, layout, tokens, cu, mask, settings, backend))
+        share = share_of(mask, tokens, layout, ranks.rank, ranks.count, cu)
+        return gathered.attend(q, k, v, options, gathered.Problem(share, ranks.group, settings, backend))
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks, options: Options, *, layout: str, method: str,
+    dropout: float, cu: Tensor | None, tokens: int | None,
+) -> _Checked:  # fmt: skip
     if method not in METHODS:
         raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
     if layout not in LAYOUTS:
@@ -102,29 +158,44 @@ def context_attention(
             f"q has {q.shape[-3]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {held} of {total}: "
             "pass what rooftile.parallel.shard returned, and tokens= where the ranks' lengths differ"
         )
+    bias = options.bias
     if bias is not None and (cu is not None or bias.ndim < 2):
         raise Unsupported("a bias of packed sequences, or of fewer than two axes, on a split sequence; has (B, H, T / P, T)")
     mask = FULL if mask is None else mask
-    settings = CallSettings(
-        scale, softcap, 0, None, deterministic, "native", True, None, wide_grads=method != "ulysses", partial=method == "ring"
-    )
-    if validate:
-        check_agreement(
-            ranks, (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype), repr(mask), layout, method, total)
-        )
-    options = Options(bias, alibi, sinks)
+    if method == "auto":
+        method = _chosen(q, k, v, mask, options, ranks, layout, offsets, total)
+    if method == "ring" and (options.alibi is not None or bias is not None):
+        raise Unsupported(f"{'alibi' if bias is None else 'bias'} with method 'ring'; has none: use method='gather'")
     if method == "ulysses":
-        found = heads.attend(q, k, v, mask, options, heads.Problem(ranks, layout, total, offsets, settings, backend))
-    elif method == "ring":
-        if alibi is not None or bias is not None:
-            raise Unsupported(f"{'alibi' if bias is None else 'bias'} with method 'ring'; has none: use method='gather'")
-        found = ring.attend(q, k, v, sinks, ring.Problem(ranks, layout, total, offsets, mask, settings, backend))
-    else:
+        heads.check(q, k, options, ranks)
+    if method == "gather" and options.alibi is not None:
         share = share_of(mask, total, layout, ranks.rank, ranks.count, offsets)
-        if alibi is not None and any(local.piece.ahead for local in share.pieces):
+        if any(local.piece.ahead for local in share.pieces):
             raise Unsupported(f"alibi under {mask} on a split sequence; has it under masks that look back alone, such as CAUSAL")
-        found = gathered.attend(q, k, v, options, gathered.Problem(share, ranks.group, settings, backend))
-    return found if return_lse else found[0]
+    return _Checked(q, k, v, mask, options, ranks, layout, method, offsets, total)
+
+
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, ranks: Ranks, layout: str, cu: tuple[int, ...] | None,
+    total: int,
+) -> str:  # fmt: skip
+    """Returns the method that "auto" takes; every rank finds the same from the same sizes."""
+    if q.device.type != "cuda" or ranks.count == 1 or not isinstance(mask, Mask):
+        return "gather"
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    spec = Spec(
+        dtype=q.dtype, dim=q.shape[-1], dim_v=v.shape[-1], group=q.shape[-2] // k.shape[-2], mask=mask, scale=1.0,
+        layout="dense" if cu is None else "packed", has_bias=options.bias is not None, has_alibi=options.alibi is not None,
+        device=arch(q.device),
+    )  # fmt: skip
+    sequence = Sequence(
+        tokens=total, ranks=ranks.count, mask=mask, H=q.shape[-2], Hk=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1],
+        B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
+    )  # fmt: skip
+    device = torch.cuda.get_device_properties(q.device)
+    return choose(
+        sequence, spec, link.known(ranks.group, q.device), device.name, needs_grad=needs_grad, device_bytes=device.total_memory
+    )
 
 
 def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> tuple[tuple[int, ...] | None, int]:

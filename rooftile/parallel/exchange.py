@@ -41,12 +41,18 @@ class Exchange:
         self.sends = [_overlaps(held[rank], wanted[peer]) for peer in range(len(held))]
         self.places = [_overlaps(wanted[rank], held[peer], by_second=True) for peer in range(len(held))]
         ranks = range(len(held))
-        self.is_needed = any(_overlaps(held[a], wanted[b]) for a in ranks for b in ranks if a != b)
+        received = [sum(count(tuple(_overlaps(held[a], wanted[b]))) for a in ranks if a != b) for b in ranks]
+        self.most_fetched = max(received)  # by a rank
 
     @property
     def tokens_sent(self) -> int:
         """Tokens that this rank sends to others."""
         return sum(count(tuple(part)) for peer, part in enumerate(self.sends) if peer != self.rank)
+
+    @property
+    def tokens_fetched(self) -> int:
+        """Tokens that this rank gets from others."""
+        return sum(count(tuple(part)) for peer, part in enumerate(self.places) if peer != self.rank)
 
     def place(self, start: int) -> int:
         """Returns where a token lies in the buffer."""
@@ -57,78 +63,127 @@ class Exchange:
             before += high - low
         return before
 
-    def fetch(self, x: Tensor, group: dist.ProcessGroup) -> Fetched:
-        """Starts to fetch the wanted tokens of x (..., tokens, heads, dim), whose tokens are this rank's."""
-        return Fetched(self, x, group)
+    def fetch(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Fetched:
+        """Starts to fetch the wanted tokens of tensors (..., tokens, heads, dim), whose tokens are this rank's."""
+        return Fetched(self, tensors, group)
 
-    def give_back(self, grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Returns the gradient of this rank's tokens from every rank's gradient (..., buffer, heads, dim) of what it fetched.
-
-        Sums are in the dtype of `grad` and in the order of the ranks, so they are the same from run to run.
-        """
-        got = _Swap(grad, self.places, self.sends, self.rank, group, self.is_needed)
-        got.wait()
-        found = grad.new_zeros((*grad.shape[:-3], self.local, *grad.shape[-2:]))
-        for peer, parts in enumerate(self.sends):
-            pieces = _slices(grad, self.places[peer]) if peer == self.rank else got.pieces(peer)
-            for (start, stop), piece in zip(parts, pieces, strict=True):
-                found[..., start:stop, :, :] += piece
-        return found
+    def give_back(self, grads: Sequence[Tensor], group: dist.ProcessGroup) -> GivenBack:
+        """Starts to send gradients (..., buffer, heads, dim) of what this rank fetched to the ranks that hold it."""
+        return GivenBack(self, grads, group)
 
 
 class Fetched:
     """Tokens on their way; `wait` returns them."""
 
-    def __init__(self, exchange: Exchange, x: Tensor, group: dist.ProcessGroup) -> None:
-        self._exchange, self._x = exchange, x
-        self._coming = _Swap(x, exchange.sends, exchange.places, exchange.rank, group, exchange.is_needed)
+    def __init__(self, exchange: Exchange, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._exchange, self._tensors = exchange, tensors
+        self._coming = _Swap(tensors, exchange.sends, exchange.places, exchange, group)
 
-    def wait(self) -> Tensor:
-        """Returns (..., buffer, heads, dim)."""
-        exchange, x = self._exchange, self._x
+    def wait(self) -> list[Tensor]:
+        """Returns tensors (..., buffer, heads, dim)."""
+        exchange = self._exchange
         self._coming.wait()
-        found = x.new_empty((*x.shape[:-3], exchange.buffer, *x.shape[-2:]))
-        for peer, parts in enumerate(exchange.places):
-            own = peer == exchange.rank
-            pieces = _slices(x, exchange.sends[peer]) if own else self._coming.pieces(peer)
-            for (start, stop), piece in zip(parts, pieces, strict=True):
-                found[..., start:stop, :, :] = piece
+        found = []
+        for n, x in enumerate(self._tensors):
+            pieces: list[tuple[int, Tensor]] = []
+            for peer, places in enumerate(exchange.places):
+                own = peer == exchange.rank
+                came = _slices(x, exchange.sends[peer]) if own else self._coming.pieces(peer, n)
+                pieces += [(start, piece) for (start, _), piece in zip(places, came, strict=True)]
+            laid = [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+            found.append(torch.cat(laid, dim=-3) if laid else x[..., :0, :, :])
         return found
 
 
+class GivenBack:
+    """Gradients on their way to the ranks that hold the tokens; `wait` returns the sums of this rank's."""
+
+    def __init__(self, exchange: Exchange, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._exchange, self._grads = exchange, grads
+        self._coming = _Swap(grads, exchange.places, exchange.sends, exchange, group)
+
+    def wait(self) -> list[Tensor]:
+        """Returns tensors (..., tokens, heads, dim) of this rank's tokens.
+
+        Sums are in the dtype of the gradients, this rank's part first and the others in the order of the ranks, so they are the
+        same from run to run.
+        """
+        exchange = self._exchange
+        self._coming.wait()
+        found = []
+        for n, grad in enumerate(self._grads):
+            total = _own_part(grad, exchange)
+            for peer, parts in enumerate(exchange.sends):
+                if peer != exchange.rank:
+                    for (start, stop), piece in zip(parts, self._coming.pieces(peer, n), strict=True):
+                        total[..., start:stop, :, :] += piece
+            found.append(total)
+        return found
+
+
+def _own_part(grad: Tensor, exchange: Exchange) -> Tensor:
+    """This rank's gradient of its own tokens; zero where it does not see them."""
+    parts = exchange.sends[exchange.rank]
+    own = _slices(grad, exchange.places[exchange.rank])
+    if count(tuple(parts)) == exchange.local and own:
+        return torch.cat(own, dim=-3)
+    total = grad.new_zeros((*grad.shape[:-3], exchange.local, *grad.shape[-2:]))
+    for (start, stop), piece in zip(parts, own, strict=True):
+        total[..., start:stop, :, :] = piece
+    return total
+
+
 class _Swap:
-    """Sends parts of x to every other rank, and receives theirs, all in one collective."""
+    """Sends parts of tensors to every other rank, and receives theirs, all in one collective."""
 
     def __init__(
-        self, x: Tensor, outgoing: list[list[Range]], incoming: list[list[Range]], rank: int, group: dist.ProcessGroup,
-        is_needed: bool,
+        self, tensors: Sequence[Tensor], outgoing: list[list[Range]], incoming: list[list[Range]], exchange: Exchange,
+        group: dist.ProcessGroup,
     ) -> None:  # fmt: skip
-        self._shape, self._incoming, self._rank = x.shape, incoming, rank
-        self._width = x.shape[:-3].numel() * x.shape[-2:].numel()
+        self._shapes, self._incoming = [x.shape for x in tensors], incoming
+        self._widths = [x.shape[:-3].numel() * x.shape[-2:].numel() for x in tensors]
+        others = [peer != exchange.rank for peer in range(len(outgoing))]
         parts = [
-            part.reshape(-1) for peer, ranges in enumerate(outgoing) if peer != rank for part in _slices(x, ranges)
+            part
+            for ranges, is_other in zip(outgoing, others, strict=True) if is_other
+            for x in tensors for part in _slices(x, ranges)
         ]  # fmt: skip
-        out = [0 if peer == rank else count(tuple(ranges)) * self._width for peer, ranges in enumerate(outgoing)]
-        self._sizes = [0 if peer == rank else count(tuple(ranges)) * self._width for peer, ranges in enumerate(incoming)]
-        self._got = x.new_empty(sum(self._sizes))
-        self._sent = torch.cat(parts) if parts else x.new_empty(0)
+        width, like = sum(self._widths), tensors[0]
+        out, self._sizes = (
+            [is_other * count(tuple(ranges)) * width for ranges, is_other in zip(each, others, strict=True)]
+            for each in (outgoing, incoming)
+        )
+        self._got = like.new_empty(sum(self._sizes))
+        self._sent = _flat(parts, like)
         self._work = None
-        if is_needed and self._width:
+        if exchange.most_fetched and width:
             self._work = dist.all_to_all_single(self._got, self._sent, self._sizes, out, group=group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
 
-    def pieces(self, peer: int) -> list[Tensor]:
-        """Returns what came from a rank, a tensor (..., tokens, heads, dim) for each of its ranges."""
-        start = sum(self._sizes[:peer])
-        flat = self._got[start : start + self._sizes[peer]]
-        sizes = [(stop - low) * self._width for low, stop in self._incoming[peer]]
+    def pieces(self, peer: int, n: int) -> list[Tensor]:
+        """Returns what came of tensor n from a rank, a tensor (..., tokens, heads, dim) for each of its ranges."""
+        ranges, shape, width = self._incoming[peer], self._shapes[n], self._widths[n]
+        start = sum(self._sizes[:peer]) + count(tuple(ranges)) * sum(self._widths[:n])
+        flat = self._got[start : start + count(tuple(ranges)) * width]
         return [
-            part.view(*self._shape[:-3], stop - low, *self._shape[-2:])
-            for part, (low, stop) in zip(flat.split(sizes), self._incoming[peer], strict=True)
+            part.view(*shape[:-3], stop - low, *shape[-2:])
+            for part, (low, stop) in zip(flat.split([(stop - low) * width for low, stop in ranges]), ranges, strict=True)
         ]
+
+
+def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
+    """All elements in one line."""
+    if all(part.is_contiguous() for part in parts):
+        return torch.cat([part.view(-1) for part in parts]) if parts else like.new_empty(0)
+    # torch.cat would copy twice what is not contiguous
+    found, before = like.new_empty(sum(part.numel() for part in parts)), 0
+    for part in parts:
+        found[before : before + part.numel()].view(part.shape).copy_(part)
+        before += part.numel()
+    return found
 
 
 def _overlaps(first: Sequence[Range], second: Sequence[Range], by_second: bool = False) -> list[Range]:

@@ -1,23 +1,30 @@
 """Attention on split sequences by gathering keys: every rank fetches the keys that its queries see, and computes its rows whole.
 
 No partial result is merged, so nothing is rounded that one device would not round. The backward fetches the keys again rather
-than keeping them, and sums the gradients of keys and values over the ranks in fp32, in the order of the ranks.
+than keeping them, and sums the gradients of keys and values over the ranks in fp32, in a fixed order.
+
+Long sequences go by groups of heads: all transfers are asked for at once, and the attention of one group hides the next one's.
+In the backward, the gradients of a group travel under the next group's attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftile.exact import dispatch
-from rooftile.exact.normalise import completed
-from rooftile.exact.ops.attention import attention, attention_backward, listed
-from rooftile.exact.spec import Call, CallSettings, Options, decode, differentiable
+from rooftile.exact.spec import CallSettings, Options
+from rooftile.parallel.exchange import Fetched
+from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range
+from rooftile.parallel.local import LocalCall, added, local_call, some
 from rooftile.parallel.pieces import LocalPiece, Share
+
+# bytes of keys and values that a rank fetches per group of heads, and the most groups: each is a launch per piece
+GROUP_BYTES, MOST_GROUPS = 1 << 25, 4
 
 
 class Problem(NamedTuple):
@@ -28,23 +35,30 @@ class Problem(NamedTuple):
     settings: CallSettings
     backend: str | None
 
-    def fetched(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values that this rank's queries see."""
-        coming = [self.share.exchange.fetch(x, self.group) for x in (k, v)]
-        return coming[0].wait(), coming[1].wait()
+    def head_groups(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[HeadGroup]:
+        """Returns groups of key heads and their query heads, the same on every rank."""
+        Hk, row = k.shape[-2], k.shape[:-3].numel() * (k.shape[-1] + v.shape[-1]) * k.element_size()
+        # a bias has gradients, and may have one head for all
+        groups = 1 if options.bias is not None else groups_of(self.share.exchange.most_fetched, Hk, row)
+        each, per = Hk // groups, q.shape[-2] // Hk
+        return [HeadGroup(slice(n * each * per, (n + 1) * each * per), slice(n * each, (n + 1) * each)) for n in range(groups)]
 
-    def given_back(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Returns the gradient of this rank's keys or values from the ranks' gradients of what they fetched."""
-        return self.share.exchange.give_back(grad, self.group).to(like.dtype)
+    def fetched(self, k: Tensor, v: Tensor, groups: list[HeadGroup]) -> list[Fetched]:
+        """Starts to fetch the keys and values that this rank's queries see, group by group."""
+        return [self.share.exchange.fetch([_heads(x, each.keys) for x in (k, v)], self.group) for each in groups]
 
 
-class _PieceCall(NamedTuple):
-    """A piece's call: the code of its spec, the backend that runs it, and the number of its options."""
+def groups_of(tokens: int, Hk: int, row_bytes: int) -> int:
+    """Returns into how many groups key heads are cut, where a rank fetches so many tokens with so many bytes per head."""
+    asked = min(tokens * row_bytes * Hk // GROUP_BYTES, MOST_GROUPS)
+    return max(n for n in range(1, max(asked, 1) + 1) if Hk % n == 0)
 
-    local: LocalPiece
-    code: str
-    backend: str
-    options: int
+
+class HeadGroup(NamedTuple):
+    """Query heads, and the key heads that they read."""
+
+    queries: slice
+    keys: slice
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -65,23 +79,34 @@ class _Gathered(torch.autograd.Function):
         alibi: Tensor | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        keys, values = problem.fetched(k, v)
+        options = Options(bias, alibi, sinks)
+        groups = problem.head_groups(q, k, v, options)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.promote_types(q.dtype, torch.float32))
-        calls: list[_PieceCall] = []
-        saved: list[Tensor] = []
-        for local in problem.share.pieces:
-            tensors = _tokens(q, local.rows), _tokens(keys, local.keys), _tokens(values, local.keys)
-            call, given = _prepared(problem, local, tensors, Options(bias, alibi, sinks), ctx.needs_input_grad)
-            part = attention(*tensors, given, call.code, call.backend)
-            _tokens(o, local.rows).copy_(part[0])
-            lse[..., slice(*local.rows)] = part[1]
-            calls.append(call)
-            saved += given
+        calls: list[list[LocalCall]] = []
+        lanes, kept = Lanes(q.device), []
+        for each, coming in zip(groups, problem.fetched(k, v, groups), strict=True):
+            keys, values = coming.wait()
+            # until the lanes join: the current stream may use their memory again as soon as they are dropped
+            kept.append((keys, values))
+            lanes.fork()
+            calls.append([])
+            for n, local in enumerate(problem.share.pieces):
+                tensors = _of_piece(q, local.rows, each.queries), _tokens(keys, local.keys), _tokens(values, local.keys)
+                call = _prepared(problem, local, tensors, options, each, ctx.needs_input_grad)
+                with lanes.lane(n):
+                    part = call.forward(*tensors)
+                    _of_piece(o, local.rows, each.queries).copy_(part[0])
+                    _rows_of_lse(lse, local.rows, each.queries).copy_(part[1])
+                calls[-1].append(call)
+        lanes.join()
+        del kept
         # first a tensor of a shape that no other attention saves: a checkpoint whose forward ran again outside of the context has
         # saved something else, and torch.utils.checkpoint says so
-        ctx.save_for_backward(q.new_empty((0, len(calls) + 1)), q, k, v, o, lse, bias, sinks, *saved)
-        ctx.problem, ctx.calls = problem, calls
+        given = [x for of_group in calls for call in of_group for x in call.options]
+        ctx.save_for_backward(q.new_empty((0, len(problem.share.pieces) + 1)), q, k, v, o, lse, bias, sinks, *given)
+        ctx.problem, ctx.groups = problem, groups
+        ctx.calls = [[(call._replace(options=[]), len(call.options)) for call in of_group] for of_group in calls]
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -89,63 +114,83 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         _, q, k, v, o, lse, bias, sinks, *saved = ctx.saved_tensors
         problem: Problem = ctx.problem
-        keys, values = problem.fetched(k, v)
-        dq = torch.zeros_like(q)
-        dk, dv, dbias, dsinks = (
-            None if x is None else torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (keys, values, bias, sinks)
-        )
-        for call in ctx.calls:
-            rows, held = call.local.rows, call.local.keys
-            options, saved = saved[: call.options], saved[call.options :]
-            found = attention_backward(
-                None if do is None else _tokens(do, rows).contiguous(),
-                None if dlse is None else dlse[..., slice(*rows)].contiguous(),
-                _tokens(q, rows), _tokens(keys, held), _tokens(values, held),
-                _tokens(o, rows).contiguous(), lse[..., slice(*rows)].contiguous(), options, call.code, call.backend,
-            )  # fmt: skip
-            _tokens(dq, rows).copy_(found[0])
-            for total, part, place in ((dk, found[1], held), (dv, found[2], held)):
-                assert total is not None
-                _tokens(total, place).add_(part)
-            extra = dict(zip(differentiable(decode(call.code)), found[3:], strict=True))
-            if dbias is not None and "bias" in extra:
-                _bias_part(dbias, call.local).add_(extra["bias"])
-            if dsinks is not None and "sinks" in extra:
-                dsinks += extra["sinks"]
-        assert dk is not None
-        assert dv is not None
+        # every row is of one piece
+        dq = torch.empty_like(q)
+        dbias, dsinks = (None if x is None else torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (bias, sinks))
+        travelling = []
+        lanes = Lanes(q.device)
+        for each, calls, coming in zip(ctx.groups, ctx.calls, problem.fetched(k, v, ctx.groups), strict=True):
+            keys, values = coming.wait()
+            lanes.fork()
+            found: list[tuple[LocalPiece, list[Tensor], dict[str, Tensor]]] = []
+            for n, (local, call) in enumerate(_with_options(problem, calls, saved)):
+                rows, held = local.rows, local.keys
+                with lanes.lane(n):
+                    part, extra = call.backward(
+                        some(do, (..., slice(*rows), each.queries, slice(None))), some(dlse, (..., each.queries, slice(*rows))),
+                        _of_piece(q, rows, each.queries), _tokens(keys, held), _tokens(values, held),
+                        _of_piece(o, rows, each.queries), _rows_of_lse(lse, rows, each.queries),
+                    )  # fmt: skip
+                    _of_piece(dq, rows, each.queries).copy_(part[0])
+                found.append((local, part[1:], extra))
+            lanes.join()
+            sums: list[Tensor | None] = [None, None]
+            for local, of_keys, extra in found:
+                sums = [added(total, grad, *local.keys, keys.shape[-3]) for total, grad in zip(sums, of_keys, strict=True)]
+                if dbias is not None and "bias" in extra:
+                    _bias_part(dbias, local).add_(extra["bias"])
+                if dsinks is not None and "sinks" in extra:
+                    dsinks[each.queries] += extra["sinks"]
+            grads = [torch.zeros_like(x, dtype=lse.dtype) if y is None else y for x, y in zip((keys, values), sums, strict=True)]
+            travelling.append(problem.share.exchange.give_back(grads, problem.group))
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        for each, coming_back in zip(ctx.groups, travelling, strict=True):
+            for whole, own in zip((dk, dv), coming_back.wait(), strict=True):
+                _heads(whole, each.keys).copy_(own)
         wanted = ctx.needs_input_grad
         return (
-            None, dq, problem.given_back(dk, k), problem.given_back(dv, v),
+            None, dq, dk, dv,
             dbias.to(bias.dtype) if dbias is not None and wanted[4] else None, None,
             dsinks.to(sinks.dtype) if dsinks is not None and wanted[6] else None,
         )  # fmt: skip
 
 
 def _prepared(
-    problem: Problem, local: LocalPiece, tensors: tuple[Tensor, Tensor, Tensor], options: Options, wanted: tuple[bool, ...]
-) -> tuple[_PieceCall, list[Tensor]]:
-    """Checks a piece's call and chooses its backend, as `rooftile.attention` does; returns it and its options."""
+    problem: Problem, local: LocalPiece, tensors: tuple[Tensor, Tensor, Tensor], options: Options, group: HeadGroup,
+    wanted: tuple[bool, ...],
+) -> LocalCall:  # fmt: skip
+    """A piece's call for a group of heads."""
     piece = local.piece
-    # the code says whether a backward must exist, as it would outside of this function
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_(need) for x, need in zip(tensors, wanted[1:4], strict=True))
-        bias, sinks = options.bias, options.sinks
-        if bias is not None:
-            bias = _bias_part(bias, local).detach().requires_grad_(wanted[4])
-        if sinks is not None:
-            sinks = sinks.detach().requires_grad_(wanted[6])
-        options = options._replace(bias=bias, sinks=sinks)
-        if piece.cu_q is not None:
-            cu = [torch.tensor(cu, dtype=torch.int32) for cu in (piece.cu_q, piece.cu_k)]
-            options = options._replace(cu_q=cu[0], cu_k=cu[1])
-        call, code = completed(Call(q, k, v, piece.mask, options, problem.settings, piece.cu_q is not None))
-    given = [x.detach() for x in listed(call.options)]
-    return _PieceCall(local, code, dispatch.choose(code, problem.backend), len(given)), given
+    bias = options.bias if options.bias is None else _bias_part(options.bias, local)
+    own = Options(bias, some(options.alibi, (..., group.queries)), some(options.sinks, group.queries))
+    cu = None if piece.cu_q is None or piece.cu_k is None else (piece.cu_q, piece.cu_k)
+    needs = (wanted[1], wanted[2], wanted[3], wanted[4], wanted[6])
+    return local_call(*tensors, piece.mask, own, problem.settings, problem.backend, needs, cu)
+
+
+def _with_options(
+    problem: Problem, calls: list[tuple[LocalCall, int]], saved: list[Tensor]
+) -> Iterator[tuple[LocalPiece, LocalCall]]:  # fmt: skip
+    """Yields a group's pieces and calls with their saved options, which are taken from the list."""
+    for local, (call, count) in zip(problem.share.pieces, calls, strict=True):
+        yield local, call._replace(options=saved[:count])
+        del saved[:count]
 
 
 def _tokens(x: Tensor, part: Range) -> Tensor:
     return x[..., slice(*part), :, :]
+
+
+def _heads(x: Tensor, part: slice) -> Tensor:
+    return x[..., part, :]
+
+
+def _of_piece(x: Tensor, rows: Range, heads: slice) -> Tensor:
+    return x[..., slice(*rows), heads, :]
+
+
+def _rows_of_lse(lse: Tensor, rows: Range, heads: slice) -> Tensor:
+    return lse[..., heads, slice(*rows)]
 
 
 def _bias_part(bias: Tensor, local: LocalPiece) -> Tensor:

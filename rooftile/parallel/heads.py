@@ -33,10 +33,9 @@ class Problem(NamedTuple):
     backend: str | None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of this rank's queries."""
-    P, rank = problem.ranks.count, problem.ranks.rank
-    H, Hk = q.shape[-2], k.shape[-2]
+def check(q: Tensor, k: Tensor, options: Options, ranks: Ranks) -> None:
+    """Raises InvalidInput if the heads cannot be dealt out to the ranks, or for a bias."""
+    P, H, Hk = ranks.count, q.shape[-2], k.shape[-2]
     if H % P or (Hk % P and P % Hk):
         raise InvalidInput(
             f"method 'ulysses' deals {H} query heads and {Hk} key heads out to {P} ranks; the ranks must divide the query heads, "
@@ -44,6 +43,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, proble
         )
     if options.bias is not None:
         raise InvalidInput("method 'ulysses' got a bias, whose rows are this rank's; it needs all rows: use method='gather'")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Returns o and lse of this rank's queries."""
+    P, rank = problem.ranks.count, problem.ranks.rank
+    H, Hk = q.shape[-2], k.shape[-2]
     if Hk < P:
         # each rank has one key head; its gradient is the sum over the copies
         k, v = (x.repeat_interleave(P // Hk, dim=-2) for x in (k, v))

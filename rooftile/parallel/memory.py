@@ -1,7 +1,7 @@
 """The bytes of what makes long sequences fit: a loss over ranks, feed-forwards in tiles, activations on the host.
 
 Each function returns the bytes on one rank with and without it, and what it sends; printed, they are a line of a plan. Bytes
-without are those of PyTorch's separate steps on a rank that has all tokens that it would have, and the whole weight.
+without are for PyTorch's separate steps on a rank with as many tokens and the whole weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def loss(
     """Counts `fused.linear_cross_entropy` with a mean: some logits at a time, and the gradients that its forward makes.
 
     Args:
-        tokens: those of all ranks.
+        tokens: the tokens of all ranks together.
         split: "tokens" or "vocabulary", as for the function.
         smoothed: whether there is label smoothing, which is a third number for each token.
 
@@ -53,8 +53,8 @@ def loss(
     T = -(-tokens // ranks) if split == "tokens" else tokens
     V = -(-vocabulary // ranks) if split == "vocabulary" else vocabulary
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
-    meta = (torch.empty(n, dim, dtype=dtype, device="meta") for n in (T, V))
-    rows = max((part.stop - part.start for part in chunks(*meta)), default=0)
+    input, weight = (torch.empty(n, dim, dtype=dtype, device="meta") for n in (T, V))
+    rows = max((part.stop - part.start for part in chunks(input, weight)), default=0)
     held = rows * V * itemsize + T * dim * itemsize + V * dim * max(itemsize, WIDE_BYTES)
     sent = 0
     if split == "vocabulary":

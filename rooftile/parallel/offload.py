@@ -79,7 +79,7 @@ class _Saved:
 
 
 class _Host:
-    """What one context has saved."""
+    """Moves the saved tensors of one context."""
 
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes

@@ -43,6 +43,8 @@ def share_of(mask: Mask, tokens: int, layout: str, rank: int, ranks: int, cu: tu
             rows = before + piece.t_start - start, before + piece.t_stop - start
             found.append(LocalPiece(piece, rows, (place, place + piece.s_stop - piece.s_start)))
         before += stop - start
+    # the one with the most keys first: the others' tiles fill the processors that its last tiles leave idle
+    found.sort(key=lambda local: local.keys[0] - local.keys[1])
     return Share(tuple(found), exchange, before)
 
 

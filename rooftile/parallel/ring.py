@@ -1,7 +1,7 @@
 """Attention on split sequences by passing keys around: a rank has its neighbour's keys while its own travel on, and never all.
 
 Partial results are in fp32 and are merged in fp32; o is rounded once, at the end. In the backward the gradients of keys travel
-with their keys, in fp32, and every rank adds its part, in the order of the ring.
+behind their keys, in fp32, while the next rank computes its part of them, and every rank adds its part, in the order of the ring.
 
 Liu et al., Ring Attention, arXiv:2310.01889.
 """
@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftile.exact import dispatch
 from rooftile.exact.masks import Mask
-from rooftile.exact.normalise import completed
-from rooftile.exact.ops.attention import attention, attention_backward
 from rooftile.exact.restrict import Piece, over_keys, restrict
-from rooftile.exact.spec import NO_OPTIONS, Call, CallSettings
+from rooftile.exact.spec import NO_OPTIONS, CallSettings
+from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range, count, ranges
+from rooftile.parallel.local import LocalCall, added, local_call
 from rooftile.runtime.ranks import Ranks
 
 
@@ -107,17 +106,21 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        wide = torch.promote_types(q.dtype, torch.float32)
-        o = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+        merged = _Merged(q, v.shape[-1])
+        lanes = Lanes(q.device)
         for owner, (keys, values) in _around(problem, k, v):
-            for part in problem.parts(owner):
+            lanes.fork()
+            results = []
+            for n, part in enumerate(problem.parts(owner)):
                 tensors = _rows(q, part.rows), _rows(keys, part.keys), _rows(values, part.keys)
-                code, backend = _prepared(problem, part, tensors, False)
-                found = attention(*tensors, [], code, backend)
-                _merge(_rows(o, part.rows), lse[..., slice(*part.rows)], *found)
+                with lanes.lane(n):
+                    results.append((part.rows, *_prepared(problem, part, tensors, False).forward(*tensors)))
+            lanes.join()
+            for result in results:
+                merged.add(*result)
+        o, lse = merged.o, merged.lse
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(wide)[:, None])
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             o *= _by_rows(torch.exp(lse - total))
             lse = total
         rounded = o.to(q.dtype)
@@ -132,25 +135,33 @@ class _Ring(torch.autograd.Function):
         _, q, k, v, o, lse, sinks = ctx.saved_tensors
         problem: Problem = ctx.problem
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        do = torch.zeros_like(o) if do is None else do.contiguous()
-        grads = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)]
-        owner = problem.ranks.rank
+        do = torch.zeros_like(o) if do is None else do
+        grads: list[Tensor] = []
+        lanes = Lanes(q.device)
         for owner, (keys, values) in _around(problem, k, v):
-            if owner != problem.ranks.rank:
-                grads = _passed(problem, grads, owner)
-            for part in problem.parts(owner):
+            # the gradients of these keys come in while this rank computes its part of them
+            coming = None if owner == problem.ranks.rank else _Passed(problem, grads, owner)
+            lanes.fork()
+            results = []
+            for n, part in enumerate(problem.parts(owner)):
                 rows, held = part.rows, part.keys
                 tensors = _rows(q, rows), _rows(keys, held), _rows(values, held)
-                code, backend = _prepared(problem, part, tensors, True)
-                found = attention_backward(
-                    _rows(do, rows).contiguous(), None if dlse is None else dlse[..., slice(*rows)].contiguous(), *tensors,
-                    _rows(o, rows).contiguous(), lse[..., slice(*rows)].contiguous(), [], code, backend,
-                )  # fmt: skip
-                for total, grad, place in zip((dq, *grads), found, (rows, held, held), strict=True):
-                    _rows(total, place).add_(grad)
+                with lanes.lane(n):
+                    found, _ = _prepared(problem, part, tensors, True).backward(
+                        _rows(do, rows), None if dlse is None else dlse[..., slice(*rows)], *tensors, _rows(o, rows),
+                        lse[..., slice(*rows)],
+                    )  # fmt: skip
+                results.append((rows, held, found))
+            lanes.join()
+            sums: list[Tensor | None] = [None, None]
+            for rows, held, found in results:
+                _rows(dq, rows).add_(found[0])
+                sums = [added(total, grad, *held, keys.shape[1]) for total, grad in zip(sums, found[1:], strict=True)]
+            own = [torch.zeros_like(x, dtype=lse.dtype) if y is None else y for x, y in zip((keys, values), sums, strict=True)]
+            grads = own if coming is None else [x.add_(y) for x, y in zip(coming.wait(), own, strict=True)]
         if problem.ranks.count > 1:
             # home again
-            grads = _passed(problem, grads, problem.ranks.rank)
+            grads = _Passed(problem, grads, problem.ranks.rank).wait()
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             D = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
@@ -175,12 +186,19 @@ def _around(problem: Problem, k: Tensor, v: Tensor) -> Any:
         here = coming
 
 
-def _passed(problem: Problem, grads: list[Tensor], owner: int) -> list[Tensor]:
-    """Sends gradients to the next rank, and returns those that come from the one before, which are the owner's."""
-    coming = [x.new_empty((x.shape[0], problem.held(owner), *x.shape[2:])) for x in grads]
-    for work in _start(problem.ranks.group, problem.ranks.rank, problem.ranks.count, grads, coming):
-        work.wait()
-    return coming
+class _Passed:
+    """Gradients on their way to the next rank; `wait` returns those that come from the one before, which are the owner's."""
+
+    def __init__(self, problem: Problem, grads: list[Tensor], owner: int) -> None:
+        ranks = problem.ranks
+        self._sent = [x.contiguous() for x in grads]
+        self._coming = [x.new_empty((x.shape[0], problem.held(owner), *x.shape[2:])) for x in grads]
+        self._works = _start(ranks.group, ranks.rank, ranks.count, self._sent, self._coming)
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        return self._coming
 
 
 def _start(group: dist.ProcessGroup, rank: int, ranks: int, outgoing: list[Tensor], coming: list[Tensor]) -> list[Any]:
@@ -190,21 +208,32 @@ def _start(group: dist.ProcessGroup, rank: int, ranks: int, outgoing: list[Tenso
     return list(dist.batch_isend_irecv(sends + receives)) if sends or receives else []
 
 
-def _prepared(problem: Problem, part: Part, tensors: tuple[Tensor, ...], back: bool) -> tuple[str, str]:
-    """Checks a part's call and chooses its backend, as `rooftile.attention` does."""
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_(back) for x in tensors)
-        _, code = completed(Call(q, k, v, part.mask, NO_OPTIONS, problem.settings))
-    return code, dispatch.choose(code, problem.backend)
+def _prepared(problem: Problem, part: Part, tensors: tuple[Tensor, Tensor, Tensor], back: bool) -> LocalCall:
+    needs = (back, back, back, False, False)
+    return local_call(*tensors, part.mask, NO_OPTIONS, problem.settings, problem.backend, needs)
 
 
-def _merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds attention to other keys to o (B, t, H, Dv) and lse (B, H, t), in place."""
-    total = torch.logaddexp(lse, part_lse)
-    # rows that saw nothing so far, and see nothing here
-    pivot = total.masked_fill(total == float("-inf"), 0.0)
-    o.mul_(_by_rows(torch.exp(lse - pivot))).add_(part * _by_rows(torch.exp(part_lse - pivot)))
-    lse.copy_(total)
+class _Merged:
+    """The sum of attention to parts of the keys: o (B, T, H, Dv) and lse (B, H, T) in fp32, changed in place."""
+
+    def __init__(self, q: Tensor, Dv: int) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.o = q.new_zeros((*q.shape[:-1], Dv), dtype=wide)
+        self.lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
+        self._seen: list[Range] = []
+
+    def add(self, rows: Range, part: Tensor, part_lse: Tensor) -> None:
+        """Adds attention of some rows to keys that they have not met yet."""
+        o, lse = _rows(self.o, rows), self.lse[..., slice(*rows)]
+        if not any(max(a, rows[0]) < min(b, rows[1]) for a, b in self._seen):
+            o.copy_(part)
+            lse.copy_(part_lse)
+        else:
+            # both weights add up to 1; a row that has seen nothing keeps its zero
+            weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)
+            o.lerp_(part, _by_rows(weight))
+            lse.copy_(torch.logaddexp(lse, part_lse))
+        self._seen.append(rows)
 
 
 def _by_rows(x: Tensor) -> Tensor:

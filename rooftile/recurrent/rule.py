@@ -40,7 +40,7 @@ class Kernels(Protocol):
 
 
 class Carry(Protocol):
-    """What a recurrence tells the other ranks beside the state from zero."""
+    """Says what tokens are to a state: what a rank tells the others beside the state that it reaches from zero."""
 
     def shape(self, state: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a map, whose states have the shape `state`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.arguments import shown
 
 
@@ -66,10 +67,31 @@ def contiguous(tokens: int, ranks: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
-def check_agreement(ranks: Ranks, problem: tuple[Any, ...]) -> None:
-    """Raises InvalidInput on every rank if the ranks were given different problems."""
+Checked = TypeVar("Checked")
+
+
+def agreed(ranks: Ranks, check: Callable[[], Checked], problem_of: Callable[[Checked], tuple[Any, ...]]) -> Checked:
+    """Returns what `check` returns; raises on every rank if it refuses on one, or if the ranks' problems differ."""
+    refusal: InvalidInput | Unsupported | None = None
+    problem: tuple[Any, ...] = ()
+    try:
+        call = check()
+        problem = problem_of(call)
+    except (InvalidInput, Unsupported) as error:
+        refusal = error
     found: list[Any] = [None] * ranks.count
-    dist.all_gather_object(found, problem, group=ranks.group)
+    # a rank that refuses takes part, so that no other waits for it
+    dist.all_gather_object(found, problem if refusal is None else str(refusal), group=ranks.group)
+    if refusal is not None:
+        raise refusal
     for rank, other in enumerate(found):
+        if isinstance(other, str):
+            raise InvalidInput(f"rank {rank} refused its arguments: {other}")
         if other != found[0]:
             raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")
+    return call
+
+
+def check_agreement(ranks: Ranks, problem: tuple[Any, ...]) -> None:
+    """Raises InvalidInput on every rank if the ranks were given different problems."""
+    agreed(ranks, lambda: problem, lambda given: given)

@@ -14,6 +14,7 @@ refusals    errors in OpenAI's form
 routing     which engine answers a prompt
 engine/     the engine's process
 replicas/   several engines behind one API
+on_ray/     the same on a Ray cluster
 http/       from a socket to a request
 observe/    log and metrics
 page/       the page at /

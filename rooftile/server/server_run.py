@@ -24,6 +24,7 @@ from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.observe.log import log, start_log
 from rooftile.server.refusals import Refusal
+from rooftile.server.replicas.replicas import Replicas
 from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings
 
@@ -129,7 +130,7 @@ class ServerRun:
     async def _fail(self) -> int:
         """Says why there is no engine; every waiting client knows it already."""
         engines = self._service.engines
-        assert engines is not None
+        assert isinstance(engines, Replicas)
         log.error("%s", engines.failed.detail)
         await asyncio.sleep(FAREWELL_S)
         return WRONG if engines.failed.wrong else FAILED
@@ -137,7 +138,7 @@ class ServerRun:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             # whoever asks twice does not want to wait; engines end with their sockets
-            if self._service.engines is not None:
+            if isinstance(self._service.engines, Replicas):
                 self._service.engines.kill()
             os._exit(1)
         self._stop.set()

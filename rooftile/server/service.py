@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rooftile.server.admission import Admission
@@ -12,6 +13,7 @@ from rooftile.server.http.body import Bodies
 from rooftile.server.http.texts import Texts
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal, retry_later
+from rooftile.server.replicas.engines import Engines
 from rooftile.server.replicas.replicas import Replicas
 from rooftile.server.settings import ServerSettings
 
@@ -31,14 +33,16 @@ class Service:
 
     Args:
         settings: the server's settings.
+        start_engines: starts the engines; None for replicas on this machine.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, start_engines: Callable[[], Engines] | None = None) -> None:
         self.settings = settings
+        self._start_engines = start_engines or self._replicas
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name)
         self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
-        self.engines: Replicas | None = None
+        self.engines: Engines | None = None
         self.texts: Texts | None = None
         self.draining = False
         self.live: set[Live] = set()
@@ -50,10 +54,7 @@ class Service:
         """Starts the engines; returns whether one became ready."""
         # measured from the beginning: also while the model is read
         self._lag = asyncio.create_task(self._measure_lag())
-        settings = {"model": self.settings.model, "json_log": self.settings.json_log} | self.settings.engine
-        self.engines = Replicas(
-            self.settings.replicas, settings, stall_s=self.settings.stall_s, noted=self.metrics.note_stats, changed=self._count
-        )  # fmt: skip
+        self.engines = self._start_engines()
         await asyncio.to_thread(_import_serving)
         ends = [asyncio.create_task(each.wait()) for each in (self.engines.ready, self.engines.over)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -74,7 +75,7 @@ class Service:
         if self.engines is not None:
             await self.engines.close()
 
-    def check(self) -> tuple[Replicas, Texts, Ready]:
+    def check(self) -> tuple[Engines, Texts, Ready]:
         """Returns the engines, the tokenizer and the facts about them.
 
         Raises:
@@ -86,10 +87,10 @@ class Service:
         facts = None if engines is None else engines.facts
         if engines is not None and facts is not None and self.texts is not None:
             return engines, self.texts, facts
-        if engines is None or any(each.state in ("loading", "ready") for each in engines.all):
+        if engines is None or any(each in ("loading", "ready") for each in engines.states):
             percent = 0 if engines is None else engines.percent
             raise retry_later("model_loading", f"the model is being read, {percent} %", 2)
-        why = engines.failed.cause or ""
+        why = engines.cause
         raise Refusal("engine_down", why) if engines.over.is_set() else retry_later("engine_down", why, 2)
 
     def facts(self) -> dict[str, Any]:
@@ -106,22 +107,30 @@ class Service:
             Refusal: with status 503, if no request can be answered now.
         """
         engines = self.check()[0]
-        return {"status": "ok", "replicas": [each.state for each in engines.all]}
+        return {"status": "ok", "replicas": engines.states}
 
     def scrape(self) -> bytes:
         """Returns the metrics of this moment."""
         metrics = self.metrics
         metrics.waiting.set(self.admission.waiting)
         metrics.queued.set(self.admission.tokens)
-        replicas = [] if self.engines is None else self.engines.all
-        metrics.up.set(any(each.engine.answers for each in replicas))
-        for number, each in enumerate(replicas, 1):
-            metrics.note_replica(number, up=each.engine.answers, requests=each.engine.requests, starts=each.starts)
+        engines = self.engines
+        metrics.up.set(engines is not None and engines.facts is not None)
+        if isinstance(engines, Replicas):
+            for number, each in enumerate(engines.all, 1):
+                metrics.note_replica(number, up=each.engine.answers, requests=each.engine.requests, starts=each.starts)
         return metrics.text()
 
-    def _count(self) -> None:
-        assert self.engines is not None
-        self.admission.engines = max(1, len(self.engines.answering))
+    def count_engines(self, answering: int) -> None:
+        """Notes how many engines take requests: so many times as much may wait."""
+        self.admission.engines = max(1, answering)
+
+    def _replicas(self) -> Engines:
+        settings = {"model": self.settings.model, "json_log": self.settings.json_log} | self.settings.engine
+        return Replicas(
+            self.settings.replicas, settings, stall_s=self.settings.stall_s, noted=self.metrics.note_stats,
+            changed=self.count_engines,
+        )  # fmt: skip
 
     async def _measure_lag(self) -> None:
         while True:

@@ -39,6 +39,7 @@ class ServerSettings:
         metrics_prefix: the first word of each metric's name.
         json_log: whether the log is JSON lines.
         log_prompts: whether the log has prompts.
+        on_cluster: whether a cluster deals out GPUs, and this machine's variables say nothing of them.
         engine: keywords of `LLM`.
 
     Raises:
@@ -64,6 +65,7 @@ class ServerSettings:
     metrics_prefix: str = "rooftile"
     json_log: bool = False
     log_prompts: bool = False
+    on_cluster: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,8 @@ class ServerSettings:
                 raise InvalidInput(f"--{name.removesuffix('_s')} is {value:g}; must be a number of seconds {least}")
         if self.replicas > limits.REPLICAS:
             raise InvalidInput(f"--replicas is {self.replicas:,}; may be at most {limits.REPLICAS}")
-        environments(self.replicas, self.engine, os.environ.get(VISIBLE))
+        if not self.on_cluster:
+            environments(self.replicas, self.engine, os.environ.get(VISIBLE))
         if not 0 <= self.port < 2**16:
             raise InvalidInput(f"--port is {self.port}; must be from 0 to 65535")
         if not re.fullmatch(r"[a-zA-Z_]\w*", self.metrics_prefix):

@@ -24,7 +24,7 @@ from rooftile_lab.bench.suites import SUITES
 from rooftile_lab.cli.bench_approximate import approximate
 from rooftile_lab.cli.bench_kernels import cusparselt, native_sparse, tiles
 from rooftile_lab.cli.bench_serving import engine, serving
-from rooftile_lab.cli.bench_suites import diagnosis, expert_training, recall, server, suite_command
+from rooftile_lab.cli.bench_suites import context_parallel, diagnosis, expert_training, recall, server, suite_command
 from rooftile_lab.cli.rows import FileOption, measured, words
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "attention": attention, "serving": serving, "engine": engine,
     **{suite.name: suite_command(suite) for suite in SUITES.values()},
     # suites with options of their own
-    "approximate": approximate, "diagnosis": diagnosis, "expert-training": expert_training, "recall": recall, "server": server,
+    "approximate": approximate, "context-parallel": context_parallel, "diagnosis": diagnosis, "expert-training": expert_training,
+    "recall": recall, "server": server,
     "tiles": tiles, "cusparselt": cusparselt, "native-sparse": native_sparse,
     "list": list_cases, "compare": compare,
 }  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +65,23 @@ def expert_training(
     Example: rooftile bench expert-training --jobs 3 --json results.jsonl
     """
     run_suite("expert-training", case, device, json, quick=quick, jobs=jobs)
+
+
+def context_parallel(
+    case: CasesOption = None, quick: QuickOption = False, device: DeviceOption = "auto", json: FileOption = None
+) -> None:  # fmt: skip
+    """Compares attention over a sequence on several GPUs with one GPU's, and with PyTorch's context parallelism.
+
+    Example: torchrun --nproc-per-node 2 -m rooftile_lab bench context-parallel --json results.jsonl
+    """
+    from rooftile.hardware.device import device_of
+    from rooftile_lab.bench.ranks import joined
+
+    with joined(device_of(device).type) as (target, rank):
+        # the first rank writes and prints
+        say_nothing = redirect_stderr(StringIO()) if rank else nullcontext()
+        with say_nothing:
+            run_suite("context-parallel", case, str(target), json, quick=quick)
 
 
 def diagnosis(

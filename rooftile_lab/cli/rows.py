@@ -43,7 +43,8 @@ def measured(
         say("measuring the ceilings")
         session = open_session(device, refresh=refresh)
         found = collect(measure(session, say), json)
-    if str(json) != "-":
+    # where there are several ranks, only the first has rows
+    if str(json) != "-" and found:
         (shown or show)(found)
     return session
 

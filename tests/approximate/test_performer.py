@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.recurrent.linear.by_chunks import CHUNK
 from tests.approximate.tolerance import assert_within, gradients
+from tests.grids import pairs, swept
 
 KINDS = ("positive", "hyperbolic", "trigonometric", "relu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,10 +47,7 @@ def answer(
     return outputs | gradients(outputs, leaves, tensors[0].dtype) | {"largest": largest}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "mask", "kind", "dtype"), swept(product(SIZES, MASKS, KINDS, DTYPES), pairs), ids=str)
 def test_chunks_equal_the_definition(size: str, mask: rt.Mask, kind: str, dtype: torch.dtype) -> None:
     T, H, Hk, D, Dv, m = SIZES[size]
     tensors = inputs(T, H, Hk, D, Dv, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rooftile import approximate as ap
 from rooftile.approximate.reformer import definition
 from rooftile.approximate.reformer.attention import usual_buckets
 from rooftile.exact.reference import pairs
+from tests import grids
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,10 +62,9 @@ def to_all_others(qk: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     return torch.where((lse == -math.inf).mT[..., None], v.repeat_interleave(qk.shape[2] // v.shape[2], dim=2), o)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "mode", "rounds", "dtype"), grids.swept(product(SIZES, MODES, (1, 3), DTYPES), grids.pairs), ids=str
+)
 def test_the_sort_equals_the_definition(size: str, mode: str, rounds: int, dtype: torch.dtype) -> None:
     *shape, chunk = SIZES[size]
     tensors = inputs(*shape, dtype)

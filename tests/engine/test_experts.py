@@ -77,7 +77,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[
     return model.save(tmp_path_factory.mktemp("model")), model.greedy(prompts(8), TOKENS)
 
 
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", swept(SETTINGS, lambda how: [how] * (how in ("preempted, in chunks", "deterministic"))))
 def test_greedy_tokens_of_deepseek_are_the_definitions(how: str, deepseek) -> None:
     folder, due = deepseek
     ask(folder, how, due, prompts(8))
@@ -128,8 +128,9 @@ def test_beams_and_forks(name: str, peers) -> None:
     assert three == [tokens_of(llm, asked[-1:], one)[0][0] for one in single]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), swept(product(("mixtral", "qwen3_moe", "gpt_oss"), ("bf16", "fp16")), lambda case: case)
+)
 def test_neighbours_change_no_bit_of_a_deterministic_engine(name: str, dtype: str, peers) -> None:
     asked, params = prompts(7), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
     found = []

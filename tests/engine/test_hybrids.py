@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rooftile.models import Decoder, ExpertSizes, LinearSizes, Mamba2Sizes, Mode
 from rooftile.models.rotary import Rotary
 from rooftile.moe import Router
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
+from tests.grids import swept
 from tests.models.checkpoints import VOCABULARY
 from tests.models.test_trainable import SMALL
 
@@ -100,8 +102,11 @@ def test_greedy_tokens_are_those_of_the_trained_module(name: str, trained) -> No
     assert len({token for (answer,) in answers for token in answer}) > 20
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("name", MIXED)
+# the mixture of all layers runs in every way, and each kind of its own with a preemption and without
+@pytest.mark.parametrize(
+    ("name", "how"),
+    swept(product(MIXED, SETTINGS), lambda case: (case[0] == "all" and case[1], (case[0], "preempted" in case[1]))),
+)
 def test_tokens_depend_on_no_schedule(name: str, how: str, trained) -> None:
     peer, asked = trained(name), prompts(8)
     llm = LLM(peer.folder, block_size=SIZE, **SETTINGS[how])
@@ -181,8 +186,20 @@ def test_sums_in_bf16_are_refused(trained) -> None:
         LLM(trained("linear").folder, **ROOM, state_dtype="bf16")
 
 
-@pytest.mark.parametrize("name", ["linear", "performer", "performer, trigonometric", "hybrid", "experts, grouped"])
-def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str, trained) -> None:
+BESIDE = ("in chunks", "preempted, in chunks", "three at once")
+SAME_BITS = ("linear", "performer", "performer, trigonometric", "hybrid", "experts, grouped")
+
+
+# the hybrid runs in every way, the others with a preemption
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    swept(
+        [(name, ways) for name in SAME_BITS for ways in (BESIDE[1:2], BESIDE)],
+        lambda case: [case] * ((case[0] == "hybrid") == (case[1] == BESIDE)),
+    ),
+    ids=str,
+)
+def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str, ways: tuple[str, ...], trained) -> None:
     peer, asked = trained(name), prompts(8)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
     settings = {"block_size": SIZE, "deterministic": True}
@@ -190,7 +207,7 @@ def test_answers_are_the_same_bits_whatever_runs_beside_them(name: str, trained)
     due = [alone.generate([prompt], params)[0].outputs[0] for prompt in asked]
     for prompt, answer in zip(asked, due, strict=True):
         assert peer.likeliest(prompt, answer.token_ids) == answer.token_ids
-    for how in ("in chunks", "preempted, in chunks", "three at once"):
+    for how in ways:
         llm = LLM(peer.folder, **settings | SETTINGS[how])
         for _ in range(2):
             outputs = llm.generate(asked, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ from rooftile.models import Decoder
 from rooftile.models.config import config_of
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.kinds_of_layers import SETTINGS, SIZE, check_beams, check_forks, check_greedy, check_logprobs
+from tests.grids import swept
 from tests.models.latent import CONFIGS
 
 NAMES = ["deepseek_v3", "deepseek_v3, dense", "deepseek_v2"]
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+# each way once, and each model with a preemption and without
+@pytest.mark.parametrize(
+    ("name", "how"), swept(product(NAMES, SETTINGS), lambda case: (case[1], (case[0], "preempted" in case[1])))
+)
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
     check_greedy(peers(name), how)
 

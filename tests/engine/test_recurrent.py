@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rooftile.errors import Unsupported
 from tests.engine.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 from tests.engine.folders import save
 from tests.engine.kinds_of_layers import SETTINGS, SIZE, check_beams, check_forks, check_greedy, check_logprobs
+from tests.grids import swept
 from tests.models.checkpoints import made, saved
 from tests.models.recurrent import MAMBA2
 
@@ -30,8 +32,17 @@ NAMES = [
 SOME = ["mamba", "mamba2", "bamba", "granitemoehybrid", "qwen3_next, dense", "olmo_hybrid", "nemotron_h, experts"]
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+# a recurrence of one state of a head, and one beside layers of attention
+BASIS = ("mamba2", "qwen3_next")
+
+
+def _traits(case: tuple[str, str]) -> list:
+    """`make test` runs the basis in every way, and every model with a preemption and without."""
+    name, how = case
+    return [(name, "preempted" in how), *[case] * (name in BASIS)]
+
+
+@pytest.mark.parametrize(("name", "how"), swept(product(NAMES, SETTINGS), _traits))
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
     check_greedy(peers(name), how)
 
@@ -72,10 +83,13 @@ def test_forks_are_answers_of_their_own(name: str, peers) -> None:
     check_forks(peers(name))
 
 
-@pytest.mark.parametrize("room", [ROOM, {"max_model_len": 96, "num_blocks": 28, "max_batched_tokens": 20}], ids=["", "preempted"])
-@pytest.mark.parametrize("name", NAMES)
-def test_beams_are_those_of_transformers(name: str, room: dict, peers) -> None:
-    check_beams(peers(name), room)
+# all with a preemption, and the basis without one
+@pytest.mark.parametrize(
+    ("name", "preempted"),
+    swept(product(NAMES, (True, False)), lambda case: [case] * (case[1] or case[0] in BASIS)),
+)
+def test_beams_are_those_of_transformers(name: str, preempted: bool, peers) -> None:
+    check_beams(peers(name), {"max_model_len": 96, "num_blocks": 28, "max_batched_tokens": 20} if preempted else ROOM)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.write import quantise_folder
 from rooftile.models.wrappers import WRAPPERS
 from tests.engine.asking import GREEDY, ROOM, TOKENS, prompts, tokens_of
+from tests.grids import swept
 from tests.models.checkpoints import saved, theirs
 from tests.models.wrappers import CONFIGS
 
 SIZE = 8
-SETTINGS = {"together": ROOM, "in chunks": ROOM | {"max_batched_tokens": 13}}
+SETTINGS = {"in chunks": ROOM | {"max_batched_tokens": 13}, "together": ROOM}
 
 
 def changed_config(folder: Path, change: object) -> None:
@@ -30,8 +32,7 @@ def changed_config(folder: Path, change: object) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "how"), swept(product(CONFIGS, SETTINGS), lambda case: case))
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, peers) -> None:
     peer, asked = peers(name), prompts(6)
     llm = LLM(peer.folder, block_size=SIZE, **SETTINGS[how])

@@ -172,6 +172,11 @@ def test_the_delta_rule_has_any_head_dims(P: int, N: int, dtype: torch.dtype) ->
     check_gradients(*delta((2, 130), 2, P, N), None, dtype)
 
 
+def test_two_warpgroups_of_the_delta_rule_share_keys() -> None:
+    """Many sequences fill the chip, so on Hopper a program walks 128 columns of values."""
+    check_gradients(*delta((70, 70), 70, 128, 128), None, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
 @pytest.mark.parametrize("layout", LENGTHS)
 @pytest.mark.parametrize(("kind", "P", "N"), [case for case in SIZES if case[0] in ("ssd", "gated")])

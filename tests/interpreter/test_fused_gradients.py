@@ -180,6 +180,22 @@ def test_logits_of_minus_infinity_and_targets_outside() -> None:
     assert outside[3].isfinite()
 
 
+def test_the_gradient_of_a_part_of_the_vocabulary() -> None:
+    """A target may be in another part, in none, or ignored; the smoothing of a logit is a share of the whole vocabulary."""
+    from rooftile.fused.kernels import cross_entropy
+    from rooftile.fused.loss import ELSEWHERE, gradients
+
+    x, upstream = torch.randn(4, 5000), torch.randn(4)
+    sums = torch.stack([x.amax(-1) + 1.0, torch.full((4,), 9.0)], -1)
+    place = torch.tensor([4999, ELSEWHERE, -2, -3])
+    for numbers in ((0.0, 0.0, 0.0), (0.3, 2.0, 0.1)):
+        found = cross_entropy.gradient(upstream, sums, x, place, -3, *numbers, whole=12_345)
+        (due,) = gradients(upstream, None, sums, x, place, -3, *numbers, whole=12_345)
+        torch.testing.assert_close(found, due, equal_nan=True)
+        assert found[2].isnan().all()
+        assert not found[3].any()
+
+
 def test_hidden_states() -> None:
     x, w = torch.randn(7, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     target = torch.randint(37, (7,))

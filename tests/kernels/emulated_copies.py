@@ -130,3 +130,28 @@ def emulate_copies(
     yield
     for made in cached:
         made.cache_clear()
+
+
+def compiled_copies(kernel: Any, launched: Any, constants: dict[str, Any], **kinds: Any) -> Any:
+    """Compiles a Gluon kernel for Hopper as `launched` starts it; `kinds` are what numbers are, if not 32 bits."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
+    x = torch.empty(2, 128, 80, 128, dtype=torch.bfloat16)
+    described = [make(torch.empty(2, 4, 8)) if "count" in make.keywords else make(x) for make in launched._describe]
+    signature: dict[str, Any] = {}
+    for word in kernel.arg_names:
+        if word.endswith("_desc"):
+            box = described[len(signature)]
+            kind = "fp32" if len(box.block_shape) == 1 else "bf16"
+            signature[word] = f"tensordesc<{kind}{list(box.block_shape)},{box.layout!r}>"
+        elif word.endswith("_ptr"):
+            signature[word] = "*fp32"
+        else:
+            signature[word] = "constexpr" if word in constants else kinds.get(word, "i32")
+    places = {(kernel.arg_names.index(word),): value for word, value in constants.items()}
+    even = {(n,): [["tt.divisibility", 16]] for n, word in enumerate(kernel.arg_names) if word.endswith("_ptr")}
+    source = GluonASTSource(kernel, signature, places, even)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

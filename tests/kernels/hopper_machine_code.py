@@ -66,6 +66,8 @@ PRODUCT = r"\b[HQI]GMMA"
 READERS = b"".join(Path(file).read_bytes() for file in (__file__, register_flow.__file__))
 KEPT = f"found-{hashlib.sha256(READERS).hexdigest()[:16]}.json"
 BIASES = {"bf16": BiasKind(2, False), "fp32": BiasKind(4, False), "bf16-row": BiasKind(2, True)}
+# what is stored in fp32 where it is added up by the caller
+STORED = ("o_desc", "dq_desc", "dk_desc", "dv_desc")
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -88,6 +90,7 @@ class Configuration:
     bias: str = ""  # which of BIASES
     block: tuple[int, int] | None = None  # the size of listed blocks
     bits: bool = False  # some of them are seen in part
+    wide: bool = False  # what it stores in fp32
 
     @property
     def spec(self) -> Spec:
@@ -168,6 +171,8 @@ class Configuration:
         elif self.tile is not None:
             box = dict(zip("qkvo", forward.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
         block = (1, *box)[-4:]
+        if self.wide and name in STORED:
+            return f"tensordesc<fp32{list(block)},{layout(block, torch.float32)!r}>"
         if self.spec.has_kv_scales:
             return f"tensordesc<fp8e4nv{list(block)},{layout(block, torch.float8_e4m3fn)!r}>"
         return f"tensordesc<{self.dtype}{list(block)},{layout(block, self.spec.dtype)!r}>"
@@ -274,6 +279,15 @@ FORWARD |= {
     for dim in (64, 128, 256)
     for name in ("full", "causal", "window", "packed-causal")
 }
+FORWARD |= {
+    # over a part of the keys, for a ring
+    f"d{dim}-{name}-partial{SUFFIX.get(tile, '')}": Configuration(dim, tile, **CASES[name], wide=True)
+    for dim, name, tile in (
+        (64, "causal", NARROW), (128, "full", LONG), (128, "causal", LONG), (128, "window", MASKED), (128, "everything", MASKED),
+        (256, "packed-causal", WIDE),
+    )
+}  # fmt: skip
+FORWARD["d128-causal-partial-group-4"] = Configuration(128, MASKED._replace(HEADS_PER_TILE=4), CAUSAL, group=4, wide=True)
 BACKWARD = {
     f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
     for kernel, part, dims, names in (
@@ -314,6 +328,21 @@ BACKWARD = {
             dim, None, **CASES[name], kernel="flash_bwd", add=True, block=(128, 128), bits=True
         )
         for dim, name in ((64, "full"), (128, "full"), (128, "packed-causal"))
+    },
+    **{
+        f"bwd-{part}d{dim}-{name}-fp32-grads": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "", wide=True)
+        for kernel, part, dim, name in (
+            ("flash_bwd", "", 64, "causal"),
+            ("flash_bwd", "", 128, "full"),
+            ("flash_bwd", "", 128, "causal"),
+            ("flash_bwd", "", 128, "window"),
+            ("flash_bwd", "", 128, "packed-causal"),
+            ("flash_bwd", "", 128, "everything"),
+            ("flash_bwd", "ordered-", 128, "causal"),
+            ("flash_bwd_kv", "kv-", 256, "packed-causal"),
+            ("flash_bwd_q", "q-", 128, "causal"),
+            ("flash_bwd_q", "q-", 256, "packed-causal"),
+        )
     },
     "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
@@ -373,6 +402,8 @@ def source_of(configuration: Configuration) -> GluonASTSource:
         if name.endswith("_ptr"):
             if name == "bias_ptr":
                 return "*" + configuration.bias.split("-")[0]
+            if configuration.wide and name.replace("_ptr", "_desc") in STORED:
+                return "*fp32"
             return "*" + ("fp32" if name in words else "i32" if name in numbers else configuration.dtype)
         return "fp32" if name in ("scale", "softcap") else "i32"
 

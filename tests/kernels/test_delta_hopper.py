@@ -13,7 +13,9 @@ from tests.recurrent import definitions
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.recurrent.kernels.delta import call, launch_hopper, walk_back_hopper, walk_hopper, walks  # noqa: E402
-from tests.kernels.emulated_copies import emulate_copies, record  # noqa: E402
+from tests.kernels.emulated_copies import compiled_copies, emulate_copies, record  # noqa: E402
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+from tests.kernels.test_state_space_compiles import ROOM  # noqa: E402
 
 SHAPES = record("D", "DV", "OUTPUTS", "WALKERS")
 TILES = record("queries", "values", "systems", "pairs", "lines")
@@ -136,3 +138,22 @@ def test_the_walk_back_equals_its_formulas(
             back = chunks.end[n, :, None, None] * back + q.mT @ (reach[n, :, :count] * gradient)
             back -= k.mT @ ((beta * recall)[n, :, :count] * due)
         assert_near(d_first[b], back)
+
+
+WALKS = [
+    (False, True, 1, 128), (False, True, 2, 128), (False, False, 2, 128), (True, True, 1, 128), (True, False, 2, 128),
+    (True, True, 1, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("back", "flag", "walkers", "dim"), WALKS)
+def test_walks_compile_for_hopper_and_spill_nothing(back: bool, flag: bool, walkers: int, dim: int) -> None:
+    kernel, name = (walk_back_hopper._walk_columns_back, "HAS_LAST") if back else (walk_hopper._walk_columns, "OUTPUTS")
+    made = launch_hopper._kernel_back(dim) if back else launch_hopper._kernel(dim, flag)
+    stages = 2 if back and walkers == 2 else launch_hopper.STAGES
+    built = compiled_copies(kernel, made, launch_hopper._constants(32, 2, dim, 128, walkers, stages, **{name: flag}))
+    # products of a chunk, 16 numbers at a time
+    products = dim // 16 + 16 if back else (dim // 16 + 4) * (1 + flag) + 4
+    assert built.asm["ptx"].count("wgmma.mma_async") == walkers * products
+    assert stack(built) <= ROOM
+    assert built.metadata.shared <= 227 * 1024

@@ -105,7 +105,7 @@ def test_newest_triton_compiles_the_kernels(names: list[str]) -> None:
         assert not kernel["serialised"]
 
 
-WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CHECK_NAN": True}
+WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CHECK_NAN": True, "FAR": 8192.0}
 
 
 # as `launch_8bit` has it
@@ -122,6 +122,7 @@ QUANTISE = {"GROUP": 4, "ROTATE": True, "SMOOTH": True}
         ("quantised.quantise", "quantise", QUANTISE | {"D": 256, "DV": 256, "PACKED": False, "INTEGER": False}),
         ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": False, "BIAS": True, "SUM": 128}),
         ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": True, "BIAS": False, "SUM": 0}),
+        ("flash_bwd.row_stats", "compute_row_stats", WORDS | {"PACKED": False, "BIAS": False, "SUM": 128, "FAR": float("inf")}),
         ("flash_bwd.dq_accumulator", "finalize_dq", {"D": 128, "DIM": 96, "PACKED": False, "CHECK_NAN": True}),
         ("flash_bwd.dq_accumulator", "finalize_dq", {"D": 64, "DIM": 64, "PACKED": True, "CHECK_NAN": False}),
     ],

@@ -135,7 +135,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, state: torch.dtype, **own: 
 
 
 GRID = [
-    (name, sm, dtype, state) for name in NAMES for sm in (80, 90) for dtype in WORDS for state in dict.fromkeys((torch.float32, dtype))
+    (name, sm, dtype, state)
+    for name in NAMES for sm in (80, 90) for dtype in WORDS for state in dict.fromkeys((torch.float32, dtype))
 ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import swept
+
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from tests.kernels.newer import NEWER  # noqa: E402
@@ -71,7 +73,10 @@ def compiled(kernel: Any, constants: Any, warps: int, sm: int, stages: int = 3) 
 # heads of 192 are those of models for Hopper
 @pytest.mark.parametrize(
     ("sm", "heads", "dim", "dim_v"),
-    [(80, 16, 128, 128), (90, 16, 128, 128), (80, 4, 64, 64), (90, 4, 64, 64), (90, 16, 192, 128)],
+    swept(
+        [(80, 16, 128, 128), (90, 16, 128, 128), (80, 4, 64, 64), (90, 4, 64, 64), (90, 16, 192, 128)],
+        lambda case: (case[0], case[1:]),
+    ),
 )
 def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> None:
     from rooftile.approximate.native_sparse.selected.kernels import gradients, lists, outputs
@@ -104,8 +109,7 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> No
         pytest.skip("with Triton 3.9 ptxas gives dk and dv 32 registers of Ampere's 255, and keeps the rest in memory")
 
 
-@pytest.mark.parametrize("has_lse", [False, True])
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(("sm", "has_lse"), swept([(sm, lse) for sm in (80, 90) for lse in (False, True)], lambda case: case))
 def test_the_choice_with_the_papers_sizes(sm: int, has_lse: bool) -> None:
     from rooftile.approximate.native_sparse.selected.kernels import block_choice
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 from rooftile.recurrent.kernels.state_space import call as call_module  # noqa: E402
 from rooftile.recurrent.kernels.state_space import gradients_hopper, launch_hopper, outputs_hopper  # noqa: E402
 from rooftile.recurrent.kernels.state_space.call import Call  # noqa: E402
-from tests.kernels.emulated_copies import emulate_copies, record  # noqa: E402
+from tests.kernels.emulated_copies import compiled_copies, emulate_copies, record  # noqa: E402
 from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 from tests.kernels.test_state_space_compiles import ROOM  # noqa: E402
 
@@ -156,33 +155,13 @@ def test_gradients_of_a_chunk_equal_their_formulas(batch: int, T: int, N: int, G
 @pytest.mark.parametrize("name", ["_outputs_of_pairs", "_chunk_gradients"])
 def test_compiles_for_hopper(name: str, N: int, skip: bool, one: bool) -> None:
     """With `one` slot, of which Triton makes a constant, which has no methods."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     made, kernel = (
         (launch_hopper._outputs_kernel(N), outputs_hopper._outputs_of_pairs) if name == "_outputs_of_pairs"
         else (launch_hopper._gradients_kernel(N), gradients_hopper._chunk_gradients)
     )  # fmt: skip
     registers = launch_hopper.OUTPUTS if name == "_outputs_of_pairs" else launch_hopper.GRADIENTS
     constants = launch_hopper._constants(80, 80, N, skip, WHOLE=False, SPAN=20, **registers)
-    constants = {word: value for word, value in (constants | ({"slots": 1} if one else {})).items() if word in kernel.arg_names}
-    x = torch.empty(2, 128, 80, 128, dtype=torch.bfloat16)
-    described = [make(torch.empty(2, 4, 8)) if "count" in make.keywords else make(x) for make in made._describe]
-    signature: dict[str, Any] = {}
-    for word in kernel.arg_names:
-        if word.endswith("_desc"):
-            box = described[len(signature)]
-            kind = "fp32" if len(box.block_shape) == 1 else "bf16"
-            signature[word] = f"tensordesc<{kind}{list(box.block_shape)},{box.layout!r}>"
-        elif word.endswith("_ptr"):
-            signature[word] = "*fp32"
-        else:
-            signature[word] = "constexpr" if word in constants else ("i32", "i32") if word == "d_strides" else "i32"
-    places = {(kernel.arg_names.index(word),): value for word, value in constants.items()}
-    even = {(n,): [["tt.divisibility", 16]] for n, word in enumerate(kernel.arg_names) if word.endswith("_ptr")}
-    built = triton.compile(
-        GluonASTSource(kernel, signature, places, even), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
-    )
+    built = compiled_copies(kernel, made, constants | ({"slots": 1} if one else {}), d_strides=("i32", "i32"))
     assert built.asm["ptx"].count("wgmma.mma_async") >= 2 * (3 if name == "_outputs_of_pairs" else 4)
     # addresses, and some sums that are read once a head
     assert stack(built) <= max(ROOM, 0 if name == "_outputs_of_pairs" else 100)

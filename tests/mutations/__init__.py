@@ -17,11 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutations import approximate, attention, experts, hybrids, products, serving, training
+from tests.mutations import approximate, attention, experts, hybrids, products, sequences, serving, training
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
-PARTS = (attention, approximate, experts, hybrids, products, training, serving)
+PARTS = (attention, approximate, experts, hybrids, products, training, serving, sequences)
 MUTATIONS = {name: mutation for part in PARTS for name, mutation in part.MUTATIONS.items()}
 
 

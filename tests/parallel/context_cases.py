@@ -218,6 +218,9 @@ def refused(rank: int) -> list[str]:
         sentence(mask=FULL, alibi=torch.ones(4)),
         sentence(method="ring", alibi=torch.ones(4)),
         sentence(mask=CAUSAL if rank else FULL, validate=True),
+        sentence(q if rank else q[:, :5], validate=True),
+        # the other rank must not wait for it
+        sentence(method="fast" if rank else "gather", validate=True),
     ]
 
 

@@ -130,13 +130,13 @@ def run(decoder: Decoder) -> tuple[Tensor, Tensor]:
 
 
 class Found(NamedTuple):
-    """What a rank computes with a model, and what it has read of its files."""
+    """The results of a rank with a model, and how much of its files it has read."""
 
     hidden: Tensor
     logits: Tensor
     read: int  # bytes
     held: int  # bytes of plain tensors
-    answers: list[list[int]]  # of an engine
+    answers: list[list[int]]  # tokens that an engine finds
 
 
 def shared(rank: int, ranks: int, folders: dict[str, str]) -> dict[str, Found]:

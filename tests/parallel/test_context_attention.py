@@ -67,10 +67,14 @@ def test_refusals_are_sentences_on_every_rank():
         "alibi under full on a split sequence",
         "alibi with method 'ring'",
         "all must agree",
+        "all must agree",
+        "method is 'fast'",
     ]
-    for found in run_on(2, context_cases.refused):
+    answers = run_on(2, context_cases.refused)
+    for found in answers:
         for sentence, part in zip(found, due, strict=True):
             assert part in sentence
+    assert answers[0][-1].startswith("rank 1 refused its arguments: method is 'fast'")
 
 
 def test_tokens_are_dealt_out_and_put_together():

@@ -220,7 +220,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call, *options):
         if call.forward is None:
-            o, lse = _forward(q, k, v, options, call.spec, call.backend)
+            o, lse = run_forward(q, k, v, list(options), call.spec, call.backend)
         else:
             o, lse = call.forward(q, k, v, named_options(decode(call.spec), options) if options else NO_OPTIONS)
         ctx.save_for_backward(q, k, v, o, lse, *options)
@@ -239,9 +239,7 @@ class _Attention(torch.autograd.Function):
             grads = ready(BackwardInputs(do, dlse, q, k, v, o, lse, named))
             found = [grad for grad in grads if grad is not None]
         else:
-            seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options) or q.is_meta
-            run = attention_backward if seen else _run_backward
-            found = run(do, dlse, q, k, v, o, lse, options, call.spec, call.backend)
+            found = run_backward(do, dlse, q, k, v, o, lse, options, call.spec, call.backend)
         if not options:
             return *found, None
         extra = dict(zip(differentiable(spec), found[3:], strict=True))
@@ -271,15 +269,23 @@ class _AttentionBackward(torch.autograd.Function):
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     if wants_grad(q, k, v, *options):
         return _apply(q, k, v, _PreparedCall(spec, backend), *options)
-    return _forward(q, k, v, options, spec, backend)
+    return run_forward(q, k, v, options, spec, backend)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
+def run_forward(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator below autograd, or its kernel at once."""
     if not watched(q, k, v, *options) and not q.is_meta:
         return _run(q, k, v, options, spec, backend)
     with below_autograd():
         return attention(q, k, v, options, spec, backend)
+
+
+def run_backward(do, dlse, q, k, v, o, lse, options: list[Tensor], spec: str, backend: str) -> list[Tensor]:
+    """The operator of the backward, or its kernels at once."""
+    seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options) or q.is_meta
+    run = attention_backward if seen else _run_backward
+    found: list[Tensor] = run(do, dlse, q, k, v, o, lse, options, spec, backend)
+    return found
 
 
 def _autograd_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -> list[Tensor]:

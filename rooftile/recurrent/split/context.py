@@ -113,6 +113,6 @@ def _call(function: Any, tokens: tuple[str, ...], arguments: tuple[Any, ...], gi
 
 
 def refuse_step(name: str) -> None:
-    """Raises Unsupported inside a context: a step has one token of each sequence, which nobody can share."""
+    """Raises Unsupported inside a context: a step has one token of each sequence, which no ranks share."""
     if ENTERED.call is not None and isinstance(CURRENT.get(), SplitSequence):
         raise Unsupported(f"{name} inside rooftile.parallel.context; a step has one token of each sequence: call it outside")

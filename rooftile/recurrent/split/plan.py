@@ -19,7 +19,7 @@ class DeltaSizes:
     """A call of `gated_delta`; rows: sequences of a batch that cross a border, 1 in a pack."""
 
     ranks: int
-    tokens: int  # of one rank, of all sequences
+    tokens: int  # on one rank, in all sequences
     rows: int
     Hk: int
     Hv: int
@@ -73,7 +73,7 @@ def plan_delta(sizes: DeltaSizes, method: str = "auto") -> Plan:
     if method not in METHODS:
         raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
     P, sent, exchanged = sizes.ranks, scan_bytes(sizes), heads_bytes(sizes)
-    # the state, its matrix, and the outputs; with two ranks nobody needs a matrix, and the second one waits for the first
+    # the state, its matrix, and the outputs; with two ranks no matrix is due, and the second one waits for the first
     runs = min(P, 3)
     scan = Plan("scan", sent, runs, f"exchanging heads would send {exchanged:,} bytes")
     heads = Plan("heads", exchanged, 1, f"states with matrices would send {sent:,} bytes and run {runs} times")

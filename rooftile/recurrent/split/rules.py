@@ -13,7 +13,7 @@ from rooftile.recurrent.rule import Carry, Given, Rule
 
 
 class Operators(Protocol):
-    """What `rooftile.recurrent.operator.Operators` has."""
+    """The methods of `rooftile.recurrent.operator.Operators` that run a rule without recording it."""
 
     rule: Rule
 

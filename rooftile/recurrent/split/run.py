@@ -6,7 +6,7 @@ tokens are; then each rank runs its tokens from the state that is due. So output
 Backward: the same in the opposite order, with gradients of states. The backward of the tokens between the true state before them
 and the true gradient behind them is one device's, so nothing is differentiated through the maps.
 
-A rank whose sequences begin or end on it runs once: at two ranks nobody runs twice.
+A rank whose sequences begin or end on it runs once: with two ranks no rank runs twice.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Local:
-    """This rank's tokens: all of them, and those of the sequences that cross its borders."""
+    """This rank's tokens: all of them, and the tokens of the sequences that cross its borders."""
 
     def __init__(self, problem: Problem, tensors: Given, states: tuple[int, ...], kept: Given = ()) -> None:
         self._tensors, self._kept, self._recurrence = tensors, kept, problem.recurrence
@@ -134,7 +134,7 @@ class _Local:
         self._packed = share.rows is not None
         self._cu = torch.tensor(share.cu, dtype=torch.int32, device=like.device) if self._packed else None
         self._count = like.shape[0 if self._packed else 1]
-        # of the states that cross a border
+        # the shape of states that cross a border
         self.shape = (1, *states[1:]) if self._packed else tuple(states)
         self.shapes = self._recurrence.carry.shape(self.shape), self.shape
         self.travels = is_needed(problem.part) and prod(self.shape) > 0

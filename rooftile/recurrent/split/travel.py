@@ -26,7 +26,7 @@ def exchange(
 
     Args:
         part: this rank's part; every rank of the group calls this, or none.
-        message: this rank's own; None where nobody waits for it.
+        message: this rank's own; None where no rank waits for it.
         shapes: of a map and of a state.
         like: a tensor with the dtype and the device of the messages.
         step: 1 for states, which go to the ranks behind; -1 for gradients, which go to the ranks before.

@@ -23,7 +23,7 @@ from rooftile.server.http.openai.prompts import ScoredPrompt
 from rooftile.server.http.texts import AnswerDecoder
 from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
-from rooftile.server.replicas.replicas import Replicas
+from rooftile.server.replicas.engines import Engines
 from rooftile.server.service import Service
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Responder:
         self._deadline = deadline
         self._calls: list[RemoteCall] = []
         self._tickets: list[Ticket] = []
-        self._engines: Replicas | None = None
+        self._engines: Engines | None = None
         self._decoder: AnswerDecoder | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
@@ -91,7 +91,7 @@ class Responder:
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None
 
-    async def _send(self, engines: Replicas) -> None:
+    async def _send(self, engines: Engines) -> None:
         generation, sizes = self.generation, [len(each) for each in self.tokens]
         longest = self._service.check()[2].max_len
         most_tokens = generation.params.get("max_tokens")

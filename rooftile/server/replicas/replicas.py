@@ -26,12 +26,12 @@ class Replicas:
         settings: the keywords of `LLM`, and `model`.
         stall_s: a step that takes longer is taken for dead.
         noted: called with the number of an engine, from 1 on, and its counts after each of its steps.
-        changed: called when an engine begins or ceases to answer.
+        changed: called with the number of engines that answer, when one begins or ceases to.
     """
 
     def __init__(
         self, count: int, settings: dict[str, Any], *, stall_s: float, noted: Callable[[int, EngineStats], None],
-        changed: Callable[[], None] = lambda: None,
+        changed: Callable[[int], None] = lambda answering: None,
     ) -> None:  # fmt: skip
         self.ready = asyncio.Event()
         """Set when the first engine answers."""
@@ -67,6 +67,16 @@ class Replicas:
         ended = [each.engine for each in self.all if each.engine.cause is not None]
         return next((each for each in ended if each.wrong), ended[-1] if ended else self.all[0].engine)
 
+    @property
+    def states(self) -> list[str]:
+        """The state of each replica."""
+        return [each.state for each in self.all]
+
+    @property
+    def cause(self) -> str:
+        """Why no engine answers, for clients."""
+        return self.failed.cause or f"the model is being read, {self.percent} %"
+
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, answers: int = 1,
         started: Callable[[], None] = lambda: None,
@@ -81,7 +91,7 @@ class Replicas:
         """
         there = self.answering
         if not there:
-            raise EngineDown(self.failed.cause or f"the model is being read, {self.percent} %")
+            raise EngineDown(self.cause)
         chosen = self._choose(there, prompt, salt)
         call = chosen.engine.send(
             prompt, params, salt=salt, streams=streams, started=started, weight=weight(len(prompt), answers)
@@ -127,4 +137,4 @@ class Replicas:
         # what is wrong with a setting is wrong for all, and is told before somebody relies on the others
         if any(each.out and each.engine.wrong and not each.starts for each in self.all):
             self.over.set()
-        self._changed()
+        self._changed(len(self.answering))

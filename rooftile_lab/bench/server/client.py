@@ -70,7 +70,15 @@ class Reading(asyncio.Protocol):
     @property
     def tokens(self) -> int:
         """Tokens of the answer, as the server has counted them."""
-        found = re.findall(rb'"completion_tokens":(\d+)', self.tail)
+        return self._usage("completion_tokens")
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self._usage("cached_tokens")
+
+    def _usage(self, name: str) -> int:
+        found = re.findall(rb'"%s":(\d+)' % name.encode(), self.tail)
         if not found:
             raise RuntimeError(f"no whole answer: status {self.status}, {self.tail[-300:]!r}")
         return int(found[-1])

@@ -116,6 +116,7 @@ SUITES = {
         Suite("ladder-counters", "The chip's counters for each rung of the ladder, by Nsight Compute."),
         Suite("recall", "Small decoders trained with each method: recall, loss on English, and a needle."),
         Suite("context", "Memory and time per token against context: attention, a hybrid and Mamba-2, served."),
+        Suite("context-parallel", "Attention over a sequence on several GPUs beside one GPU's, and PyTorch's. Under torchrun."),
         Suite("tensor-parallel", "An engine on two ranks beside one: steps that decode, and a workload."),
         Suite("expert-training", "Small decoders trained with experts beside a dense one: loss, and the load of each expert."),
     )

@@ -5,6 +5,7 @@ first-token   seconds to the first token of one request on an idle server, besid
 lag           the event loop's lag, and what running streams lose, while others send large bodies, long texts and hostile schemas
 constrained   64 running answers, 8 of them with a grammar: the time between tokens of both kinds beside 64 without
 start         seconds from the command to listening, and of --help
+replicas      two replicas beside one, and their cached tokens beside two servers chosen at random: needs two GPUs
 overload      twice as many requests as the server can answer, for ten minutes
 
 Weights are random. On a CPU the engine has one thread, in this process and in the server's: the server's other process needs the
@@ -24,14 +25,15 @@ from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.server.bars import constrained, first_token, start, throughput
 from rooftile_lab.bench.server.lag import lag
 from rooftile_lab.bench.server.overload import overload
+from rooftile_lab.bench.server.replicas import replicas
 from rooftile_lab.bench.server.run import Run, ServerOptions
 from rooftile_lab.bench.threads import one_thread
 
 CASES: dict[str, Callable[[Run], Row]] = {
     "throughput": throughput, "first-token": first_token, "lag": lag, "constrained": constrained, "start": start,
-    "overload": overload,
+    "replicas": replicas, "overload": overload,
 }  # fmt: skip
-ASKED = ("overload",)
+ASKED = ("replicas", "overload")
 GPU = CPU = tuple(name for name in CASES if name not in ASKED)
 QUICK = ("first-token", "start")
 

@@ -67,10 +67,6 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield from _refusals_of_bias(spec)
     if spec.block_size is not None:
         yield from _refusals_of_blocks(spec)
-    if spec.partial:
-        yield "an output in fp32 over a part of the keys; has whole outputs in the dtype of the inputs"
-    if spec.wide_grads and spec.needs_grad:
-        yield "gradients in fp32; has them in the dtype of the inputs"
     if not spec.scale > 0:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:
@@ -91,6 +87,8 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     if (spec.dim, spec.dim_v) not in DIMS_8BIT:
         has = ", ".join(str(dim) for dim, _ in DIMS_8BIT)
         yield f"head dims {spec.dim} and {spec.dim_v} with precision {precision}; has {has} with it"
+    if spec.partial:
+        yield f"an output in fp32 over a part of the keys with precision {precision}; has whole outputs with it"
     for name in OPTIONS:
         if name in spec.options_on:
             yield f"{name} with precision {precision}; has masks, groups and packed sequences with it"

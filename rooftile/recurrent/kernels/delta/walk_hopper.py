@@ -10,7 +10,8 @@ With the letters of `chunks.py`, all is transposed, so that neither the state no
     Y^T  = scale exp(G) S^T Q^T + V'^T P^T
     S^T <- exp(G_last) S^T + (exp(G_last - G) V'^T) K
 
-The outputs' products run under what the walk waits for. Where a backward needs them, V' and the states take the place of Y.
+The outputs' products run under what the walk waits for, and a chunk's outputs are written under the next one's first product. Where
+a backward needs them, V' and the states take the place of Y.
 
 Yang, Kautz and Hatamizadeh, arXiv:2412.06464.
 """
@@ -89,6 +90,16 @@ def _load(
 
 
 @gluon.jit
+def _store(y, output, desc, sequence, h, t, column):
+    """Has a tile, of which y is the transpose, copied out."""
+    wait_for_store()
+    output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(y)
+    fence_async_shared()
+    barrier()
+    tma_store(desc, [sequence, h, t, column], output)
+
+
+@gluon.jit
 def _walk(
     K: gl.constexpr, keys: Ring, tiles: Tiles, rows, states, row_desc, state_desc, state_ptr, last_ptr, end_ptr, end_step,
     sequence, h, column, slot, chunks, shape: Shape,
@@ -105,6 +116,7 @@ def _walk(
     state = gl.load(state_ptr + place)
     none = gl.zeros([CHUNK, CHUNK], gl.float32, square)
     output = rows.index(K)
+    late = none.to(dtype)
     for i in range(chunks):
         stage = i % keys.stages
         end = gl.load(end_ptr + i * end_step)
@@ -113,7 +125,11 @@ def _walk(
         keys.wait_full(i)
         key = keys.buffer(i).reshape([CHUNK, D])
         new = warpgroup_mma(held, key.permute((1, 0)), none, use_acc=False, is_async=True)
-        if not shape.OUTPUTS:
+        if shape.OUTPUTS:
+            # the outputs of the chunk before, under the product
+            if i > 0:
+                _store(late, output, row_desc, sequence, h, (i - 1) * CHUNK, column + K * CHUNK)
+        else:
             # waits for what the chunk before has written, too
             wait_for_store()
             states.index(K).reshape([D, CHUNK]).permute((1, 0)).store(before)
@@ -141,16 +157,17 @@ def _walk(
             y = y * gl.expand_dims(tiles.lines.index(LINES * stage + 3).load(across), 0)
             pairs = tiles.pairs.index(stage).reshape([CHUNK, CHUNK]).permute((1, 0))
             y = warpgroup_mma(gl.convert_layout(new.to(dtype), factor), pairs, y, is_async=True)
-            wait_for_store()
             y = warpgroup_mma_wait(0, deps=(y,))
-            output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(y.to(dtype))
+            late = y.to(dtype)
         else:
             output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(new.to(dtype))
-        fence_async_shared()
-        barrier()
-        tma_store(row_desc, [sequence, h, i * CHUNK, column + K * CHUNK], output)
+            fence_async_shared()
+            barrier()
+            tma_store(row_desc, [sequence, h, i * CHUNK, column + K * CHUNK], output)
         state = warpgroup_mma_wait(0, deps=(state,))
         keys.release(i)
+    if shape.OUTPUTS:
+        _store(late, output, row_desc, sequence, h, (chunks - 1) * CHUNK, column + K * CHUNK)
     gl.store(last_ptr + place, state)
     tma_store_wait(0)
 

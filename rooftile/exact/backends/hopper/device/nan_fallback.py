@@ -65,7 +65,7 @@ def holds_nan(acc):
 
 @gluon.jit
 def recompute_without_hidden_nan(
-    spilled, o_ptr, lse_ptr, work, row, H, total, scoring: ScoreNumbers, config: KernelConfig,
+    spilled, o_ptr, lse_ptr, work, row, H, total, dtype: gl.constexpr, scoring: ScoreNumbers, config: KernelConfig,
 ):  # fmt: skip
     """The rows of a warpgroup once more, key by key, with nothing taken from a key that a row does not see.
 
@@ -78,7 +78,6 @@ def recompute_without_hidden_nan(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     e = gl.arange(0, config.D, gl.SliceLayout(0, layout))
     c = gl.arange(0, config.DV, gl.SliceLayout(0, layout))
-    dtype: gl.constexpr = o_ptr.dtype.element_ty
     first_head = work.h * config.HEADS_PER_TILE
     q_head, q_head_stride, q_stride = load_row_pointer(spilled, 0, work.b, work.q_start, first_head, dtype)
     key = work.k_start
@@ -172,6 +171,6 @@ def recompute_without_hidden_nan(
         lines = ((base + t).to(gl.int64) * H + h) * config.DIM_V
         gl.store(
             o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(c, 0),
-            o.to(dtype),
+            o.to(o_ptr.dtype.element_ty),
             mask=gl.expand_dims(in_bounds, 1) & gl.expand_dims(c < config.DIM_V, 0),
         )

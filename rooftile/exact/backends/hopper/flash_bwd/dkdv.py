@@ -118,7 +118,7 @@ def _values(
         grads.release(fill)
         flag_nan(nan_flag_ptr, dv, config)
         # no other warpgroup reads the keys
-        dv = _padded(dv.to(dtype), config)
+        dv = _padded(dv.to(dv_ptr.dtype.element_ty), config)
         store_rows(keys.buffer(tile), dv, dv_desc, dv_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM_V, config)
         wait_for_store()
         keys.release(tile)
@@ -169,7 +169,8 @@ def _keys(
             dk = dk * scoring.scale
         flag_nan(nan_flag_ptr, dk, config)
         # no other warpgroup reads the values
-        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM, config)
+        dk = dk.to(dk_ptr.dtype.element_ty)
+        store_rows(values.buffer(tile), dk, dk_desc, dk_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM, config)
         wait_for_store()
         values.release(tile)
         tile += 1

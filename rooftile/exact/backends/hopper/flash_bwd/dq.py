@@ -150,8 +150,9 @@ def _compute(
             dq = dq * scoring.scale
         flag_nan(nan_flag_ptr, dq, config, True)
         # the queries have been read for the last time
+        dq = dq.to(dq_ptr.dtype.element_ty)
         store_rows(
-            queries.buffer(own_fill), dq.to(dtype), dq_desc, dq_ptr, work, H, row, work.q_start, work.T, config.DIM, config
+            queries.buffer(own_fill), dq, dq_desc, dq_ptr, work, H, row, work.q_start, work.T, config.DIM, config
         )  # fmt: skip
         wait_for_store()
         queries.release(own_fill)

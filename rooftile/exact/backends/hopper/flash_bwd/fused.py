@@ -215,7 +215,6 @@ def _compute(
     dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: ScoreNumbers, config: BackwardConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 keys of every tile."""
-    dtype: gl.constexpr = keys.buffers.dtype
     left: gl.constexpr = gl.DotOperandLayout(0, config.s_layout, 2)
     room = values.buffers.index(WG)
     if config.DQ_WARPGROUP and WG == 1:
@@ -288,9 +287,11 @@ def _compute(
         flag_nan(nan_flag_ptr, dk, config)
         flag_nan(nan_flag_ptr, dv, config)
         # no other warpgroup reads these values
-        store_rows(room, dv.to(dtype), dv_desc, dv_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM_V, config)
+        store_rows(
+            room, dv.to(dv_ptr.dtype.element_ty), dv_desc, dv_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM_V, config
+        )
         wait_for_store()
-        store_rows(room, dk.to(dtype), dk_desc, dk_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM, config)
+        store_rows(room, dk.to(dk_ptr.dtype.element_ty), dk_desc, dk_ptr, work, Hk, s_0, work.k_start, work.S, config.DIM, config)
         wait_for_store()
         values.release(tile)
         tile += 1

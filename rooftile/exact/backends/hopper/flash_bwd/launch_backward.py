@@ -31,7 +31,7 @@ from rooftile.exact.backends.hopper.tiles import (
 from rooftile.exact.backends.hopper.tma import descriptor, is_readable, line, readable
 from rooftile.exact.blocks.lists import steps_of_lists
 from rooftile.exact.reference.gradients import sinks_gradient
-from rooftile.exact.spec import BackwardInputs, Grads, Options, Sizes, Spec
+from rooftile.exact.spec import BackwardInputs, Grads, Options, Sizes, Spec, grad_dtype
 from rooftile.runtime.launch import BoundedCache, Describe, Kernel, empties, kind_of
 
 # the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
@@ -48,7 +48,7 @@ def backward(
     if lse.numel() == 0:
         dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
         dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        return Grads(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)], dbias, dsinks)
+        return Grads(*_zeros(q, k, v, spec), dbias, dsinks)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     q, k, v, o = readable(q), readable(k), readable(v), readable(o)
     options = contiguous(options)
@@ -96,7 +96,7 @@ def _plan(
         readable_options = options._replace(bias=readable_bias(options.bias, bias_shape(sizes)))
     mend = repair(q, k, v, o if do is None else do, readable_options, spec)
     del readable_options
-    new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+    new_dq, new_dk, new_dv = (empties(tuple(x.shape), grad_dtype(x, spec), x.device) for x in (q, k, v))
 
     def run(inputs: BackwardInputs) -> Grads:
         do, dlse, q, k, v, o, lse, options = inputs
@@ -119,9 +119,14 @@ def _plan(
 
 
 def _without_keys(stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options, spec: Spec) -> Grads:
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
-    return Grads(dq, dk, dv, dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows))
+    return Grads(
+        *_zeros(q, k, v, spec), dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, 0.0, stats.rows)
+    )
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[Tensor]:
+    return [torch.zeros(x.shape, dtype=grad_dtype(x, spec), device=x.device) for x in (q, k, v)]
 
 
 def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec, bias_kind: BiasKind | None) -> Callable[..., None]:
@@ -139,7 +144,7 @@ def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec, bias_kind: BiasKind | 
         keys = _both(sizes, parts, padded_T, spec, device, bias_kind)
     queries = _finalize(sizes, padded_T, spec) if _accumulates_dq(spec) else _queries(sizes, padded_T, spec, device)
     # a key head's group in parts, each with sums of its own
-    new_dk, new_dv = (empties((*x.shape[:-2], sizes.Hk * parts, x.shape[-1]), x.dtype, device) for x in (k, v))
+    new_dk, new_dv = (empties((*x.shape[:-2], sizes.Hk * parts, x.shape[-1]), grad_dtype(x, spec), device) for x in (k, v))
 
     def fill(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor,

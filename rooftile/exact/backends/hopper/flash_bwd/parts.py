@@ -419,8 +419,24 @@ def flag_nan(nan_flag_ptr, acc, config: BackwardConfig, ALWAYS: gl.constexpr = F
 def store_rows(buffer, x, desc, ptr, work: WorkTile, heads, start, base, length, dim: gl.constexpr, config: BackwardConfig):
     """64 rows, from `start` of a sequence on, to memory by way of shared memory; `wait_for_store` must follow.
 
-    A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one.
+    A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one. Rows in fp32
+    would not fit in the buffer: threads store what they hold, four of them a whole sector.
     """
+    if x.dtype == gl.float32:
+        t = start + gl.arange(0, WG_ROWS, gl.SliceLayout(1, x.type.layout))
+        e = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        # packed: `base` counts all sequences before, and b is 0
+        lines = ((work.b.to(gl.int64) * length + base + t) * heads + work.h) * dim
+        in_bounds = gl.expand_dims(t < length, 1) & gl.expand_dims(e < dim, 0)
+        gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), x, mask=in_bounds)
+    else:
+        _store_staged_rows(buffer, x, desc, ptr, work, heads, start, base, length, dim, config)
+
+
+@gluon.jit
+def _store_staged_rows(
+    buffer, x, desc, ptr, work: WorkTile, heads, start, base, length, dim: gl.constexpr, config: BackwardConfig
+):  # fmt: skip
     staged = buffer.reshape([WG_ROWS, config.D])
     staged.store(x)
     # the copy engine reads what was written here, or writes here next

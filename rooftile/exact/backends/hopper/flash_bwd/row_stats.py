@@ -10,7 +10,7 @@ set to zero here.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class RowStats(NamedTuple):
     dq_sum: Tensor | None  # zeros to add dq to (see `dq_accumulator`)
 
 
-FAR = gl.constexpr(FAR_OF_HALF)
 _pack_lse_delta = gluon.jit(pack)
 
 
@@ -60,6 +59,7 @@ def compute_row_stats(
     D: gl.constexpr, DIM: gl.constexpr,
     DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CHECK_NAN: gl.constexpr, PACKED: gl.constexpr,
     BIAS: gl.constexpr,                                 # Triton's scores are natural then
+    FAR: gl.constexpr,                                  # an lse beyond it is far (see `device.row_stats`)
     SUM: gl.constexpr,                                  # columns of the sum of dq, 0 if there is none
 ):
     # fmt: on
@@ -152,7 +152,8 @@ def plan(
     grid = (padded_T // ROWS.value, sizes.H, 1 if packed else sizes.B)
     numbers = (*_units(o), *_units(o if do is None else do), sizes.B, sizes.H, sizes.T, padded_T)
     flags = do is not None, dlse is not None, spec.has_sinks, check_nan, packed, spec.has_bias
-    constants = _constants(spec.dim_v, *flags, columns)
+    # the weights of a part of the keys do not add up to 1, so its lse is taken as it is
+    constants = _constants(spec.dim_v, *flags, math.inf if spec.partial else FAR_OF_HALF, columns)
     launch = _kernel.bound(grid, numbers, constants)
 
     def run(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor, cu_q: Tensor) -> RowStats:
@@ -173,10 +174,10 @@ def plan(
 
 @cache
 def _constants(
-    dim: int, do: bool, dlse: bool, sinks: bool, check_nan: bool, packed: bool, bias: bool, columns: int
-) -> dict[str, int]:  # fmt: skip
+    dim: int, do: bool, dlse: bool, sinks: bool, check_nan: bool, packed: bool, bias: bool, far: float, columns: int
+) -> dict[str, Any]:  # fmt: skip
     flags = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": check_nan, "PACKED": packed}
-    return flags | {"BIAS": bias, "SUM": columns, "num_warps": 4}
+    return flags | {"BIAS": bias, "FAR": far, "SUM": columns, "num_warps": 4}
 
 
 def _units(x: Tensor) -> tuple[int, ...]:

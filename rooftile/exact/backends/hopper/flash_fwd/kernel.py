@@ -285,7 +285,9 @@ def _compute(
     row_layout: gl.constexpr = gl.SliceLayout(1, config.s_layout)
     mask = scoring.mask
     none = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
-    output = outputs.index(WG)
+    output = 0
+    if o_desc.dtype == dtype:
+        output = outputs.index(WG)
 
     if config.PING_PONG and WG == config.NUM_CONSUMERS - 1:
         named_barrier("arrive", PING_PONG_BARRIER)
@@ -402,11 +404,11 @@ def _compute(
         if config.MASKED or config.PACKED or config.LIST_S > 0:
             # a weight of zero does not hide a NaN or an infinity among the values
             if holds_nan(acc):
-                recompute_without_hidden_nan(spilled, o_ptr, lse_ptr, work, row, H, total, scoring, config)
+                recompute_without_hidden_nan(spilled, o_ptr, lse_ptr, work, row, H, total, dtype, scoring, config)
             else:
-                store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
+                store(output, acc.to(o_ptr.dtype.element_ty), o_desc, o_ptr, work, row, H, config)
         else:
-            store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
+            store(output, acc.to(o_ptr.dtype.element_ty), o_desc, o_ptr, work, row, H, config)
         work = next_work
     tma_store_wait(0)
     if config.PING_PONG and WG == 0:
@@ -458,9 +460,11 @@ def _program(
             gl.allocate_shared_memory(bias_desc.dtype, [SLOTS, 1, 1, TILE.BIAS_ROWS, TILE.KEYS], bias_desc.layout),
             TILE.BIAS_STAGES, TILE.NUM_CONSUMERS,
         )
-    outputs = gl.allocate_shared_memory(
-        dtype, [TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout
-    )  # fmt: skip
+    outputs = 0
+    if o_desc.dtype == dtype:
+        outputs = gl.allocate_shared_memory(
+            dtype, [TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout
+        )  # fmt: skip
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work_tiles = ring(
         gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, TILE.NUM_CONSUMERS + (PAGE_SIZE > 0)

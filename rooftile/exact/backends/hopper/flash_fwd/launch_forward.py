@@ -35,7 +35,7 @@ from rooftile.exact.backends.hopper.tma import (
 )
 from rooftile.exact.backends.paged_by_gather import as_packed
 from rooftile.exact.blocks.lists import steps_of_lists
-from rooftile.exact.spec import Options, Sizes, Spec
+from rooftile.exact.spec import Options, Sizes, Spec, output_dtype
 from rooftile.kvcache import PagedKV
 from rooftile.runtime.launch import BoundedCache, Kernel, empties, kind_of
 
@@ -225,7 +225,7 @@ def _kernel_with_lists(spec: Spec, tile: ForwardTile) -> Kernel:
 
 def _outputs(q: Tensor, sizes: Sizes, spec: Spec) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Makes o, and makes lse."""
-    new_o = empties((*q.shape[:-1], spec.dim_v), q.dtype, q.device)
+    new_o = empties((*q.shape[:-1], spec.dim_v), output_dtype(q, spec), q.device)
     return new_o, empties(rows_shape(sizes, spec), torch.float32, q.device)
 
 

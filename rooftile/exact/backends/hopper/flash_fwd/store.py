@@ -7,14 +7,28 @@ from rooftile.runtime.hopper.pipeline import wait_for_store
 
 @gluon.jit
 def store(output, o, o_desc, o_ptr, work, row, H, config: KernelConfig):
-    """The rows of a warpgroup, to memory, at most 128 columns at a time."""
-    if config.DV > 128:
+    """The rows of a warpgroup, to memory, at most 128 columns at a time; rows in fp32 by each thread that holds them."""
+    if o.dtype == gl.float32:
+        _store_held(o, o_ptr, work, row, H, config)
+    elif config.DV > 128:
         low, high = o.reshape([WG_ROWS, 2, config.DV // 2]).permute((0, 2, 1)).split()
         _store_columns(output, low, 0, o_desc, o_ptr, work, row, H, config)
         wait_for_store()
         _store_columns(output, high, config.DV // 2, o_desc, o_ptr, work, row, H, config)
     else:
         _store_columns(output, o, 0, o_desc, o_ptr, work, row, H, config)
+
+
+@gluon.jit
+def _store_held(o, o_ptr, work, row, H, config: KernelConfig):
+    """Four threads store a whole sector; in shared memory there would be no room for fp32."""
+    rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, o.type.layout))
+    t = row + query_offset(rows, config.ROWS)
+    e = gl.arange(0, config.DV, gl.SliceLayout(0, o.type.layout))
+    # all sequences of a pack are number 0, and their rows are counted from the first one's
+    lines = ((work.b.to(gl.int64) * work.T + work.q_start + t) * H + config.query_head(rows, work)) * config.DIM_V
+    in_bounds = gl.expand_dims(t < work.T, 1) & gl.expand_dims(e < config.DIM_V, 0)
+    gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o, mask=in_bounds)
 
 
 @gluon.jit

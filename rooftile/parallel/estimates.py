@@ -1,0 +1,267 @@
+"""Predicts the time of attention on split sequences by each method, and says which to take and why.
+
+The attention of a rank takes its share of one device's time. A transfer adds what no attention hides:
+
+    gather     the first of its groups of heads, and in the backward the last group's gradients
+    ulysses    everything
+    ring       what a hop takes beyond the attention to the keys that are there, and the gradients' way home
+
+Copies before and behind a transfer, and the merges of a ring, move their bytes at the memory's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+
+from rooftile.cost.flops import count as flops_of
+from rooftile.cost.roofline import Machine
+from rooftile.errors import InvalidInput
+from rooftile.exact.masks import pairs
+from rooftile.exact.restrict import Piece
+from rooftile.exact.spec import DTYPE_NAMES, Problem, Sizes, Spec
+from rooftile.hardware.chips import Chip, chip_named
+from rooftile.hardware.link import Link
+from rooftile.parallel.gathered import groups_of
+from rooftile.parallel.layouts import LAYOUTS
+from rooftile.parallel.pieces import Share, share_of
+from rooftile.parallel.traffic import WIDE_BYTES, Sequence, bytes_sent
+
+PHASES = ("fwd", "bwd", "fwd+bwd")
+# the share of the matrix rate that attention reaches on long sequences: d128-causal-16k of benchmarks/results/h200-hopper.jsonl
+REACHED = {"fwd": 0.89, "bwd": 0.755}
+# a chip's measured matrix rate over its datasheet's, from the same lines
+OF_DATASHEET = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A method's prediction for the rank that has most to do."""
+
+    method: str
+    time_us: float
+    attention_us: float
+    exposed_us: float  # transfers that no attention hides
+    copies_us: float
+    bytes_sent: int
+    memory_bytes: int  # beyond this rank's own q, k, v, o and their gradients
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: {self.time_us / 1e3:.3g} ms, of which {self.exposed_us / 1e3:.3g} ms wait for the link; "
+            f"sends {self.bytes_sent / 2**20:.4g} MiB, holds {self.memory_bytes / 2**20:.4g} MiB more"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The method to take, with all estimates, the fastest first, and the reasons of the methods that cannot run."""
+
+    method: str
+    ranks: int
+    one_us: float  # the time of one device
+    why: str
+    estimates: tuple[Estimate, ...]
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def chosen(self) -> Estimate:
+        """The estimate of the method to take."""
+        return next(each for each in self.estimates if each.method == self.method)
+
+    def __str__(self) -> str:
+        lines = [f"{self.ranks} ranks, {self.one_us / 1e3:.3g} ms on one", *map(str, self.estimates)]
+        lines += [f"{method}: {reason}" for method, reason in self.refusals]
+        return "\n".join([*lines, self.why])
+
+
+def plan(
+    problem: Problem, ranks: int, link: Link, machine: Machine, *, layout: str = "zigzag", phase: str = "fwd",
+    one_us: float | None = None, most_bytes: float = float("inf"),
+) -> Plan:  # fmt: skip
+    """Returns the predicted time, bytes and memory of each method, and the method to take.
+
+    Args:
+        problem: self-attention over the whole sequence, dense or packed.
+        ranks: the number of ranks.
+        link: `rooftile.hardware.link.measure(group, device)`, or its numbers from elsewhere.
+        machine: measured ceilings, or a datasheet's `Chip`.
+        layout: "zigzag" or "contiguous".
+        phase: "fwd", "bwd" (the backward alone) or "fwd+bwd".
+        one_us: the time of one device, if it is known; else it follows from FLOPs and the matrix rate.
+        most_bytes: memory that a method may take.
+
+    Example:
+        >>> print(plan(CASES["d128-causal-16k"].problem("sm90"), 2, Link(ranks=2, gbs=350, latency_us=20), chip_named("H200")))
+    """
+    if phase not in PHASES:
+        raise InvalidInput(f"phase is {phase!r}; must be one of {', '.join(map(repr, PHASES))}")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    if any(queries != keys for queries, keys in problem.sizes.sequences):
+        raise InvalidInput(f"the problem has {problem.sizes.T} queries and {problem.sizes.S} keys; a split sequence has as many")
+    if ranks < 1:
+        raise InvalidInput(f"ranks is {ranks}; must be at least 1")
+    sequence = _sequence(problem, ranks, layout)
+    rates = machine.rates(DTYPE_NAMES[problem.spec.dtype])
+    phases = tuple(phase.split("+"))
+    flops_per_us = rates.flops_per_s * (OF_DATASHEET if isinstance(machine, Chip) else 1.0) / 1e6
+    predicted = sum(flops_of(problem, each) / flops_per_us / REACHED[each] for each in phases)
+    one = predicted if one_us is None else one_us
+    # the backward's part, where both are given as one time
+    parts = {each: one * flops_of(problem, each) / REACHED[each] for each in phases}
+    parts = {each: one * part / sum(parts.values()) if one else 0.0 for each, part in parts.items()}
+    refusals = tuple(_refusals(sequence, problem))
+    refused = {method for method, _ in refusals}
+    shares = [share_of(sequence.mask, sequence.tokens, layout, rank, ranks, sequence.cu) for rank in range(ranks)]
+    model = _Model(sequence, shares, link, rates.bytes_per_s / 1e6, parts)
+    found = [model.estimate(method) for method in ("gather", "ulysses", "ring") if method not in refused]
+    found.sort(key=lambda each: each.time_us)
+    fitting = [each for each in found if each.memory_bytes <= most_bytes] or [min(found, key=lambda each: each.memory_bytes)]
+    return Plan(
+        method=fitting[0].method, ranks=ranks, one_us=one, why=_why(fitting[0], found, one, ranks), estimates=tuple(found),
+        refusals=refusals,
+    )  # fmt: skip
+
+
+def _sequence(problem: Problem, ranks: int, layout: str) -> Sequence:
+    spec, sizes = problem.spec, problem.sizes
+    cu = (0, *accumulate(keys for _, keys in sizes.lengths)) if sizes.lengths else None
+    return Sequence(
+        tokens=sizes.T, ranks=ranks, mask=spec.mask, H=sizes.H, Hk=sizes.Hk, D=spec.dim, Dv=spec.dim_v,
+        B=1 if cu else sizes.B, itemsize=spec.dtype.itemsize, layout=layout, cu=cu,
+    )  # fmt: skip
+
+
+def _refusals(s: Sequence, problem: Problem) -> Iterator[tuple[str, str]]:
+    if s.H % s.ranks or (s.Hk % s.ranks and s.ranks % s.Hk):
+        yield "ulysses", f"{s.H} query heads and {s.Hk} key heads cannot be dealt out to {s.ranks} ranks"
+    elif problem.spec.has_bias:
+        yield "ulysses", "a bias has the rows of a rank; it needs all rows"
+    for name in ("bias", "alibi"):
+        if getattr(problem.spec, f"has_{name}"):
+            yield "ring", f"{name} in a ring; has none"
+            return
+
+
+def _why(chosen: Estimate, found: list[Estimate], one_us: float, ranks: int) -> str:
+    others = ", ".join(f"{each.method} {each.time_us / 1e3:.3g} ms" for each in found if each is not chosen)
+    speed = one_us / ranks / chosen.time_us if chosen.time_us else 1.0
+    fastest = "is the fastest" if chosen is found[0] else "is the fastest that fits in memory"
+    beside = f" beside {others}" if others else ""
+    return (
+        f"{chosen.method} {fastest} with {chosen.time_us / 1e3:.3g} ms{beside}: {100 * speed:.0f} % of {ranks} times one device, "
+        f"since {chosen.exposed_us / 1e3:.3g} ms of transfers are not hidden"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    sequence: Sequence
+    shares: list[Share]
+    link: Link
+    bytes_per_us: float
+    one_us: dict[str, float]  # by phase
+
+    def estimate(self, method: str) -> Estimate:
+        part = 1 / self.sequence.ranks if method == "ulysses" else self._largest_share()
+        attention = sum(self.one_us.values()) * part
+        exposed = copies = 0.0
+        for phase in self.one_us:
+            waits, moved = getattr(self, f"_{method}")(phase, self.one_us[phase] * part)
+            exposed += waits
+            copies += moved / self.bytes_per_us
+        if self.sequence.ranks == 1:
+            exposed = 0.0
+        return Estimate(
+            method=method, time_us=attention + exposed + copies, attention_us=attention, exposed_us=exposed, copies_us=copies,
+            bytes_sent=sum(bytes_sent(method, self.sequence, phase) for phase in self.one_us), memory_bytes=self._memory(method),
+        )  # fmt: skip
+
+    def _largest_share(self) -> float:
+        """The pairs of the rank that has most of them, over all pairs."""
+        by_rank = [sum(_pairs(local.piece) for local in share.pieces) for share in self.shares]
+        return max(by_rank) / sum(by_rank) if sum(by_rank) else 1 / self.sequence.ranks
+
+    @property
+    def _keys(self) -> int:
+        """Elements of a token's key and value."""
+        return self.sequence.B * self.sequence.Hk * (self.sequence.D + self.sequence.Dv)
+
+    @property
+    def _rows(self) -> int:
+        """Elements of a rank's o."""
+        return self.sequence.B * max(map(self.sequence.held, range(self.sequence.ranks))) * self.sequence.H * self.sequence.Dv
+
+    def _gather(self, phase: str, attention_us: float) -> tuple[float, float]:
+        s, exchange = self.sequence, self.shares[0].exchange
+        fetched, buffer = exchange.most_fetched * self._keys, max(share.exchange.buffer for share in self.shares) * self._keys
+        groups = groups_of(exchange.most_fetched, s.Hk, self._keys // s.Hk * s.itemsize)
+        waits = self.link.time_us(fetched * s.itemsize / groups)
+        # packed, laid out, and rows put into o or dq
+        moved = 2 * s.itemsize * (fetched + buffer + self._rows)
+        if phase == "bwd":
+            waits += self.link.time_us(fetched * WIDE_BYTES / groups)
+            # packed, added to what is there, rounded
+            moved += WIDE_BYTES * (2 * fetched + 5 * s.tokens // s.ranks * self._keys + self._rows)
+        return waits, moved
+
+    def _ulysses(self, phase: str, attention_us: float) -> tuple[float, float]:
+        sent = bytes_sent("ulysses", self.sequence, phase)
+        # q, k, v, o and lse, each packed and laid out
+        return self.link.time_us(sent, 5), 4.0 * sent * self.sequence.ranks / max(self.sequence.ranks - 1, 1)
+
+    def _ring(self, phase: str, attention_us: float) -> tuple[float, float]:
+        s = self.sequence
+        hop = self._keys * -(-s.tokens // s.ranks)
+        sent = hop * (s.itemsize + (WIDE_BYTES if phase == "bwd" else 0))
+        waits = (s.ranks - 1) * max(self.link.time_us(sent) - attention_us / s.ranks, 0.0)
+        merges = s.ranks * self._rows * WIDE_BYTES
+        if phase == "bwd":
+            # gradients go home, and each hop adds to dq and to its keys' gradients
+            return waits + self.link.time_us(hop * WIDE_BYTES), 3.0 * merges + 3 * s.ranks * hop * WIDE_BYTES
+        return waits, 3.0 * merges
+
+    def _memory(self, method: str) -> int:
+        s, back = self.sequence, "bwd" in self.one_us
+        own = -(-s.tokens // s.ranks)
+        if method == "gather":
+            exchange = self.shares[0].exchange
+            buffer = max(share.exchange.buffer for share in self.shares)
+            return self._keys * ((buffer + 2 * exchange.most_fetched) * s.itemsize + back * (buffer + own) * WIDE_BYTES)
+        if method == "ulysses":
+            return (
+                2 * (s.itemsize * (own * s.B * s.H * (s.D + s.Dv) + max(s.Hk, s.ranks) * own * self._keys // s.Hk)) * (1 + back)
+            )
+        return self._keys * own * (2 * s.itemsize + 3 * back * WIDE_BYTES) + self._rows * WIDE_BYTES
+
+
+def _pairs(piece: Piece) -> int:
+    if piece.cu_q is None or piece.cu_k is None:
+        return pairs(piece.mask, piece.t_stop - piece.t_start, piece.s_stop - piece.s_start)
+    lengths = zip(pairwise(piece.cu_q), pairwise(piece.cu_k), strict=True)
+    return sum(pairs(piece.mask, b - a, d - c) for (a, b), (c, d) in lengths)
+
+
+def choose(
+    sequence: Sequence, spec: Spec, link: Link | None, device_name: str, *, needs_grad: bool, device_bytes: int
+) -> str:  # fmt: skip
+    """Returns the method of `method="auto"`: the plan's, where the chip and the link are known, else "gather".
+
+    A method may take a quarter of the device's memory. Every rank of equal devices chooses the same.
+    """
+    chip = chip_named(device_name)
+    if link is None or chip is None or spec.dtype not in (torch.bfloat16, torch.float16):
+        return "gather"
+    return _chosen(sequence, spec, link, chip, "fwd+bwd" if needs_grad else "fwd", device_bytes / 4)
+
+
+@lru_cache(maxsize=256)
+def _chosen(s: Sequence, spec: Spec, link: Link, chip: Chip, phase: str, most_bytes: float) -> str:
+    lengths = () if s.cu is None else tuple((b - a, b - a) for a, b in pairwise(s.cu))
+    sizes = Sizes(B=len(lengths) or s.B, T=s.tokens, S=s.tokens, H=s.H, Hk=s.Hk, lengths=lengths)
+    return plan(Problem(spec=spec, sizes=sizes), s.ranks, link, chip, layout=s.layout, phase=phase, most_bytes=most_bytes).method

@@ -1,0 +1,114 @@
+"""`Engine`: a deployment of Ray Serve whose replicas each hold an engine, in a process of its own like a server's."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+
+from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
+from rooftile.server.engine.messages import Add, Failed, Ready, Report, RequestRefused, StepNews
+from rooftile.server.engine.remote import RemoteEngine
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_add = msgspec.msgpack.Decoder(Add).decode
+
+
+class Engine:
+    """An engine, whose process ends with the replica's, because its socket is closed.
+
+    What it says crosses as the bytes of messages, of which the types are checked when they are read.
+
+    Args:
+        settings: the keywords of `LLM`, and `model`.
+        stall_s: a step that takes longer is taken for dead; so is a client whose ingress has not spoken of it for so long.
+    """
+
+    # Ray Serve awaits it; elsewhere it would be a mistake
+    async def __init__(self, settings: dict[str, Any], stall_s: float) -> None:  # type: ignore[misc]
+        self._name = secrets.token_hex(8)
+        self._stall_s = stall_s
+        self._engine = RemoteEngine(settings, stall_s=stall_s)
+        # when an ingress has last said that a call has a reader
+        self._wanted: dict[str, tuple[RemoteCall, float]] = {}
+        await self._engine.changed.wait()
+        if not self._engine.answers:
+            raise RuntimeError(self._engine.detail)
+        self._watch = asyncio.create_task(self._abort_unread())
+
+    async def facts(self) -> bytes:
+        """Returns the engine's `Ready`."""
+        assert self._engine.ready is not None
+        return _encode(self._engine.ready)
+
+    async def keep(self, names: Sequence[str]) -> tuple[str, list[float]]:
+        """Notes that these calls still have readers; returns a name of the engine's, and its counts as `EngineStats` has them."""
+        for name in names:
+            if name in self._wanted:
+                self._wanted[name] = self._wanted[name][0], time.monotonic()
+        return self._name, [*self._engine.stats]
+
+    async def answer(
+        self, order: bytes, name: str, *, kept: bool, blocks: Sequence[int], size: int, load: int
+    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
+        """Yields what happens to a prompt, each time as a `Report` about call 0.
+
+        Args:
+            order: an `Add`.
+            name: the call's name for `keep`.
+            kept: whether its ingress will say that the call is read.
+            blocks, size, load: the prompt's blocks, the tokens of each, and its weight, which the router has read.
+        """
+        add, started = _read_add(order), asyncio.Event()
+        call: RemoteCall | None = None
+        try:
+            call = self._engine.send(add.prompt, add.params, salt=add.salt, streams=add.streams, started=started.set)
+            if kept:
+                self._wanted[name] = call, time.monotonic()
+            await call.taken
+            yield _encode(StepNews(self._engine.stats, taken=[0]))
+            await started.wait()
+            yield _encode(StepNews(self._engine.stats, started=[0]))
+            async for news in call:
+                news.id = 0
+                yield _encode(StepNews(self._engine.stats, news=[news]))
+        except EngineRefused as error:
+            yield _encode(StepNews(self._engine.stats, refused=[RequestRefused(0, str(error), error.ours)]))
+        except EngineDown as error:
+            yield _encode(Failed(str(error)))
+        finally:
+            self._wanted.pop(name, None)
+            if call is not None:
+                self._engine.leave(call)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError if the engine answers no more, so that Ray starts another replica."""
+        if self._engine.cause is not None:
+            raise RuntimeError(self._engine.detail)
+
+    async def _abort_unread(self) -> None:
+        """Ends calls of which no ingress has spoken for long: their readers are gone, and nothing has said so."""
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            for call, heard in list(self._wanted.values()):
+                if time.monotonic() - heard > self._stall_s:
+                    self._engine.leave(call)
+                    call.fail(EngineDown("the answer has had no reader for as long as a step may take (--stall)"))
+
+
+def read(data: bytes) -> Report:
+    """Returns what `answer` has sent."""
+    return _read_report(data)
+
+
+def read_facts(data: bytes) -> Ready:
+    """Returns what `facts` has sent."""
+    return _read_ready(data)
+
+
+_read_report = msgspec.msgpack.Decoder(Report).decode  # type: ignore[arg-type,var-annotated]
+_read_ready = msgspec.msgpack.Decoder(Ready).decode
