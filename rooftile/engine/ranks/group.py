@@ -6,6 +6,7 @@ one of the hosts (gloo), over which rank 0 sends its orders. They are made apart
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -21,6 +22,8 @@ dist: Any = torch.distributed
 COMPARED = 256
 # seconds that a rank may take for its part of a step
 LIMIT_S = 100.0
+# seconds that NCCL gets to end what is under way
+_ABORT_S = 2.0
 # a rank may wait for an order as long as nobody asks anything
 _IDLE = timedelta(days=365)
 # int64 numbers of an order that are sent at once; a longer one is sent in two parts
@@ -67,6 +70,12 @@ class RankGroup:
         self._sum, self._join = dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.AllgatherOptions()
         # on the current stream, and not on one of NCCL's that the current one waits for
         self._sum.asyncOp = self._join.asyncOp = False
+        self._aborted = False
+        if device.type == "cuda":
+            # NCCL connects the ranks at the first collective: here, where a rank that fails is noticed, and not in a step
+            with torch.cuda.device(device):
+                self.add(torch.zeros(1, device=device))
+                torch.cuda.synchronize(device)
 
     def add(self, x: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in place, and returns it."""
@@ -127,8 +136,13 @@ class RankGroup:
 
     def abort(self) -> None:
         """Ends what is under way on the device, and lets go of the others."""
-        if self.device.type == "cuda":
-            self._devices.abort()
+        if self.device.type != "cuda" or self._aborted:
+            return
+        self._aborted = True
+        # NCCL may itself wait for a rank that is no more
+        thread = threading.Thread(target=self._devices.abort, name="rooftile abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
 
     def _all(self, x: Tensor) -> Tensor:
         """Returns the tensors of all ranks, (ranks, *shape)."""

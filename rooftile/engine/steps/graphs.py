@@ -83,7 +83,8 @@ class DecodeGraphs:
             decode(inputs, features)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # weights were loaded before, so a product need not wait to read its own
-        with weights_stay(), torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # weights were loaded before, so a product need not wait to read its own; threads of NCCL ask for their events meanwhile
+        mode = "thread_local"
+        with weights_stay(), torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode=mode):
             logits, tokens = decode(inputs, features)
         return Graph(graph, inputs, logits, tokens)
