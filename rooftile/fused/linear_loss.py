@@ -76,7 +76,10 @@ def linear_cross_entropy(
     _check(input, linear_weight, linear_bias, shift)
     parts = None
     if group is not None or split is not None or vocabulary is not None:
-        parts = parts_of(group, split, vocabulary, input, linear_weight, (target, linear_bias))
+        from rooftile.runtime.uncompiled import uncompiled
+
+        # torch.compile may look at no member of a process group
+        parts = uncompiled(parts_of, (group, split, vocabulary, input, linear_weight, (target, linear_bias)))
     if shift and parts is not None and parts.tokens is not None:
         raise Unsupported(
             "shift of split tokens, whose next token may be another rank's; shift the targets, then take this rank's"
@@ -94,7 +97,7 @@ def linear_cross_entropy(
     if parts is None:
         found = _loss(tensors, targets, counted(targets, ignore_index, reduction), numbers, reduction)
     else:
-        found = _loss_over_ranks(tensors, targets, numbers, reduction, parts, validate)
+        found = uncompiled(_loss_over_ranks, (tensors, targets, numbers, reduction, parts, validate))
     return found.reshape(target.shape) if reduction == "none" else found
 
 
@@ -111,7 +114,6 @@ def _loss(tensors: Any, targets: Tensor, count: Tensor | None, numbers: tuple[An
     return reduced(losses, count, reduction)
 
 
-@torch.compiler.disable
 def _loss_over_ranks(
     tensors: Any, targets: Tensor, numbers: tuple[Any, ...], reduction: str, parts: Parts, validate: bool
 ) -> Tensor:  # fmt: skip

@@ -33,8 +33,6 @@ class Parts:
         return -(-self.V // self.vocabulary.count) if self.vocabulary else self.V
 
 
-# torch.compile may look at no member of a process group
-@torch.compiler.disable
 def parts_of(group: Any, split: Any, vocabulary: Any, input: Tensor, weight: Tensor, others: tuple[Any, ...]) -> Parts:
     """Returns the parts that a caller named.
 

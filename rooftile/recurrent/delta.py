@@ -117,6 +117,7 @@ def gated_delta(
     return (y, last) if keeps else y
 
 
+@answers_with(CALL)
 def gated_delta_plan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, group: Any, cu: Tensor | None = None, method: str = "auto"
 ) -> Plan:

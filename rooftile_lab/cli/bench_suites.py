@@ -72,7 +72,9 @@ def context_parallel(
 ) -> None:  # fmt: skip
     """Compares attention over a sequence on several GPUs with one GPU's, and with PyTorch's context parallelism.
 
-    Example: torchrun --nproc-per-node 2 -m rooftile_lab bench context-parallel --json results.jsonl
+    torchrun starts a process for each GPU: torchrun --nproc-per-node 2 -m rooftile_lab bench context-parallel.
+
+    Example: rooftile bench context-parallel --device cpu --json results.jsonl
     """
     from rooftile.hardware.device import device_of
     from rooftile_lab.bench.ranks import joined

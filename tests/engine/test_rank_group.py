@@ -1,4 +1,4 @@
-"""What the ranks of an engine exchange, with each rank in a thread."""
+"""Orders, sums and checksums between the ranks of an engine, with each rank in a thread."""
 
 from __future__ import annotations
 

@@ -5,5 +5,4 @@ carries      the map that a rank's tokens are on the state before them
 travel       states and their gradients, from rank to rank
 run          forward and backward
 context      calls inside `rooftile.parallel.context`
-uncompiled   calls with a group, outside of graphs
 """

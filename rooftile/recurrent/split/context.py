@@ -62,7 +62,7 @@ def follows_context(*tokens: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def run(*arguments: P.args, **given: P.kwargs) -> R:
             if given.get("group") is not None:
-                from rooftile.recurrent.split.uncompiled import uncompiled
+                from rooftile.runtime.uncompiled import uncompiled
 
                 found: R = uncompiled(function, arguments, given)
                 return found

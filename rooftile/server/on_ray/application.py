@@ -16,7 +16,6 @@ from rooftile.server.settings import ServerSettings
 if TYPE_CHECKING:
     from ray.serve import Application
 
-ENGINE = "Engine"
 # answers that Ray sends to a replica at once, beyond what may run and wait there by our limits: these refuse first
 SPARE = 64
 
@@ -77,7 +76,7 @@ def application(settings: ServerSettings) -> Application:
     """
     ray, serve = needed()
     from rooftile.server.on_ray.engine import Engine
-    from rooftile.server.on_ray.ingress import ingress
+    from rooftile.server.on_ray.ingress import ENGINE, ingress
 
     gpus = settings.engine.get("tensor_parallel_size", 1)
     there = ray.cluster_resources() if ray.is_initialized() else {}

@@ -11,6 +11,8 @@ from rooftile.server.on_ray.engines import RayEngines
 from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings
 
+ENGINE = "Engine"
+
 
 class Started:
     """An application whose service begins and ends with its process.
@@ -45,8 +47,6 @@ def ingress(settings: ServerSettings) -> Callable[[], ASGIApp]:
     def make() -> ASGIApp:
         # here: the process that deploys has no replica, and a worker imports this module anew
         from ray import serve
-
-        from rooftile.server.on_ray.application import ENGINE
 
         def start() -> RayEngines:
             handle = serve.get_deployment_handle(ENGINE, app_name=serve.get_replica_context().app_name)

@@ -38,7 +38,7 @@ SMALL = 0.02
 
 
 class Case(NamedTuple):
-    """What is measured on one model."""
+    """A measurement of one model."""
 
     name: str
     what: str

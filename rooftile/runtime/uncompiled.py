@@ -5,13 +5,15 @@ A module of its own, imported at the first such call: the decorator imports Dyna
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
+R = TypeVar("R")
+
 
 @torch.compiler.disable
-def uncompiled(function: Callable[..., Any], arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
+def uncompiled(function: Callable[..., R], arguments: tuple[Any, ...], given: Mapping[str, Any] | None = None) -> R:
     """Calls a function outside of any graph."""
-    return function(*arguments, **given)
+    return function(*arguments, **(given or {}))
