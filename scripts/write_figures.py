@@ -169,9 +169,41 @@ def trained_formats() -> str:
     return figure("What training for a format wins back", what, parts, left + full + 64, 66 + len(names) * row)
 
 
+def split_sequence() -> str:
+    """Four ranks: the tokens that each holds, and what each method sends to whom."""
+    kinds, cell, row, left = ("a", "b", "both", "copy"), 26.0, 26.0, 70.0
+    owner = [min(n, 7 - n) for n in range(8)]
+    width = 8 * cell
+    columns = [left, left + width + 34, left + 2 * width + 68]
+    heads = ("gather: keys that a rank sees", "ulysses: some heads, all tokens", "ring: whose keys, step by step")
+    parts = [text(left, 20, "tokens of the sequence, in eighths; a colour is the rank that holds them", "strong", "start")]
+    parts += [box(left + n * cell + 1, 30, cell - 2, row - 4, kinds[owner[n]], str(n)) for n in range(8)]
+    for x, words in zip(columns, heads, strict=True):
+        parts.append(text(x, 84, words, "strong", "start"))
+    for rank in range(4):
+        top = 94 + rank * (row + 6)
+        parts.append(text(left - 10, top + 17, f"rank {rank}", "small", "end"))
+        for n in range(8):
+            x, kind = n * cell + 1, kinds[owner[n]]
+            # a causal mask: a rank sees what is before its last eighth
+            sees = n <= 7 - rank
+            parts.append(box(columns[0] + x, top, cell - 2, row, kind if sees else "free", str(n) if sees else ""))
+            for head in range(4):
+                parts.append(box(columns[1] + x, top + 7 * head, cell - 2, 5, kind if head == rank else "track"))
+        for step in range(4):
+            other = (rank - step) % 4
+            parts.append(box(columns[2] + 2 * step * cell + 1, top, 2 * cell - 2, row, kinds[other], f"rank {other}"))
+    return figure(
+        "Who holds which tokens, and who sends what",
+        "gather fetches keys, ulysses exchanges tokens for heads, and the ring passes keys on", parts,
+        columns[2] + width + 16, 232,
+    )  # fmt: skip
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "concepts/asynchrony.svg": schedule,
     "concepts/paging.svg": paged_cache,
+    "concepts/splitting-a-sequence.svg": split_sequence,
     "concepts/what-bounds-a-program.svg": three_regimes,
     "figures/formats.svg": trained_formats,
     "figures/states.svg": partial(study_figures.states, RESULTS),
