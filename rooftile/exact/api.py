@@ -467,6 +467,8 @@ def _attend(
     finish = None
     is_plain = blocks is None and padding is None and type(mask) is Mask and not validate
     if not is_plain or (isinstance(q, Tensor) and q.is_nested):
+        if split.ENTERED.attend is not None:
+            split.check_plain(mask, blocks=blocks, key_padding_mask=padding)
         call, finish = normalise(Call(q, k, v, mask, options, settings, is_packed), blocks, padding, validate)
         q, k, v, mask, options, settings, is_packed = call
     if split.ENTERED.attend is not None:

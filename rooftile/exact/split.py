@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
+from rooftile.exact.masks import Mask
 from rooftile.exact.spec import Call
 from rooftile.runtime.operators import in_backward
 
@@ -52,6 +54,25 @@ def _attend(call: Call) -> tuple[Tensor, Tensor] | None:
             "(Transformers: gradient_checkpointing_kwargs)"
         )
     return None
+
+
+def check_plain(mask: Any, **given: Any) -> None:
+    """Raises Unsupported inside a context for what a rank's part of it cannot say, on every rank, whatever its tokens.
+
+    Args:
+        mask: the call's.
+        given: arguments over all keys, by name.
+    """
+    if not active():
+        return
+    if mask is not None and not isinstance(mask, Mask):
+        given["mask"] = mask
+    for name, value in given.items():
+        if value is not None:
+            raise Unsupported(
+                f"{name} {type(value).__name__} inside rooftile.parallel.context; has masks of rooftile, such as CAUSAL and "
+                "Window, and documents by the context's cu="
+            )
 
 
 def active() -> bool:

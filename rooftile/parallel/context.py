@@ -22,6 +22,11 @@ from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
 from rooftile.runtime.ranks import ranks_of
 
+# behind nn.MultiheadAttention and nn.TransformerEncoderLayer
+_MODULES_OF_TORCH = (
+    torch.nn.functional.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd
+)  # fmt: skip
+
 
 @contextmanager
 def context(
@@ -125,12 +130,26 @@ def split_off() -> Iterator[None]:
 
 
 class _TorchAttention(TorchFunctionMode):
-    """Takes F.scaled_dot_product_attention, whatever `rooftile.enable` has done."""
+    """Takes F.scaled_dot_product_attention, whatever `rooftile.enable` has done, and refuses what attends in another way."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _of_torch(*args, **(kwargs or {}))
+        if _attends(func):
+            raise Unsupported(
+                f"{getattr(func, '__name__', func)} inside rooftile.parallel.context, where it would attend to this rank's "
+                "tokens alone; call F.scaled_dot_product_attention or rooftile.attention, or give a model of Transformers "
+                "attn_implementation='rooftile'"
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _attends(func: Any) -> bool:
+    """Whether a function of PyTorch, or an operator of another library, computes attention by itself."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+        name = str(func)
+        return any(part in name for part in ("attention", "attn", "fmha")) and not name.startswith("rooftile.")
+    return func in _MODULES_OF_TORCH
 
 
 def _in_reentrant_checkpoint() -> bool:

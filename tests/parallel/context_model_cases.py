@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
+from rooftile.approximate import reformer, routing
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import CAUSAL
+from rooftile.integrations.flex_attention import flex_attention
 from rooftile.parallel import checkpoint_contexts, context, positions, shard, unshard
 
 T = 30
@@ -96,6 +99,8 @@ def calls(rank: int) -> dict[str, Any]:
     def close(o: Tensor) -> bool:
         return torch.allclose(o, shard(due), atol=1e-6)
 
+    layer, x = torch.nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 12, 12, device="cpu")
     with context(None):
         heads_first = [x.transpose(1, 2) for x in own]
         found["torch"] = close(F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2))
@@ -116,6 +121,13 @@ def calls(rank: int) -> dict[str, Any]:
             sentence(lambda: rt.attention(*own, CAUSAL, precision="fp8")),
             sentence(lambda: F.scaled_dot_product_attention(*heads_first, attn_mask=torch.ones(6, 6, dtype=torch.bool))),
             sentence(lambda: rt.attention(*own, CAUSAL, dropout=0.5)),
+            sentence(lambda: rt.attention(*own, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))),
+            sentence(lambda: rt.attention(*own, blocks=rt.Blocks.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool)))),
+            sentence(lambda: flex_attention(*heads_first, block_mask=block_mask, enable_gqa=True)),
+            sentence(lambda: layer(x, x, x)),
+            sentence(lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[heads_first[0]] * 3)),
+            sentence(lambda: reformer(own[0], own[0], CAUSAL)),
+            sentence(lambda: routing(*[own[0]] * 3, torch.randn(4, 2, 8), width=2)),
         ]
     try:
         with context(None):

@@ -32,6 +32,13 @@ def test_calls_inside_and_outside():
         "precision fp8 inside",
         "attn_mask inside rooftile.parallel.context",
         "dropout 0.5 on a split sequence",
+        "key_padding_mask Tensor inside",
+        "blocks Blocks inside",
+        "mask BlockMask inside",
+        "multi_head_attention_forward inside",
+        "_scaled_dot_product_flash_attention_for_cpu inside",
+        "reformer inside",
+        "routing inside",
     ]
     for found in run_on(2, cases.calls):
         for got, part in zip(found.pop("refused"), due, strict=True):

@@ -15,11 +15,13 @@ from rooftile.approximate.linformer import definition
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import FULL, Mask
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import shown
 from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words
+@follows_context()
 def linformer(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)

@@ -24,6 +24,7 @@ from rooftile.approximate.native_sparse.selection import check_counts, choose_bl
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, FULL, Window
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
@@ -32,6 +33,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @answers_foreign_words
+@follows_context()
 def native_sparse(
     q: Tensor,  # (B, T, H, D)
     compressed: Pair,  # (B, n, Hk, D), (B, n, Hk, Dv)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftile.approximate.chosen_arguments import as_given
 from rooftile.errors import InvalidInput
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
@@ -22,6 +23,7 @@ Phi = str | Tensor | Callable[[Tensor], Tensor]
 
 
 @answers_foreign_words
+@follows_context()
 def compress(
     x: Tensor,  # (B, S, Hk, D)
     *,

@@ -20,6 +20,7 @@ from rooftile.approximate.native_sparse.selected.block_choice import choose as c
 from rooftile.approximate.native_sparse.selected.block_choice import refusal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.reference import pairs
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_backend, check_count, check_deterministic, shown
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transformed
@@ -30,6 +31,7 @@ PIECE = 2**26
 
 
 @answers_with({"return_scores": "call choose_blocks_with_scores, which returns (chosen, scores)"})
+@follows_context()
 def choose_blocks(
     q: Tensor,  # (B, T, H, D)
     compressed: Tensor,  # (B, n, Hk, D)
@@ -95,6 +97,7 @@ def choose_blocks(
 
 
 @answers_with({"return_scores": "leave it out: the scores are always returned", "lse": "leave it out: scores are computed anew"})
+@follows_context()
 def choose_blocks_with_scores(
     q: Tensor,  # (B, T, H, D)
     compressed: Tensor,  # (B, n, Hk, D)

@@ -26,11 +26,13 @@ from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import FULL, Mask
 from rooftile.fused.norms import rms_norm
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_choice, check_count, check_flag, shown
 from rooftile.runtime.words import answers_foreign_words
 
 
 @answers_foreign_words
+@follows_context()
 def reformer(
     qk: Tensor,  # (B, T, H, D)
     v: Tensor,  # (B, T, Hk, Dv)

@@ -25,6 +25,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, FULL, Mask
 from rooftile.fused.norms import layer_norm
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_count, check_flag, shown
 from rooftile.runtime.operators import mapped, transformed
 from rooftile.runtime.words import answers_foreign_words
@@ -38,6 +39,7 @@ class Members(NamedTuple):
 
 
 @answers_foreign_words
+@follows_context()
 def routing(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)

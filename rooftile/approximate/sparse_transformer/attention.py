@@ -33,6 +33,7 @@ from rooftile.approximate.sparse_transformer import definition
 from rooftile.errors import InvalidInput
 from rooftile.exact import api
 from rooftile.exact.masks import CAUSAL, Chunk, Window
+from rooftile.recurrent.split.context import follows_context
 from rooftile.runtime.arguments import check_choice, check_count
 from rooftile.runtime.words import answers_foreign_words
 
@@ -40,6 +41,7 @@ Part = tuple[Tensor, Tensor]
 
 
 @answers_foreign_words
+@follows_context()
 def sparse_transformer(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)

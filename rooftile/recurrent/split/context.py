@@ -85,13 +85,13 @@ def _call(function: Any, tokens: tuple[str, ...], arguments: tuple[Any, ...], gi
         )
     if not isinstance(current, SplitSequence):
         return None
+    if "group" not in signature(function).parameters:
+        raise Unsupported(f"{name} inside rooftile.parallel.context; has no form on split sequences: call it outside of it")
     if current.layout != "contiguous":
         raise Unsupported(
             f"{name} inside rooftile.parallel.context with layout {current.layout!r}; a recurrence needs consecutive tokens on "
             "each rank: write context(..., layout='contiguous'), and give `shard` and `positions` the same layout"
         )
-    if "group" not in signature(function).parameters:
-        raise Unsupported(f"{name} inside rooftile.parallel.context; has no form on split sequences: call it outside of it")
     if given.get("cu") is not None:
         raise Unsupported(
             f"cu of {name} inside rooftile.parallel.context; give the whole pack's offsets to the context (cu=), and this "
