@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from rooftile.models import Decoder
 from tests.models.quantised import KINDS, configure, plain, quantised
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "vocab_size": 97}
-LAYER_BYTES = 2 * (4 * 512 * 512 + 3 * 512 * 1408)
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2, "vocab_size": 97}
+LAYER_BYTES = 2 * (4 * 1024 * 1024 + 3 * 1024 * 2816)
 
 
 class Taken(NamedTuple):
