@@ -185,10 +185,13 @@ def test_a_rank_that_ends_while_weights_are_read(folder: Path, monkeypatch: pyte
     assert not started[0].meeting.parent.exists()
 
 
-def test_a_rank_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+def test_a_rank_that_hangs(pause_s: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before it listens for the first step: gloo would wait to send that."""
     monkeypatch.setattr(group, "LIMIT_S", 2.0)
     llm = LLM(folder, tensor_parallel_size=2, **ROOMY)
     (worker,) = workers(llm)
+    time.sleep(pause_s)
     worker.send_signal(signal.SIGSTOP)
     with pytest.raises(RankEnded, match="a rank of 2 has not ended its part of a step within 2 s"):
         llm.generate([1, 2, 3])

@@ -101,25 +101,30 @@ class RankGroup:
         least: list[int] = found.tolist()
         return least
 
-    def send(self, order: Order, numbers: Tensor) -> None:
-        """Sends an order with int64 numbers to all other ranks; rank 0 alone calls it."""
+    def send(self, order: Order, numbers: Tensor, limit_s: float | None = None) -> None:
+        """Sends an order with int64 numbers to all other ranks; rank 0 alone calls it.
+
+        Args:
+            limit_s: seconds until a rank must listen, since gloo sends nothing before; None for the group's own limit.
+        """
+        limit = timedelta(seconds=self.limit_s if limit_s is None else limit_s)
         first = torch.empty(_FIRST, dtype=torch.int64)
         first[0], first[1] = int(order), len(numbers)
         now, later = numbers[: _FIRST - 2], numbers[_FIRST - 2 :]
         first[2 : 2 + len(now)] = now
-        self._broadcast(first)
+        self._broadcast(first, limit)
         if len(later):
-            self._broadcast(later)
+            self._broadcast(later, limit)
 
     def receive(self) -> tuple[Order, Tensor]:
         """Waits for rank 0's next order."""
         first = torch.empty(_FIRST, dtype=torch.int64)
-        self._broadcast(first)
+        self._broadcast(first, _IDLE)
         order, length = Order(int(first[0])), int(first[1])
         numbers = first[2 : 2 + length]
         if length > len(numbers):
             later = torch.empty(length - len(numbers), dtype=torch.int64)
-            self._broadcast(later)
+            self._broadcast(later, _IDLE)
             numbers = torch.cat((numbers, later))
         return order, numbers
 
@@ -150,8 +155,10 @@ class RankGroup:
         _wait(self._devices._allgather_base(found, x.contiguous(), self._join))
         return found.view(self.ranks, *x.shape)
 
-    def _broadcast(self, x: Tensor) -> None:
-        self._hosts.broadcast(x, 0).wait()
+    def _broadcast(self, x: Tensor, limit: timedelta) -> None:
+        options = dist.distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, limit
+        self._hosts.broadcast([x], options).wait()
 
 
 def _wait(work: Any) -> None:

@@ -18,6 +18,8 @@ from rooftile.errors import InvalidInput, Unsupported
 
 # seconds in which the end of a rank is noticed after it has broken a collective
 _NOTICED_S = 2.0
+# seconds in which a rank that is told to end must listen
+_HEARD_S = 3.0
 # how often it is asked whether a step has ended on the device
 _PAUSE_S = 2e-5
 _NO_NUMBERS = torch.empty(0, dtype=torch.int64)
@@ -71,7 +73,7 @@ class Leader:
         told = False
         if self._failure is None and self.group is not None:
             try:
-                self.group.send(Order.END, _NO_NUMBERS)
+                self.group.send(Order.END, _NO_NUMBERS, _HEARD_S)
                 told = True
             except RuntimeError:
                 pass  # the rank that does not hear it has ended, or is ended now
