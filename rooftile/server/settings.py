@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rooftile.engine.settings.table import check_settings
+from rooftile.engine.start.replica import VISIBLE
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.keys import Keys
-from rooftile.server.replicas.devices import VISIBLE, environments
+from rooftile.server.replicas.devices import environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from rooftile.engine.mixers.native_sparse.trials import SparseLayer
 from rooftile.engine.mixers.recurrent.linear import LinearStep
 from rooftile.engine.mixers.recurrent.step import RecurrentStep
 from rooftile.engine.mixers.trial import TrialSetup
-from rooftile.engine.start import build, warm_up
+from rooftile.engine.start import blueprint, warm_up
 from rooftile.engine.start import compilation as compilation_module
 from rooftile.engine.start.compilation import Compilation
 from rooftile.errors import InvalidInput
@@ -206,9 +206,9 @@ def test_experts_are_run_up_to_the_longest_step(monkeypatch: pytest.MonkeyPatch)
     found = warm_up.jobs_of_products(layers[0], longest=8192)
     assert [job.args[1] for job in found[:3]] == [8192, 4096, 2048]
     rows: list[int] = []
-    run = type(layers[0].feed_forward).forward
+    run = type(layers[0].feed_forward).compute
     monkeypatch.setattr(
-        type(layers[0].feed_forward), "forward", lambda self, x, *more: rows.append(len(x)) or run(self, x, *more)
+        type(layers[0].feed_forward), "compute", lambda self, x, *more: rows.append(len(x)) or run(self, x, *more)
     )
     with torch.inference_mode():
         for job in found:
@@ -265,7 +265,7 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
         compiled.append(told.wait(10))
 
     monkeypatch.setattr(compilation_module, "import_kernels", compile_slowly)
-    monkeypatch.setattr(build, "find_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(blueprint, "find_device", lambda *_: torch.device("cuda", 0))
     with pytest.raises(InvalidInput, match=r"safetensors"):
         llm.LLM(folder)
     assert begun.wait(10)

@@ -19,7 +19,6 @@ from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.sampler import SamplingFeatures
 from rooftile.engine.start import warm_up
 from rooftile.engine.steps import graphs, runner
-from rooftile.engine.steps.scheduler import ScheduledTokens
 from rooftile.engine.steps.step_inputs import StepInputs
 from rooftile.exact.backends.hopper import counters, plan  # noqa: F401  (each has names that are replaced below)
 from rooftile.models import Decoder, ModelConfig
@@ -37,8 +36,8 @@ class Called(graphs.DecodeGraphs):
     def __init__(self, device: torch.device, sampling: Any, pad_slot: int) -> None:
         self.device, self.sampling, self.pad_slot = CPU, sampling, pad_slot
 
-    def replay(self, decode: graphs.Decode, works: list[ScheduledTokens], features: SamplingFeatures) -> tuple[Tensor, Tensor]:
-        n = len(works)
+    def replay(self, decode: graphs.Decode, given: StepInputs, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+        n = len(given.tokens)
         rows = next((rows for rows in graphs.LADDER if rows >= n), n)
         self.sampling.prepare(features)
         logits, tokens = self._run(decode, rows, features)

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftile.engine.start.replica import VISIBLE, share_machine
 from rooftile.errors import InvalidInput
 from rooftile.server.replicas import replica
-from rooftile.server.replicas.devices import VISIBLE, environments, share_machine
+from rooftile.server.replicas.devices import environments
 from rooftile.server.replicas.prefixes import Prefixes, blocks_of
 from rooftile.server.replicas.replica import Replica
 from rooftile.server.routing import FAIR, Known, choose, looked_at

@@ -90,8 +90,7 @@ def _pairs(rows: Sequence[tuple[int, Sequence[int]]], vocab: int) -> Tensor:
     # an index out of bounds would end the process on a GPU
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         raise InvalidInput(f"token ids go from {tokens.min()} to {tokens.max()}; the model has 0 to {vocab - 1}")
-    lengths = torch.tensor([len(each) for _, each in rows], dtype=torch.int64)
-    slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int64).repeat_interleave(lengths)
+    slots = torch.tensor([slot for slot, each in rows for _ in each], dtype=torch.int64)
     return torch.stack((slots, tokens))
 
 

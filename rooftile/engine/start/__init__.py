@@ -5,4 +5,5 @@ blueprint     what is known and refused before weights are read
 build         builds an engine from a checkpoint folder
 compilation   compiles kernels in threads while weights load
 warm_up       the jobs that compile them
+replica       the GPUs or cores of one of several engines on a machine
 """

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rooftile.engine.loop.pauses import freeze_garbage
 from rooftile.engine.ranks.parent_watch import exit_with
 from rooftile.engine.settings.table import FLAGS
+from rooftile.engine.start.replica import share_machine
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 from rooftile.server.engine.link import SocketLink
 from rooftile.server.engine.messages import FAILED, Failed, Reading, Ready
 from rooftile.server.observe.log import log, start_log
-from rooftile.server.replicas.devices import share_machine
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM

@@ -30,7 +30,7 @@ def needed() -> tuple[ModuleType, ModuleType]:
         import ray
         from ray import serve
     except ImportError as error:
-        raise InvalidInput(f"a cluster needs Ray ({error.name} is missing); pip install 'rooftile[cluster]'") from None
+        raise InvalidInput(f"a cluster needs Ray ({error.name} is missing); pip install 'ray[serve]'") from None
     return ray, serve
 
 

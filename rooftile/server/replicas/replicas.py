@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from rooftile.engine.requests.stats import EngineStats
+from rooftile.engine.start.replica import VISIBLE
 from rooftile.server.engine.calls import EngineDown, RemoteCall
 from rooftile.server.engine.messages import Ready
 from rooftile.server.engine.remote import RemoteEngine
-from rooftile.server.replicas.devices import VISIBLE, environments
+from rooftile.server.replicas.devices import environments
 from rooftile.server.replicas.prefixes import blocks_of
 from rooftile.server.replicas.replica import Replica
 from rooftile.server.routing import choose, weight
