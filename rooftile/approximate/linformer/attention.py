@@ -20,8 +20,8 @@ from rooftile.runtime.arguments import shown
 from rooftile.runtime.words import answers_foreign_words
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def linformer(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)

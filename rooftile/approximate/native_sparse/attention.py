@@ -32,8 +32,8 @@ from rooftile.runtime.words import answers_foreign_words
 Pair = tuple[Tensor, Tensor]
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def native_sparse(
     q: Tensor,  # (B, T, H, D)
     compressed: Pair,  # (B, n, Hk, D), (B, n, Hk, Dv)

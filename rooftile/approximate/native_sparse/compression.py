@@ -22,8 +22,8 @@ from rooftile.runtime.words import answers_foreign_words
 Phi = str | Tensor | Callable[[Tensor], Tensor]
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def compress(
     x: Tensor,  # (B, S, Hk, D)
     *,

@@ -30,8 +30,8 @@ from rooftile.runtime.words import answers_foreign_words, answers_with
 PIECE = 2**26
 
 
-@answers_with({"return_scores": "call choose_blocks_with_scores, which returns (chosen, scores)"})
 @follows_context()
+@answers_with({"return_scores": "call choose_blocks_with_scores, which returns (chosen, scores)"})
 def choose_blocks(
     q: Tensor,  # (B, T, H, D)
     compressed: Tensor,  # (B, n, Hk, D)
@@ -96,8 +96,8 @@ def choose_blocks(
     return _in_pieces(q, compressed, S, scale, way == "eager", **sizes)[0]
 
 
-@answers_with({"return_scores": "leave it out: the scores are always returned", "lse": "leave it out: scores are computed anew"})
 @follows_context()
+@answers_with({"return_scores": "leave it out: the scores are always returned", "lse": "leave it out: scores are computed anew"})
 def choose_blocks_with_scores(
     q: Tensor,  # (B, T, H, D)
     compressed: Tensor,  # (B, n, Hk, D)

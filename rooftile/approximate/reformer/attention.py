@@ -31,8 +31,8 @@ from rooftile.runtime.arguments import check_choice, check_count, check_flag, sh
 from rooftile.runtime.words import answers_foreign_words
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def reformer(
     qk: Tensor,  # (B, T, H, D)
     v: Tensor,  # (B, T, Hk, Dv)

@@ -38,8 +38,8 @@ class Members(NamedTuple):
     keys: Tensor
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def routing(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)

@@ -40,8 +40,8 @@ from rooftile.runtime.words import answers_foreign_words
 Part = tuple[Tensor, Tensor]
 
 
-@answers_foreign_words
 @follows_context()
+@answers_foreign_words
 def sparse_transformer(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
