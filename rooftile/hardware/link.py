@@ -28,7 +28,7 @@ class Link:
     latency_us: float
 
     def time_us(self, sent: float, collectives: int = 1) -> float:
-        """Returns the time of collectives in which a rank sends so many bytes in all."""
+        """Returns the time of collectives in which a rank sends a number of bytes in all."""
         return collectives * self.latency_us + sent / self.gbs / 1e3
 
 

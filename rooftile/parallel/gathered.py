@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
 
 def groups_of(tokens: int, Hk: int, row_bytes: int) -> int:
-    """Returns into how many groups key heads are cut, where a rank fetches so many tokens with so many bytes per head."""
+    """Returns the number of groups that key heads are cut into, from the tokens that a rank fetches and their bytes per head."""
     asked = min(tokens * row_bytes * Hk // GROUP_BYTES, MOST_GROUPS)
     return max(n for n in range(1, max(asked, 1) + 1) if Hk % n == 0)
 

@@ -30,7 +30,7 @@ class LocalCall(NamedTuple):
     def backward(
         self, do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
-        """Returns the gradients of q, k and v, and those of the options by name."""
+        """Returns the gradients of q, k and v, and the gradients of the options by name."""
         found = run_backward(do, dlse, q, k, v, o, lse, self.options, self.code, self.backend)
         names = differentiable(decode(self.code)) if self.options else ()
         return found[:3], dict(zip(names, found[3:], strict=True))

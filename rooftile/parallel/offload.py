@@ -87,7 +87,7 @@ class _Host:
         self.leaving: deque[_Saved] = deque()
         # weak: a saved tensor lives as long as the graph that needs it
         self.all: list[weakref.ref[_Saved]] = []
-        # what three projections read was saved once, and comes back once
+        # a tensor that three projections read is saved once, and comes back once
         self.recent: deque[Tensor] = deque(maxlen=2)
 
     def pack(self, x: Tensor) -> Any:

@@ -43,7 +43,7 @@ def measured(
         say("measuring the ceilings")
         session = open_session(device, refresh=refresh)
         found = collect(measure(session, say), json)
-    # where there are several ranks, only the first has rows
+    # only the first of several ranks has rows
     if str(json) != "-" and found:
         (shown or show)(found)
     return session

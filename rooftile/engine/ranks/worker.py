@@ -36,7 +36,7 @@ def main() -> None:
         connection.send(Told(type(error).__name__, str(error)))
         os._exit(1)
     except Exception as error:
-        # where another rank has ended, rank 0 ends this one
+        # rank 0 ends this process if another rank has ended
         time.sleep(_ELSEWHERE_S)
         logging.getLogger(__name__).exception("a rank has failed")
         connection.send(Told(type(error).__name__, f"{type(error).__name__}: {error}"))

@@ -57,7 +57,7 @@ class Result:
         return list(zip(self.answers, tokens, tops, strict=True))
 
     def prompt_tops(self) -> Iterator[tuple[ScheduledTokens, list[Top]]]:
-        """Yields logprobs of prompts, once they are there: for work, those of the tokens that follow the ones it has read."""
+        """Yields logprobs of prompts, once they are there: for work, logprobs of the tokens that follow the ones it has read."""
         for work, found in zip(self.works, self.found.prompts, strict=True):
             yield work, top_rows(found)
 

@@ -128,5 +128,5 @@ def gradient(
 
 @cache
 def constants_of(size: int, softcap: bool, **own: bool) -> dict[str, int]:
-    """The compile-time arguments; `own` are those of one of the two kernels."""
+    """The compile-time arguments; `own` are the arguments of one of the two kernels."""
     return {"SIZE": size, "BLOCK": min(BLOCK, triton.next_power_of_2(size)), "SOFTCAP": softcap, "num_warps": 8, **own}

@@ -37,7 +37,7 @@ class Mamba2Layer(Layer):
         assert config.mamba2 is not None
         assert whole.mamba2 is not None
         sizes = self.sizes = config.mamba2
-        # where there are fewer groups than ranks, several hold parts of one
+        # several ranks hold parts of a group if there are fewer groups than ranks
         self.whole_norms = whole.mamba2.norms
         self.into = Projection(sizes.projected, config.hidden, bias=sizes.bias, placement=placement, waits=waits)
         self.conv_weight = placement.parameter(sizes.convolved, sizes.kernel)

@@ -31,7 +31,7 @@ def run(settings: ServerSettings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    # where Ray Serve runs already, it keeps its address
+    # a Ray Serve that runs already keeps its address
     serve.start(http_options={"host": settings.host, "port": settings.port})
     try:
         serve.run(made, name=NAME, route_prefix="/")

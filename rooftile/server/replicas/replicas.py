@@ -135,7 +135,7 @@ class Replicas:
             self.ready.set()
         elif all(each.out for each in self.all):
             self.over.set()
-        # what is wrong with a setting is wrong for all, and is told before somebody relies on the others
+        # a setting that is wrong is wrong for all replicas, and is told before somebody relies on the others
         if any(each.out and each.engine.wrong and not each.starts for each in self.all):
             self.over.set()
         self._changed(len(self.answering))

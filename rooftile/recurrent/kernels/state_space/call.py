@@ -113,7 +113,7 @@ def some(kernel: Kernel, key: tuple[Any, ...], **own: Any) -> dict[str, Any]:
     return {name: value for name, value in constants_of(*key, **own).items() if name in names}
 
 
-# what calls of a kind have in common
+# sizes, constants and launches that calls of a kind share
 _known = BoundedCache()
 
 
@@ -167,7 +167,7 @@ class Call:
         self.chunks = self.size // self.block
         # whether each segment is a whole sequence
         self.whole = not packed and self.size >= self.T
-        # what is made at the first call, by name
+        # objects that the first call makes, by name
         self.made: dict[Any, Any] = {}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
