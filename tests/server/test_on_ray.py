@@ -56,7 +56,7 @@ def test_options_are_those_of_the_server_and_of_the_engine() -> None:
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
 def test_missing_ray_is_a_sentence() -> None:
-    with pytest.raises(InvalidInput, match=r"a cluster needs Ray \(ray is missing\); pip install 'rooftile\[cluster\]'"):
+    with pytest.raises(InvalidInput, match=r"a cluster needs Ray \(ray is missing\); pip install 'ray\[serve\]'"):
         app("m")
 
 
