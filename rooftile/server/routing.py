@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# an engine with a prompt's blocks may hold so many times its share of the tokens, and the tokens that it saves on top
+# an engine with a prompt's blocks may hold this multiple of its share of the tokens, and the tokens that it saves on top
 FAIR = 1.25
 # tokens that an answer counts for beside its prompt, whose length is not known
 ANSWER_TOKENS = 128

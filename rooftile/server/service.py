@@ -122,7 +122,7 @@ class Service:
         return metrics.text()
 
     def count_engines(self, answering: int) -> None:
-        """Notes how many engines take requests: so many times as much may wait."""
+        """Notes how many engines take requests; the limits of the queue are multiplied by their number."""
         self.admission.engines = max(1, answering)
 
     def _replicas(self) -> Engines:

@@ -66,7 +66,7 @@ PRODUCT = r"\b[HQI]GMMA"
 READERS = b"".join(Path(file).read_bytes() for file in (__file__, register_flow.__file__))
 KEPT = f"found-{hashlib.sha256(READERS).hexdigest()[:16]}.json"
 BIASES = {"bf16": BiasKind(2, False), "fp32": BiasKind(4, False), "bf16-row": BiasKind(2, True)}
-# what is stored in fp32 where it is added up by the caller
+# outputs and gradients are stored in fp32 for a caller that adds them up
 STORED = ("o_desc", "dq_desc", "dk_desc", "dv_desc")
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 

@@ -50,7 +50,7 @@ OF_TWO = (
 )  # fmt: skip
 # an engine's caches for each kind of layer: keys, latents, states, branches
 SERVED = ("gpt2, untied, unscaled", "deepseek_v3", "jamba, biases", "bamba, groups, biases", "qwen3_next", NATIVE_SPARSE)
-# what quantised checkpoints, and weights that are quantised while they are read, say in their names; whether the products of two
+# the names of quantised checkpoints, and of weights that are quantised while they are read; whether the products of two
 # ranks are those of one but for rounding: a rank that quantises a part of a token's activations finds scales of its own
 QUANTISED: dict[str, bool] = {
     "ct int4, zeros": True, "awq": True, "ct nvfp4": True, "ct int8, weights alone": True, "ct fp8, rows": False,

@@ -83,7 +83,7 @@ def test_a_tensor_that_is_changed_early_raises() -> None:
         y.detach().add_(1)
     with pytest.raises(InvalidInput, match="was changed in place inside of offload"):
         z.backward()
-    # what is changed after its copy has ended is what it was
+    # a tensor that is changed after its copy has ended comes back as it was
     with offload(min_bytes=0):
         y = x * 1
         z = y.square().sum()

@@ -17,7 +17,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {}, "fp8_tile": {}, "int8": {}, "w8": {}, "int4": {"group": 32}, "int4, a row": {"group": -1}, "mxfp8": {},
     "mxfp4": {}, "nvfp4": {},
 }  # fmt: skip
-# as a rank holds two heads of each of two parts
+# a rank holds two heads of each of two parts
 ROWS = (slice(128, 256), slice(384, 500))
 
 

@@ -89,7 +89,7 @@ class RankGroup:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Joins the columns (n, w) of all ranks to (n, ranks w), those of rank 0 first."""
+        """Joins the columns (n, w) of all ranks to (n, ranks w), the columns of rank 0 first."""
         return self._all(x).transpose(0, 1).reshape(x.shape[0], self.ranks * x.shape[1])
 
     def least(self, numbers: Sequence[int]) -> list[int]:

@@ -68,7 +68,7 @@ def jobs_of_products(layer: Layer, *, longest: int, deterministic: bool = False)
     with the tokens of each, so up to `longest` tokens are run for them.
     """
     multiply = linear if deterministic else functional.linear
-    # also the smallest number of tokens that is sorted: its tiles may be smaller than those of the next power of two
+    # also the smallest number of tokens that is sorted: its tiles may be smaller than the tiles of the next power of two
     more = {FEW + 1, *(1 << n for n in range(longest.bit_length()))} if _experts_of(layer) else set()
     return [partial(_multiply, layer, M, multiply) for M in sorted({*PRODUCT_ROWS, *more}, reverse=True)]
 

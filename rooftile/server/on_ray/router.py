@@ -9,7 +9,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from rooftile.server.replicas.prefixes import Prefixes
 from rooftile.server.routing import Known, choose
 
-# blocks that are known of a replica: those of four million tokens in blocks of 16
+# blocks that are known of a replica: four million tokens in blocks of 16
 BLOCKS = 1 << 18
 
 

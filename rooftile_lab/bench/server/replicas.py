@@ -21,7 +21,7 @@ from rooftile_lab.bench.server.client import Reading, get, stream_of
 from rooftile_lab.bench.server.process import Server
 from rooftile_lab.bench.server.run import Run
 
-# prompts with as many beginnings, each asked so often, by so many clients
+# the number of beginnings that prompts share, of requests for each, and of clients
 BEGINNINGS, PREFIX, OFTEN, CLIENTS = 64, 2048, 2, 8
 READY_S = 300.0
 
