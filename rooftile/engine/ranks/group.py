@@ -6,6 +6,7 @@ one of the hosts (gloo), over which rank 0 sends its orders. They are made apart
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,6 +17,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from rooftile.runtime.devices import runs_kernels
+
+_logger = logging.getLogger(__name__)
 # torch's types lack most of it
 dist: Any = torch.distributed
 # steps after which the ranks compare what they have drawn
@@ -23,7 +27,7 @@ COMPARED = 256
 # seconds that a rank may take for its part of a step
 LIMIT_S = 100.0
 # seconds that NCCL gets to end what is under way
-_ABORT_S = 2.0
+_ABORT_S = 5.0
 # a rank may wait for an order as long as nobody asks anything
 _IDLE = timedelta(days=365)
 # int64 numbers of an order that are sent at once; a longer one is sent in two parts
@@ -70,22 +74,28 @@ class RankGroup:
         self._sum, self._join = dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.AllgatherOptions()
         # on the current stream, and not on one of NCCL's that the current one waits for
         self._sum.asyncOp = self._join.asyncOp = False
-        self._aborted = False
+        self._aborting: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._peers: Any = None
         if device.type == "cuda":
             # NCCL connects the ranks at the first collective: here, where a rank that fails is noticed, and not in a step
             with torch.cuda.device(device):
-                self.add(torch.zeros(1, device=device))
+                _wait(self._devices.allreduce([torch.zeros(1, device=device)], self._sum))
                 torch.cuda.synchronize(device)
+                self._peers = self._peer_sums(dist.PrefixStore("peers", store), loopback=loopback)
 
     def add(self, x: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in place, and returns it."""
+        if self._peers is not None and self._peers.takes(x):
+            summed: Tensor = self._peers.add(x)
+            return summed
         if self.ordered:
-            parts = self._all(x)
-            total = parts[0]
-            for part in parts[1:]:
+            # as the kernel of `PeerSums` adds: an answer's sums may come from both
+            total, *others = self._all(x).float()
+            for part in others:
                 total = total + part
             return x.copy_(total)
-        _wait(self._devices.allreduce([x], self._sum))
+        _wait(self._group().allreduce([x], self._sum))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -139,20 +149,63 @@ class RankGroup:
             return None
         return self.gather((tokens * torch.arange(1, len(tokens) + 1, device=tokens.device)).sum().view(1, 1))
 
-    def abort(self) -> None:
-        """Ends what is under way on the device, and lets go of the others."""
-        if self.device.type != "cuda" or self._aborted:
-            return
-        self._aborted = True
-        # NCCL may itself wait for a rank that is no more
-        thread = threading.Thread(target=self._devices.abort, name="rooftile abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
+    def abort(self) -> bool:
+        """Ends what is under way on the device, and lets go of the others.
+
+        Returns whether it has ended, so that no thread looks into the ranks' store any more. CUDA graphs that hold collectives
+        are gone before: NCCL waits for their end.
+        """
+        if self.device.type != "cuda":
+            return True
+        with self._lock:
+            if self._aborting is None:
+                # NCCL may itself wait for a rank that is no more
+                self._aborting = threading.Thread(target=self._abort_device, name="rooftile abort", daemon=True)
+                self._aborting.start()
+        self._aborting.join(_ABORT_S)
+        return not self._aborting.is_alive()
+
+    def _abort_device(self) -> None:
+        if self._peers is not None:
+            self._peers.stop()
+        self._devices.abort()
+        # here, and not where Python collects it: its threads still look into the ranks' store
+        self._devices = None
+
+    def _peer_sums(self, store: Any, *, loopback: bool) -> Any:
+        """Returns what sums small tensors faster than NCCL; None if the GPUs cannot reach each other's memory."""
+        found, reason = None, "the ranks are on several machines, or Triton does not run here"
+        if loopback and runs_kernels(torch.empty(0, device=self.device)):
+            # here and not above: a rank on a CPU has no use for Triton
+            from rooftile.engine.ranks.peers import PeerSums
+
+            try:
+                found = PeerSums(store, self.rank, self.ranks, self.device)
+            except RuntimeError as error:
+                reason = str(error)
+        # all of them or none
+        if self.least([found is not None])[0] and found is not None:
+            if self.least([found.works()])[0]:
+                return found
+            reason = "a first sum did not end, or was wrong"
+        _logger.info("the ranks leave all sums to NCCL: %s", reason)
+        return None
+
+    def _group(self) -> Any:
+        """Returns the group of the device.
+
+        Raises:
+            RuntimeError: it was aborted.
+        """
+        devices = self._devices
+        if devices is None:
+            raise RuntimeError("the ranks were let go of")
+        return devices
 
     def _all(self, x: Tensor) -> Tensor:
         """Returns the tensors of all ranks, (ranks, *shape)."""
         found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        _wait(self._devices._allgather_base(found, x.contiguous(), self._join))
+        _wait(self._group()._allgather_base(found, x.contiguous(), self._join))
         return found.view(self.ranks, *x.shape)
 
     def _broadcast(self, x: Tensor, limit: timedelta) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,8 @@ class Leader:
         self.ranks = ranks
         self.group: RankGroup | None = None
         self.processes: WorkerProcesses | None = None
+        self.forget_graphs: Callable[[], None] | None = None
+        """Lets go of the CUDA graphs of this rank."""
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._lock = threading.Lock()
@@ -56,10 +58,7 @@ class Leader:
                 return
             self._failure = reason
         self._failed.set()
-        if self.processes is not None:
-            self.processes.close()
-        if self.group is not None:
-            self.group.abort()
+        self._end(patient=False)
 
     def close(self) -> None:
         """Ends the other ranks, after the step in flight."""
@@ -77,10 +76,17 @@ class Leader:
                 told = True
             except RuntimeError:
                 pass  # the rank that does not hear it has ended, or is ended now
+        self._end(patient=told)
+
+    def _end(self, *, patient: bool) -> None:
+        """Ends the other processes, what is under way on the device, and then the file at which the ranks have met."""
         if self.processes is not None:
-            self.processes.close(patient=told)
-        if self.group is not None:
-            self.group.abort()
+            self.processes.close(patient=patient)
+        if self.forget_graphs is not None:
+            self.forget_graphs()
+        left = self.group is None or self.group.abort()
+        if self.processes is not None and left:
+            self.processes.remove_meeting()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ class LeadingRunner(Runner):
         self.leader = leader
         assert leader.group is not None
         self.group = leader.group
+        leader.forget_graphs = self.forget_graphs
         self._sums: Tensor | None = None
 
     def execute(self, step: Step) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:

@@ -45,7 +45,10 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
     given = Torchrun.of_environment()
     if given is not None and given.rank:
         group = _joined(given, config, blueprint.device)
-        follow(build_runner(blueprint, group)[0], group)
+        runner = build_runner(blueprint, group)[0]
+        follow(runner, group)
+        runner.forget_graphs()
+        group.abort()
         raise SystemExit(0)
     leader = Leader(config.tensor_parallel_size)
     try:

@@ -60,6 +60,7 @@ class WorkerProcesses:
                 connection.send((rank, ranks, str(self.meeting), work))
         except BaseException:
             self.close()
+            self.remove_meeting()
             raise
         threading.Thread(target=self._watch, name="rooftile ranks", daemon=True).start()
 
@@ -81,7 +82,10 @@ class WorkerProcesses:
                 process.wait()
             for connection in self._sockets:
                 connection.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def remove_meeting(self) -> None:
+        """Removes the file at which the ranks meet: a thread of NCCL's that looks into it would wait for it to come back."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()

@@ -145,8 +145,9 @@ class Runner:
         self._update_tables(step)
         self.sampling.allow(step.masked, step.masks.view(torch.int32)[:, : words_of(self.sampling.vocab)])
         prompts: list[tuple[Tensor, ...]] = []
-        if self._graphs is not None and step.only_decodes and not step.bans.numel():
-            logits, tokens = self._graphs.replay(self._decode, step.inputs, step.features)
+        graphs = self._graphs
+        if graphs is not None and step.only_decodes and not step.bans.numel():
+            logits, tokens = graphs.replay(self._decode, step.inputs, step.features)
         else:
             inputs, hidden = self._read(step)
             prompts = self._prompt_logprobs(step, hidden)
@@ -164,6 +165,10 @@ class Runner:
         """Captures the graphs that most steps need, before the first request comes."""
         if self._graphs is not None:
             self._graphs.capture(self._decode)
+
+    def forget_graphs(self) -> None:
+        """Lets go of all graphs; later steps run without."""
+        self._graphs = None
 
     def _update_tables(self, step: Step) -> None:
         """Writes new entries of the block tables, and copies what is shared no longer."""
