@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rooftile.engine.ranks.group import Order, RankGroup
+from rooftile.engine.ranks.group import RankGroup
+from rooftile.engine.ranks.orders import Order
 from rooftile.engine.start.blueprint import current_device
 from rooftile.engine.steps.runner import Runner
 from rooftile.engine.steps.step import decode

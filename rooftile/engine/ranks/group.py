@@ -10,13 +10,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from rooftile.engine.ranks.orders import IDLE, GlooOrders, Order, Orders
 from rooftile.runtime.devices import runs_kernels
 
 _logger = logging.getLogger(__name__)
@@ -28,18 +28,6 @@ COMPARED = 256
 LIMIT_S = 100.0
 # seconds that NCCL gets to end what is under way
 _ABORT_S = 5.0
-# a rank may wait for an order as long as nobody asks anything
-_IDLE = timedelta(days=365)
-# int64 numbers of an order that are sent at once; a longer one is sent in two parts
-_FIRST = 2048
-
-
-class Order(IntEnum):
-    """Rank 0's orders to the others."""
-
-    END = 0
-    CAPTURE = 1
-    STEP = 2
 
 
 class RankGroup:
@@ -52,22 +40,24 @@ class RankGroup:
         loopback: whether all ranks are on this machine: no other can connect then.
         ordered: whether sums are added in the order of the ranks, so that their bits do not depend on what is added beside them.
         limit_s: seconds that a rank may take for its part of a step; None for LIMIT_S.
+        orders: what carries rank 0's orders; None for the hosts' group.
     """
 
     def __init__(
         self, store: Any, rank: int, ranks: int, device: torch.device, *, loopback: bool, ordered: bool = False,
-        limit_s: float | None = None,
+        limit_s: float | None = None, orders: Orders | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.ranks, self.device = rank, ranks, device
         self.ordered, self.limit_s = ordered, LIMIT_S if limit_s is None else limit_s
         self._steps = 0
-        self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, loopback=loopback, limit=_IDLE)
+        self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, loopback=loopback, limit=IDLE)
+        self._orders: Orders = GlooOrders(self._hosts) if orders is None else orders
         limit, of_devices = timedelta(seconds=self.limit_s), dist.PrefixStore("devices", store)
         self._devices: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             # NCCL's watchdog would end the process; rank 0 waits for each step itself
-            options._timeout = _IDLE
+            options._timeout = IDLE
             self._devices = dist.ProcessGroupNCCL(of_devices, rank, ranks, options)
         else:
             self._devices = _gloo(of_devices, rank, ranks, loopback=loopback, limit=limit)
@@ -115,28 +105,13 @@ class RankGroup:
         """Sends an order with int64 numbers to all other ranks; rank 0 alone calls it.
 
         Args:
-            limit_s: seconds until a rank must listen, since gloo sends nothing before; None for the group's own limit.
+            limit_s: seconds until a rank must have taken it; None for the group's own limit.
         """
-        limit = timedelta(seconds=self.limit_s if limit_s is None else limit_s)
-        first = torch.empty(_FIRST, dtype=torch.int64)
-        first[0], first[1] = int(order), len(numbers)
-        now, later = numbers[: _FIRST - 2], numbers[_FIRST - 2 :]
-        first[2 : 2 + len(now)] = now
-        self._broadcast(first, limit)
-        if len(later):
-            self._broadcast(later, limit)
+        self._orders.send(order, numbers, self.limit_s if limit_s is None else limit_s)
 
     def receive(self) -> tuple[Order, Tensor]:
         """Waits for rank 0's next order."""
-        first = torch.empty(_FIRST, dtype=torch.int64)
-        self._broadcast(first, _IDLE)
-        order, length = Order(int(first[0])), int(first[1])
-        numbers = first[2 : 2 + length]
-        if length > len(numbers):
-            later = torch.empty(length - len(numbers), dtype=torch.int64)
-            self._broadcast(later, _IDLE)
-            numbers = torch.cat((numbers, later))
-        return order, numbers
+        return self._orders.receive()
 
     def compare(self, tokens: Tensor) -> Tensor | None:
         """Returns the checksums of all ranks' tokens, (1, ranks), at each COMPARED-th call, and else None.
@@ -207,11 +182,6 @@ class RankGroup:
         found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         _wait(self._group()._allgather_base(found, x.contiguous(), self._join))
         return found.view(self.ranks, *x.shape)
-
-    def _broadcast(self, x: Tensor, limit: timedelta) -> None:
-        options = dist.distributed_c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, limit
-        self._hosts.broadcast([x], options).wait()
 
 
 def _wait(work: Any) -> None:

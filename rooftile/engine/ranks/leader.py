@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.ranks.failures import RankEnded
-from rooftile.engine.ranks.group import Order, RankGroup
+from rooftile.engine.ranks.group import RankGroup
+from rooftile.engine.ranks.orders import Order
 from rooftile.engine.ranks.processes import WorkerProcesses
 from rooftile.errors import InvalidInput, Unsupported
 
@@ -132,6 +133,10 @@ class Leader:
             found = [] if sums is None else sums.flatten().tolist()
             if len(set(found)) > 1:
                 raise RankEnded(f"the {self.ranks} ranks have drawn different tokens; their checksums are {found}")
+
+    def fail_late(self) -> None:
+        """Ends all ranks but this one, since one of them has not ended its part in time."""
+        self.fail(self._late())
 
     def _late(self) -> RankEnded:
         assert self.group is not None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.engine.ranks.group import Order
 from rooftile.engine.ranks.leader import Leader
+from rooftile.engine.ranks.orders import Order
 from rooftile.engine.steps.runner import Computed, Runner
 from rooftile.engine.steps.step import Step, encode
+
+# all captures together may take this many times as long as a step
+CAPTURES = 10
 
 
 class LeadingRunner(Runner):
@@ -41,7 +45,14 @@ class LeadingRunner(Runner):
         """Captures graphs on all ranks."""
         with self.leader.guarded():
             self.group.send(Order.CAPTURE, torch.empty(0, dtype=torch.int64))
-            super().capture()
+            # a capture begins with a wait for the device, which has no limit of its own
+            limit = threading.Timer(CAPTURES * self.group.limit_s, self.leader.fail_late)
+            limit.daemon = True
+            limit.start()
+            try:
+                super().capture()
+            finally:
+                limit.cancel()
 
     def _collect(self, *found: Any) -> Computed:
         sums, self._sums = self._sums, None

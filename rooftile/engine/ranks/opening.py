@@ -6,6 +6,7 @@ that makes the LLM; those other than 0 serve rank 0 inside of it.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from rooftile.engine.ranks.following import follow
 from rooftile.engine.ranks.group import RankGroup, dist
 from rooftile.engine.ranks.leader import Leader
 from rooftile.engine.ranks.leading_runner import LeadingRunner
+from rooftile.engine.ranks.orders import SocketOrders
 from rooftile.engine.ranks.processes import WorkerProcesses
 from rooftile.engine.ranks.torchrun import Torchrun
 from rooftile.engine.settings.config import EngineConfig
@@ -58,7 +60,8 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
             else:
                 leader.processes = WorkerProcesses(leader.ranks, (blueprint.model, config), leader.fail)
                 meeting = str(leader.processes.meeting)
-                leader.group = _unless_failed(leader, partial(_met, meeting, 0, leader.ranks, config, blueprint.device))
+                orders = SocketOrders(leader.processes.orders)
+                leader.group = _unless_failed(leader, partial(_met, meeting, 0, leader.ranks, config, blueprint.device, orders))
             with reporting_progress(lambda share: leader.check()):
                 built = build_runner(blueprint, leader.group, partial(LeadingRunner, leader))
             return engine_of(blueprint, built), leader
@@ -67,17 +70,17 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         raise
 
 
-def work(model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str) -> None:
+def work(model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str, orders: socket.socket) -> None:
     """Builds another rank's part in a process that rank 0 has started, and runs rank 0's orders."""
     blueprint = Blueprint.of(model, config, rank)
-    group = _met(meeting, rank, ranks, config, blueprint.device)
+    group = _met(meeting, rank, ranks, config, blueprint.device, SocketOrders([orders]))
     follow(build_runner(blueprint, group)[0], group)
 
 
-def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device) -> RankGroup:
+def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device, orders: SocketOrders) -> RankGroup:
     """Returns the group of ranks that meet at a file of this machine."""
     store = dist.FileStore(meeting, ranks)
-    return RankGroup(store, rank, ranks, device, loopback=True, ordered=config.deterministic)
+    return RankGroup(store, rank, ranks, device, loopback=True, ordered=config.deterministic, orders=orders)
 
 
 def _joined(given: Torchrun, config: EngineConfig, device: torch.device) -> RankGroup:

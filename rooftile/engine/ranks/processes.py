@@ -53,6 +53,8 @@ class WorkerProcesses:
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[Connection] = []
+        self.orders: list[socket.socket] = []
+        """A socket to each worker, for orders."""
         try:
             for rank in range(1, ranks):
                 self._start(rank)
@@ -82,6 +84,8 @@ class WorkerProcesses:
                 process.wait()
             for connection in self._sockets:
                 connection.close()
+            for orders in self.orders:
+                orders.close()
 
     def remove_meeting(self) -> None:
         """Removes the file at which the ranks meet: a thread of NCCL's that looks into it would wait for it to come back."""
@@ -89,14 +93,18 @@ class WorkerProcesses:
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
+        sends, receives = socket.socketpair()
+        inherited = theirs.fileno(), receives.fileno()
         # a session of its own: Ctrl-C on a terminal reaches rank 0 only
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rooftile.engine.ranks.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True, env=_environment(),
+            [sys.executable, "-P", "-m", "rooftile.engine.ranks.worker", *map(str, inherited)],
+            stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True, env=_environment(),
         )  # fmt: skip
         theirs.close()
+        receives.close()
         self._processes.append(process)
         self._sockets.append(Connection(ours.detach()))
+        self.orders.append(sends)
 
     def _watch(self) -> None:
         """Waits until a worker ends, and says why."""

@@ -1,6 +1,7 @@
-"""The process of a rank that rank 0 has started: `python -m rooftile.engine.ranks.worker FD`.
+"""The process of a rank that rank 0 has started: `python -m rooftile.engine.ranks.worker FD ORDERS`.
 
 The socket FD is one end of a pair, over which rank 0 says what to build. When the other end closes, this process ends at once.
+The socket ORDERS brings rank 0's orders.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -31,7 +33,7 @@ def main() -> None:
         from rooftile.engine.ranks.opening import work
 
         rank, ranks, meeting, (model, config) = pickle.loads(given)
-        work(model, config, rank, ranks, meeting)
+        work(model, config, rank, ranks, meeting, socket.socket(fileno=int(sys.argv[2])))
     except (InvalidInput, Unsupported) as error:
         connection.send(Told(type(error).__name__, str(error)))
         os._exit(1)
