@@ -97,7 +97,8 @@ class Answer:
     @property
     def wants_more(self) -> bool:
         """Whether another token is due after the pending ones."""
-        return self.finish_reason is None and self.generated + self.pending < self.request.limit
+        request = self.request
+        return self.finish_reason is None and len(self.ids) - len(request.prompt) + self.pending < request.limit
 
 
 @dataclass(slots=True, eq=False)

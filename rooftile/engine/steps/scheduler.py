@@ -186,8 +186,10 @@ class Scheduler:
     def _decode(self, plan: StepPlan, budget: int) -> int:
         """Plans one token of each answer that has one unread token; returns the budget that is left."""
         for request in self.running.copy():
+            if not request.prefilled:
+                continue
             for answer in request.answers:
-                if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
+                if not (answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
                 if answer.pending and request.needs_host:
                     continue
@@ -240,8 +242,8 @@ class Scheduler:
         """Plans further chunks of running prompts; returns the budget that is left."""
         for request in self.running:
             for answer in request.answers:
-                reads = answer.table is not None and answer.wants_more and (answer.unread > 1 or not request.prefilled)
-                if reads and budget:
+                unread = answer.unread > 1 or not request.prefilled
+                if unread and answer.table is not None and answer.wants_more and budget:
                     budget -= self._prefill(plan, answer, budget)
         return budget
 
@@ -294,6 +296,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Starts what waits, in order, while there are slots, blocks and budget for it."""
         for request in self.running:
+            if not request.queued and request.kept is None:
+                continue
             budget = self._start(plan, request, budget)
             if request.queued:
                 return

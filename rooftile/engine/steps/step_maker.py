@@ -33,15 +33,19 @@ class StepMaker:
         self.all_chunks, self.separates_prompts = all_chunks, separates_prompts
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * slots
+        # one object for equal features, so that a step of many answers joins few
+        self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
     def make(self, plan: StepPlan) -> Step:
         """Returns the step of a plan."""
         for answer in plan.started:
-            self._features[answer.slot] = features_of(answer.request.params)
+            features = features_of(answer.request.params)
+            self._features[answer.slot] = self._kinds.setdefault(features, features)
         answers = [answer for work in plan.work for answer in work.outputs]
         bans = [
             (row, token)
             for row, answer in enumerate(answers)
+            if answer.request.banned or answer.request.params.min_tokens
             for token in banned_next(answer, answer.generated + answer.pending - 1)
         ]
         masked = [answer for answer in answers if answer.grammar is not None]
