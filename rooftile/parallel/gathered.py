@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     share: Share
     group: dist.ProcessGroup
     settings: CallSettings
-    first_head: int = 0  # of the whole problem
+    first_head: int = 0  # head 0 as the whole problem counts it
 
     def head_groups(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[HeadGroup]:
         """Returns groups of key heads and their query heads, the same on every rank."""

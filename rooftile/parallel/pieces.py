@@ -21,7 +21,7 @@ class LocalPiece:
     piece: Piece
     rows: Range
     keys: Range
-    starts: tuple[Start, ...]  # of its sequences
+    starts: tuple[Start, ...]  # one per sequence
 
     @property
     def columns(self) -> Range:

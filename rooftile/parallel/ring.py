@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     cu: tuple[int, ...] | None
     mask: Mask
     settings: CallSettings
-    first_head: int = 0  # of the whole problem
+    first_head: int = 0  # head 0 as the whole problem counts it
 
     def parts(self, owner: int) -> tuple[Part, ...]:
         """Returns what this rank computes of the keys that `owner` holds."""
