@@ -99,7 +99,7 @@ def attention(
     """
     settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = _options(bias, alibi, sinks)
-    return _attend(q, k, v, mask, options, settings, blocks, key_padding_mask)[0]
+    return attend(q, k, v, mask, options, settings, blocks, key_padding_mask)[0]
 
 
 @answers_foreign_words
@@ -135,7 +135,7 @@ def attention_with_lse(
     """
     settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = _options(bias, alibi, sinks)
-    return _attend(q, k, v, mask, options, settings, blocks, key_padding_mask)
+    return attend(q, k, v, mask, options, settings, blocks, key_padding_mask)
 
 
 @answers_foreign_words
@@ -183,7 +183,7 @@ def attention_packed(
     """
     settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = Options(bias, alibi, sinks, None, cu_q, cu_k)
-    return _attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)[0]
+    return attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)[0]
 
 
 @answers_foreign_words
@@ -211,7 +211,7 @@ def attention_packed_with_lse(
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
     settings = CallSettings(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = Options(bias, alibi, sinks, None, cu_q, cu_k)
-    return _attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)
+    return attend(q, k, v, mask, options, settings, blocks, is_packed=True, validate=validate)
 
 
 @answers_foreign_words
@@ -459,7 +459,7 @@ def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) ->
     return NO_OPTIONS if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, settings: CallSettings, blocks: Blocks | None = None,
     padding: Tensor | None = None, *, is_packed: bool = False, validate: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -60,7 +60,7 @@ def completed(call: Call) -> tuple[Call, str]:
         options = checks.check_packed(q, k, options, False)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (autocast(x) for x in (q, k, v))
-    if settings.dropout or settings.seed is not None:
+    if options.seed is None and (settings.dropout or settings.seed is not None):
         options = replaced(options, seed=checks.check_seed(settings.seed, settings.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
     code = checks.spec_code(q, k, v, mask, options, settings, _beyond_reverse_mode(q, k, v, *options))

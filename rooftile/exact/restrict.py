@@ -75,12 +75,16 @@ def over_keys(piece: Piece, s_start: int, s_stop: int) -> Piece | None:
     )  # fmt: skip
 
 
-def restrict_packed(mask: Mask, t_start: int, t_stop: int, cu: Sequence[int]) -> list[Piece]:
+def restrict_packed(mask: Mask, t_start: int, t_stop: int, cu: Sequence[int], same_first_key: bool = False) -> list[Piece]:
     """Returns the pieces of self-attention from tokens [t_start, t_stop) of sequences that lie back to back, with offsets `cu`.
 
     A sequence that lies whole in the range keeps its mask, so all of these are one piece; the first and the last may be cut.
+
+    Args:
+        same_first_key: sequences of one piece begin at the same key of their own, so that one slice of a bias serves them.
     """
     found: list[Piece] = []
+    first_key = 0
     for low, high in pairwise(cu):
         a, b = max(low, t_start), min(high, t_stop)
         if a >= b:
@@ -94,8 +98,9 @@ def restrict_packed(mask: Mask, t_start: int, t_stop: int, cu: Sequence[int]) ->
                 (0, part.t_stop - part.t_start), (0, part.s_stop - part.s_start),
             )  # fmt: skip
             joined = _joined(found[-1], moved) if found else None
-            if joined is None:
+            if joined is None or (same_first_key and part.s_start != first_key):
                 found.append(moved)
+                first_key = part.s_start
             else:
                 found[-1] = joined
     return found

@@ -60,6 +60,7 @@ class Spec:
     wide_grads: bool = False  # gradients of q, k and v in fp32, to be added up by the caller and rounded once
     # the keys are a part of those that lse is of, and of those that the caller merges: o in fp32, and no lse is made more exact
     partial: bool = False
+    placed: bool = False  # the call is a part of a larger problem, and its seed says which (see `rooftile.exact.places`)
     precision: Precision | None = None  # formats of the forward's matrix products; None: the dtype of the inputs
     v_order: ValueOrder | None = None  # the order of values that are already quantised; None if the backend quantises them
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
@@ -113,14 +114,15 @@ class Spec:
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
         words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
         words += ["deterministic"] * self.deterministic + ["fp32-grads"] * self.wide_grads
-        words += ["partial"] * self.partial
+        words += ["partial"] * self.partial + ["placed"] * self.placed
         return " ".join([*words, f"on {self.device}"])
 
 
 class Options(NamedTuple):
     """The tensors that an attention call may carry beside q, k and v. Absent ones are None.
 
-    bias is dense (1|B, 1|H, 1|T, 1|S) or packed (1|H, 1|total_q, J), alibi (1|B, H) slopes, sinks (H,), seed (1,) int64,
+    bias is dense (1|B, 1|H, 1|T, 1|S) or packed (1|H, 1|total_q, J), alibi (1|B, H) slopes, sinks (H,), seed (1,) int64 or,
+    with places (`rooftile.exact.places`), (1 + 4 B,),
     cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences. The others are the lists of `rooftile.Blocks`, by
     queries, and by keys where there is a backward.
     """
@@ -188,7 +190,7 @@ def option_names(spec: Spec) -> tuple[str, ...]:
         "bias": spec.has_bias,
         "alibi": spec.has_alibi,
         "sinks": spec.has_sinks,
-        "seed": spec.dropout > 0,
+        "seed": spec.dropout > 0 or spec.placed,
         "cu_q": spec.layout == "packed",
         "cu_k": spec.layout == "packed",
         "block_counts": spec.block_size is not None,
@@ -278,13 +280,14 @@ def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, device, deterministic=False, softcap=0.0, dropout=0.0, has_bias=False,
     has_alibi=False, has_sinks=False, needs_grad=False, bias_grad=False, needs_lse=False, forward_mode=False,
     precision="native", has_kv_scales=False, queries="any", v_order=None, block_size=None, has_bits=False,
-    wide_grads=False, partial=False,
+    wide_grads=False, partial=False, placed=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
     flags = (
         has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode
         + 128 * deterministic + 256 * has_kv_scales + 512 * has_bits + 1024 * wide_grads + 2048 * partial
+        + 4096 * placed
     )  # fmt: skip
     size = "None" if block_size is None else f"{block_size[0]}x{block_size[1]}"
     return (
@@ -296,7 +299,7 @@ def encode(
 # the bits of a code's flags, as `encode` adds them
 _FLAGS = (
     "has_bias", "has_alibi", "has_sinks", "needs_grad", "bias_grad", "needs_lse", "forward_mode", "deterministic",
-    "has_kv_scales", "has_bits", "wide_grads", "partial",
+    "has_kv_scales", "has_bits", "wide_grads", "partial", "placed",
 )  # fmt: skip
 
 

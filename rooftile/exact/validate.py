@@ -46,7 +46,7 @@ def spec_code(
     if bias is not None:
         _check_bias(bias, q, k, packed)
     if alibi is not None:
-        _check_slopes(alibi, q, options.cu_q.shape[0] - 1 if packed else q.shape[0])
+        check_slopes(alibi, q, options.cu_q.shape[0] - 1 if packed else q.shape[0])
         if alibi.requires_grad:
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
     recipe = recipe_of(settings.precision)
@@ -56,6 +56,7 @@ def spec_code(
         q, k.shape[-2], v.shape[-1], mask, options, settings,
         layout="packed" if packed else "dense",
         dropout=_probability(settings.dropout),
+        placed=options.seed is not None and options.seed.shape[0] > 1,
         has_bias=bias is not None,
         needs_grad=needs_grad,
         bias_grad=bias is not None and bool(records(bias)),
@@ -85,7 +86,7 @@ def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, s
         raise InvalidInput(f"q is {tuple(q.shape)}; {word}, so it must have {len(axes)} axes ({', '.join(axes)})")
     _check_pages(q, cache)
     if options.alibi is not None:
-        _check_slopes(options.alibi, q, cache.table.shape[0])
+        check_slopes(options.alibi, q, cache.table.shape[0])
     if torch.compiler.is_compiling() and torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
         raise InvalidInput("q or the cache requires a gradient; attention_paged has none: compile it under torch.no_grad()")
     return _code(
@@ -374,7 +375,7 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")
 
 
-def _check_slopes(alibi: Tensor, q: Tensor, batch: int) -> None:
+def check_slopes(alibi: Tensor, q: Tensor, batch: int) -> None:
     H = q.shape[-2]
     _check_vector("alibi", alibi, q, {"(H,)": (H,), "(B, H)": (batch, H)})
 

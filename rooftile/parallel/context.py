@@ -16,7 +16,8 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
-from rooftile.parallel.attention import METHODS, context_attention
+from rooftile.parallel.arguments import METHODS
+from rooftile.parallel.attention import context_attention
 from rooftile.parallel.layouts import LAYOUTS
 from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
@@ -110,11 +111,13 @@ def _attend(call: Call, *, group: Any, layout: str, method: str, cu: Tensor | No
         if q.shape[0] != 1:
             raise InvalidInput(f"q has batch {q.shape[0]} inside rooftile.parallel.context(cu=...); a pack has batch 1")
         q, k, v = (x.squeeze(0) for x in (q, k, v))
+        if isinstance(options.bias, Tensor) and options.bias.ndim == 4:
+            options = options._replace(bias=options.bias.squeeze(0))
     with split_off():
         o, lse = context_attention(
             q, k, v, mask, group=group, layout=layout, method=method, cu=cu, tokens=tokens, return_lse=True,
             alibi=options.alibi, backend=settings.backend, bias=options.bias, deterministic=settings.deterministic,
-            dropout=settings.dropout, scale=settings.scale, sinks=options.sinks, softcap=settings.softcap,
+            dropout=settings.dropout, scale=settings.scale, seed=settings.seed, sinks=options.sinks, softcap=settings.softcap,
         )  # fmt: skip
     return (o.unsqueeze(0), lse.unsqueeze(0)) if cu is not None else (o, lse)
 

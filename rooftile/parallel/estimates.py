@@ -27,7 +27,7 @@ from rooftile.exact.spec import DTYPE_NAMES, Problem, Sizes, Spec
 from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.link import Link
 from rooftile.parallel.gathered import groups_of
-from rooftile.parallel.layouts import LAYOUTS
+from rooftile.parallel.layouts import LAYOUTS, ranges
 from rooftile.parallel.pieces import Share, share_of
 from rooftile.parallel.traffic import WIDE_BYTES, Sequence, bytes_sent
 
@@ -117,7 +117,8 @@ def plan(
     parts = {each: one * part / sum(parts.values()) if one else 0.0 for each, part in parts.items()}
     refusals = tuple(_refusals(sequence, problem))
     refused = {method for method, _ in refusals}
-    shares = [share_of(sequence.mask, sequence.tokens, layout, rank, ranks, sequence.cu) for rank in range(ranks)]
+    held = ranges(sequence.tokens, ranks, layout)
+    shares = [share_of(sequence.mask, held, rank, sequence.cu) for rank in range(ranks)]
     model = _Model(sequence, shares, link, rates.bytes_per_s / 1e6, parts)
     found = [model.estimate(method) for method in ("gather", "ulysses", "ring") if method not in refused]
     found.sort(key=lambda each: each.time_us)

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftile.exact.spec import CallSettings, Options
+from rooftile.exact.spec import NO_OPTIONS, CallSettings, Options
 from rooftile.parallel.exchange import Fetched
 from rooftile.parallel.lanes import Lanes
 from rooftile.parallel.layouts import Range
 from rooftile.parallel.local import LocalCall, added, local_call, some
+from rooftile.parallel.options import of_part, part_of_bias
 from rooftile.parallel.pieces import LocalPiece, Share
 
 # bytes of keys and values that a rank fetches per group of heads, and the most groups: each is a launch per piece
@@ -33,7 +34,7 @@ class Problem(NamedTuple):
     share: Share
     group: dist.ProcessGroup
     settings: CallSettings
-    backend: str | None
+    first_head: int = 0  # head 0 as the whole problem counts it
 
     def head_groups(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[HeadGroup]:
         """Returns groups of key heads and their query heads, the same on every rank."""
@@ -63,7 +64,7 @@ class HeadGroup(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
     """Returns o and lse of this rank's queries."""
-    found: tuple[Tensor, Tensor] = _Gathered.apply(problem, q, k, v, options.bias, options.alibi, options.sinks)
+    found: tuple[Tensor, Tensor] = _Gathered.apply(problem, q, k, v, *options[:4])
     return found
 
 
@@ -78,8 +79,9 @@ class _Gathered(torch.autograd.Function):
         bias: Tensor | None,
         alibi: Tensor | None,
         sinks: Tensor | None,
+        seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        options = Options(bias, alibi, sinks)
+        options = Options(bias, alibi, sinks, seed)
         groups = problem.head_groups(q, k, v, options)
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -138,7 +140,7 @@ class _Gathered(torch.autograd.Function):
             for local, of_keys, extra in found:
                 sums = [added(total, grad, *local.keys, keys.shape[-3]) for total, grad in zip(sums, of_keys, strict=True)]
                 if dbias is not None and "bias" in extra:
-                    _bias_part(dbias, local).add_(extra["bias"])
+                    part_of_bias(dbias, local.rows, local.columns).add_(extra["bias"])
                 if dsinks is not None and "sinks" in extra:
                     dsinks[each.queries] += extra["sinks"]
             grads = [torch.zeros_like(x, dtype=lse.dtype) if y is None else y for x, y in zip((keys, values), sums, strict=True)]
@@ -151,7 +153,7 @@ class _Gathered(torch.autograd.Function):
         return (
             None, dq, dk, dv,
             dbias.to(bias.dtype) if dbias is not None and wanted[4] else None, None,
-            dsinks.to(sinks.dtype) if dsinks is not None and wanted[6] else None,
+            dsinks.to(sinks.dtype) if dsinks is not None and wanted[6] else None, None,
         )  # fmt: skip
 
 
@@ -161,11 +163,12 @@ def _prepared(
 ) -> LocalCall:  # fmt: skip
     """A piece's call for a group of heads."""
     piece = local.piece
-    bias = options.bias if options.bias is None else _bias_part(options.bias, local)
-    own = Options(bias, some(options.alibi, (..., group.queries)), some(options.sinks, group.queries))
+    own = NO_OPTIONS
+    if any(x is not None for x in options):
+        own = of_part(options, local.starts, local.rows, local.columns, group.queries, problem.first_head, tensors[0])
     cu = None if piece.cu_q is None or piece.cu_k is None else (piece.cu_q, piece.cu_k)
     needs = (wanted[1], wanted[2], wanted[3], wanted[4], wanted[6])
-    return local_call(*tensors, piece.mask, own, problem.settings, problem.backend, needs, cu)
+    return local_call(*tensors, piece.mask, own, problem.settings, needs, cu)
 
 
 def _with_options(
@@ -191,10 +194,3 @@ def _of_piece(x: Tensor, rows: Range, heads: slice) -> Tensor:
 
 def _rows_of_lse(lse: Tensor, rows: Range, heads: slice) -> Tensor:
     return lse[..., heads, slice(*rows)]
-
-
-def _bias_part(bias: Tensor, local: LocalPiece) -> Tensor:
-    """The rows and columns of a bias (..., rows of this rank or 1, all keys or 1) that a piece needs."""
-    if bias.shape[-2] > 1:
-        bias = bias[..., slice(*local.rows), :]
-    return bias[..., local.piece.s_start : local.piece.s_stop] if bias.shape[-1] > 1 else bias

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.exact.api import attention_packed_with_lse, attention_with_lse
+from rooftile.exact import api
 from rooftile.exact.masks import Mask
+from rooftile.exact.places import Place, with_places
 from rooftile.exact.spec import CallSettings, Options
-from rooftile.parallel.layouts import ranges
+from rooftile.parallel.layouts import Held, count
+from rooftile.parallel.local import some
 from rooftile.runtime.ranks import Ranks
 
 
@@ -26,11 +28,14 @@ class Problem(NamedTuple):
     """A call of `context_attention` on one rank."""
 
     ranks: Ranks
-    layout: str
-    tokens: int
+    held: Held
     cu: tuple[int, ...] | None
     settings: CallSettings
-    backend: str | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of tokens that each rank holds."""
+        return [count(parts) for parts in self.held]
 
 
 def check(q: Tensor, k: Tensor, options: Options, ranks: Ranks) -> None:
@@ -54,17 +59,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, proble
         k, v = (x.repeat_interleave(P // Hk, dim=-2) for x in (k, v))
     q, k, v = (_TokensToHeads.apply(x, problem) for x in (q, k, v))
     own = slice(rank * (H // P), (rank + 1) * (H // P))
-    s = problem.settings
-    given = {
-        "alibi": None if options.alibi is None else options.alibi[..., own],
-        "sinks": None if options.sinks is None else options.sinks[own],
-        "backend": problem.backend, "deterministic": s.deterministic, "scale": s.scale, "softcap": s.softcap,
-    }  # fmt: skip
-    if problem.cu is None:
-        o, lse = attention_with_lse(q, k, v, mask, **given)
-    else:
-        cu = torch.tensor(problem.cu, dtype=torch.int32)
-        o, lse = attention_packed_with_lse(q, k, v, cu, cu, mask, **given)
+    alibi, sinks, seed = some(options.alibi, (..., own)), some(options.sinks, own), options.seed
+    if seed is not None:
+        sequences = range(q.shape[0] if problem.cu is None else len(problem.cu) - 1)
+        seed = with_places(seed, tuple(Place(b, own.start, 0, 0) for b in sequences), q.device)
+    cu = None if problem.cu is None else torch.tensor(problem.cu, dtype=torch.int32)
+    own_options = Options(None, alibi, sinks, seed, cu, cu)
+    o, lse = api.attend(q, k, v, mask, own_options, problem.settings, is_packed=cu is not None)
     o = _HeadsToTokens.apply(o, problem)
     lse = _HeadsToTokens.apply(lse.transpose(-1, -2).unsqueeze(-1), problem)
     return o, lse.squeeze(-1).transpose(-1, -2)
@@ -95,13 +96,12 @@ class _HeadsToTokens(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, problem: Problem) -> Tensor:
-    ranks, held = problem.ranks, ranges(problem.tokens, problem.ranks.count, problem.layout)
+    ranks, held, sizes = problem.ranks, problem.held, problem.sizes
     own = x.unflatten(-2, (ranks.count, -1)).movedim(-3, 0).contiguous()  # (P, ..., tokens, heads of a rank, dim)
-    sizes = [sum(b - a for a, b in parts) for parts in held]
     width = own[0].numel() // max(x.shape[-3], 1) if x.shape[-3] else x.shape[:-3].numel() * own.shape[-2:].numel()
     got = x.new_empty(sum(sizes) * width)
     dist.all_to_all_single(got, own.view(-1), [size * width for size in sizes], [own[0].numel()] * ranks.count, group=ranks.group)
-    found = x.new_empty((*x.shape[:-3], problem.tokens, *own.shape[-2:]))
+    found = x.new_empty((*x.shape[:-3], sum(sizes), *own.shape[-2:]))
     for part, size, parts in zip(got.split([size * width for size in sizes]), sizes, held, strict=True):
         _laid(part.view(*x.shape[:-3], size, *own.shape[-2:]), found, parts)
     return found
@@ -115,8 +115,7 @@ def _laid(part: Tensor, whole: Tensor, parts: tuple[tuple[int, int], ...]) -> No
 
 
 def _to_tokens(x: Tensor, problem: Problem) -> Tensor:
-    ranks, held = problem.ranks, ranges(problem.tokens, problem.ranks.count, problem.layout)
-    sizes = [sum(b - a for a, b in parts) for parts in held]
+    ranks, held, sizes = problem.ranks, problem.held, problem.sizes
     sent = torch.cat([torch.cat([x[..., a:b, :, :] for a, b in parts], dim=-3).reshape(-1) for parts in held])
     width = x.shape[:-3].numel() * x.shape[-2:].numel()
     own = sizes[ranks.rank]

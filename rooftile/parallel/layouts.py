@@ -15,11 +15,13 @@ from rooftile.errors import InvalidInput
 from rooftile.runtime.ranks import contiguous
 
 Range = tuple[int, int]
+# the ranges of each rank
+Held = tuple[tuple[Range, ...], ...]
 LAYOUTS = ("zigzag", "contiguous")
 
 
 @cache
-def ranges(tokens: int, ranks: int, layout: str) -> tuple[tuple[Range, ...], ...]:
+def ranges(tokens: int, ranks: int, layout: str) -> Held:
     """Returns the ranges [start, stop) that each rank holds, in the order in which it holds them.
 
     Example:

@@ -41,7 +41,7 @@ _KNOWN = BoundedCache()
 
 
 def local_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings, backend: str | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings,
     needs: tuple[bool, bool, bool, bool, bool], cu: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> LocalCall:  # fmt: skip
     """Checks a call and chooses its backend, as `rooftile.attention` does.
@@ -53,7 +53,7 @@ def local_call(
     offsets = [] if cu is None else [_offsets(each, q.device) for each in cu]
     plain = options is NO_OPTIONS or all(x is None for x in options)
     key = (
-        q.shape[-2:], k.shape[-2:], v.shape[-1], q.dtype, q.device, mask, settings, backend, needs, cu is None,
+        q.shape[-2:], k.shape[-2:], v.shape[-1], q.dtype, q.device, mask, settings, needs, cu is None,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if plain and key in _KNOWN:
@@ -70,7 +70,7 @@ def local_call(
         if cu is not None:
             options = options._replace(cu_q=offsets[0], cu_k=offsets[1])
         call, code = completed(Call(q, k, v, mask, options, settings, cu is not None))
-    chosen = dispatch.choose(code, backend)
+    chosen = dispatch.choose(code, settings.backend)
     if plain:
         _KNOWN[key] = code, chosen
     return LocalCall(code, chosen, [x.detach() for x in listed(call.options)])

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rooftile.exact.masks import Mask
 from rooftile.exact.restrict import Piece, over_keys, restrict
-from rooftile.exact.spec import NO_OPTIONS, CallSettings
+from rooftile.exact.spec import NO_OPTIONS, CallSettings, Options
 from rooftile.parallel.lanes import Lanes
-from rooftile.parallel.layouts import Range, count, ranges
+from rooftile.parallel.layouts import Held, Range, count
 from rooftile.parallel.local import LocalCall, added, local_call
+from rooftile.parallel.options import Start, of_part, part_of_bias
 from rooftile.runtime.ranks import Ranks
 
 
@@ -29,20 +30,19 @@ class Problem(NamedTuple):
     """A call of `context_attention` on one rank."""
 
     ranks: Ranks
-    layout: str
-    tokens: int
+    tokens: Held
     cu: tuple[int, ...] | None
     mask: Mask
     settings: CallSettings
-    backend: str | None
+    first_head: int = 0  # head 0 as the whole problem counts it
 
     def parts(self, owner: int) -> tuple[Part, ...]:
         """Returns what this rank computes of the keys that `owner` holds."""
-        return _parts(self.mask, self.tokens, self.layout, self.ranks.rank, owner, self.ranks.count, self.cu)
+        return _parts(self.mask, self.tokens, self.ranks.rank, owner, self.cu)
 
     def held(self, rank: int) -> int:
         """Returns the number of tokens that a rank holds."""
-        return count(ranges(self.tokens, self.ranks.count, self.layout)[rank])
+        return count(self.tokens[rank])
 
 
 class Part(NamedTuple):
@@ -51,41 +51,51 @@ class Part(NamedTuple):
     mask: Mask
     rows: Range
     keys: Range
+    start: Start
+
+    @property
+    def columns(self) -> Range:
+        """The keys, counted within their sequence: columns of a bias."""
+        return self.start.key, self.start.key + self.keys[1] - self.keys[0]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, problem: Problem) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
     """Returns o and lse of this rank's queries: (B, T / P, H, Dv) and (B, H, T / P), or packed."""
     packed = q.ndim == 3
+    bias = options.bias
     if packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    o, lse = _Ring.apply(problem, q, k, v, sinks)
+        bias = None if bias is None else bias.unsqueeze(0)
+    o, lse = _Ring.apply(problem, q, k, v, bias, options.alibi, options.sinks, options.seed)
     return (o.squeeze(0), lse.squeeze(0)) if packed else (o, lse)
 
 
 @lru_cache(maxsize=1024)
-def _parts(
-    mask: Mask, tokens: int, layout: str, rank: int, owner: int, ranks: int, cu: tuple[int, ...] | None
-) -> tuple[Part, ...]:
+def _parts(mask: Mask, held: Held, rank: int, owner: int, cu: tuple[int, ...] | None) -> tuple[Part, ...]:
     """Cuts the mask to the ranges of a rank's queries and of an owner's keys."""
-    held, found = ranges(tokens, ranks, layout), []
+    tokens, found = sum(map(count, held)), []
     rows = 0
     for t_start, t_stop in held[rank]:
-        for low, high, piece in _cells(mask, t_start, t_stop, tokens, cu):
+        for sequence, first, low, high, piece in _cells(mask, t_start, t_stop, tokens, cu):
             keys = 0
             for s_start, s_stop in held[owner]:
                 part = over_keys(piece, max(s_start, low), min(s_stop, high)) if max(s_start, low) < min(s_stop, high) else None
                 if part is not None:
                     at = rows + part.t_start - t_start, rows + part.t_stop - t_start
-                    found.append(Part(part.mask, at, (keys + part.s_start - s_start, keys + part.s_stop - s_start)))
+                    start = Start(sequence, part.t_start - first, part.s_start - first)
+                    found.append(Part(part.mask, at, (keys + part.s_start - s_start, keys + part.s_stop - s_start), start))
                 keys += s_stop - s_start
         rows += t_stop - t_start
     return tuple(found)
 
 
 def _cells(mask: Mask, t_start: int, t_stop: int, tokens: int, cu: tuple[int, ...] | None) -> Any:
-    """Yields pieces without chunks in the coordinates of the whole sequence, each with the range of keys that it may show."""
+    """Yields pieces without chunks in the coordinates of all tokens.
+
+    Each comes with its sequence's number and first token, and with the range of keys that it may show.
+    """
     bounds = [0, tokens] if cu is None else list(cu)
-    for low, high in pairwise(bounds):
+    for sequence, (low, high) in enumerate(pairwise(bounds)):
         a, b = max(low, t_start), min(high, t_stop)
         if a >= b:
             continue
@@ -98,14 +108,17 @@ def _cells(mask: Mask, t_start: int, t_stop: int, tokens: int, cu: tuple[int, ..
                 moved = Piece(
                     piece.mask, piece.t_start + low, piece.t_stop + low, piece.s_start + low, piece.s_stop + low, piece.ahead
                 )  # fmt: skip
-                yield low + first, min(low + last, high), moved
+                yield sequence, low, low + first, min(low + last, high), moved
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alibi: Tensor | None,
+        sinks: Tensor | None, seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        # the sink is no part's: it joins the merged rows
+        options = Options(bias, alibi, None, seed)
         merged = _Merged(q, v.shape[-1])
         lanes = Lanes(q.device)
         for owner, (keys, values) in _around(problem, k, v):
@@ -114,7 +127,7 @@ class _Ring(torch.autograd.Function):
             for n, part in enumerate(problem.parts(owner)):
                 tensors = _rows(q, part.rows), _rows(keys, part.keys), _rows(values, part.keys)
                 with lanes.lane(n):
-                    results.append((part.rows, *_prepared(problem, part, tensors, False).forward(*tensors)))
+                    results.append((part.rows, *_prepared(problem, part, tensors, options, None).forward(*tensors)))
             lanes.join()
             for result in results:
                 merged.add(*result)
@@ -125,15 +138,17 @@ class _Ring(torch.autograd.Function):
             lse = total
         rounded = o.to(q.dtype)
         # first a tensor of a shape that no other attention saves (see `gathered`)
-        ctx.save_for_backward(q.new_empty((0, 1)), q, k, v, rounded, lse, sinks)
+        ctx.save_for_backward(q.new_empty((0, 1)), q, k, v, rounded, lse, *options[:2], sinks, seed)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         return rounded, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        _, q, k, v, o, lse, sinks = ctx.saved_tensors
+        _, q, k, v, o, lse, bias, alibi, sinks, seed = ctx.saved_tensors
         problem: Problem = ctx.problem
+        options, wants_bias = Options(bias, alibi, None, seed), ctx.needs_input_grad[4]
+        dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if wants_bias else None
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         do = torch.zeros_like(o) if do is None else do
         grads: list[Tensor] = []
@@ -147,27 +162,30 @@ class _Ring(torch.autograd.Function):
                 rows, held = part.rows, part.keys
                 tensors = _rows(q, rows), _rows(keys, held), _rows(values, held)
                 with lanes.lane(n):
-                    found, _ = _prepared(problem, part, tensors, True).backward(
+                    found, extra = _prepared(problem, part, tensors, options, wants_bias).backward(
                         _rows(do, rows), None if dlse is None else dlse[..., slice(*rows)], *tensors, _rows(o, rows),
                         lse[..., slice(*rows)],
                     )  # fmt: skip
-                results.append((rows, held, found))
+                results.append((part, found, extra))
             lanes.join()
             sums: list[Tensor | None] = [None, None]
-            for rows, held, found in results:
-                _rows(dq, rows).add_(found[0])
-                sums = [added(total, grad, *held, keys.shape[1]) for total, grad in zip(sums, found[1:], strict=True)]
+            for part, found, extra in results:
+                _rows(dq, part.rows).add_(found[0])
+                if dbias is not None:
+                    part_of_bias(dbias, part.rows, part.columns).add_(extra["bias"])
+                sums = [added(total, grad, *part.keys, keys.shape[1]) for total, grad in zip(sums, found[1:], strict=True)]
             own = [torch.zeros_like(x, dtype=lse.dtype) if y is None else y for x, y in zip((keys, values), sums, strict=True)]
             grads = own if coming is None else [x.add_(y) for x, y in zip(coming.wait(), own, strict=True)]
         if problem.ranks.count > 1:
             # home again
             grads = _Passed(problem, grads, problem.ranks.rank).wait()
         dsinks = None
-        if sinks is not None and ctx.needs_input_grad[4]:
+        if sinks is not None and ctx.needs_input_grad[6]:
             D = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(-1, -2)
             D = D if dlse is None else D - dlse
             dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * D).sum((0, 2)).to(sinks.dtype)
-        return None, dq.to(q.dtype), grads[0].to(k.dtype), grads[1].to(v.dtype), dsinks
+        dbias = None if dbias is None else dbias.to(bias.dtype)
+        return None, dq.to(q.dtype), grads[0].to(k.dtype), grads[1].to(v.dtype), dbias, None, dsinks, None
 
 
 def _around(problem: Problem, k: Tensor, v: Tensor) -> Any:
@@ -208,9 +226,17 @@ def _start(group: dist.ProcessGroup, rank: int, ranks: int, outgoing: list[Tenso
     return list(dist.batch_isend_irecv(sends + receives)) if sends or receives else []
 
 
-def _prepared(problem: Problem, part: Part, tensors: tuple[Tensor, Tensor, Tensor], back: bool) -> LocalCall:
-    needs = (back, back, back, False, False)
-    return local_call(*tensors, part.mask, NO_OPTIONS, problem.settings, problem.backend, needs)
+def _prepared(
+    problem: Problem, part: Part, tensors: tuple[Tensor, Tensor, Tensor], options: Options, bias_grad: bool | None
+) -> LocalCall:
+    """A part's call; for the forward, `bias_grad` is None."""
+    back = bias_grad is not None
+    own = NO_OPTIONS
+    if any(x is not None for x in options):
+        own = of_part(
+            options, (part.start,), part.rows, part.columns, slice(0, tensors[0].shape[-2]), problem.first_head, tensors[0]
+        )
+    return local_call(*tensors, part.mask, own, problem.settings, (back, back, back, bool(bias_grad), False))
 
 
 class _Merged:

@@ -50,7 +50,7 @@ def bytes_sent(method: str, sequence: Sequence, phase: str = "fwd") -> int:
 
 
 def _gathered(s: Sequence, rank: int, back: bool) -> int:
-    exchange = share_of(s.mask, s.tokens, s.layout, rank, s.ranks, s.cu).exchange
+    exchange = share_of(s.mask, ranges(s.tokens, s.ranks, s.layout), rank, s.cu).exchange
     row = s.B * s.Hk * (s.D + s.Dv)
     # the backward fetches the keys again, and gives back a gradient for each that it fetched
     return row * (exchange.tokens_sent * s.itemsize + (exchange.tokens_fetched * WIDE_BYTES if back else 0))

@@ -81,6 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "bias_grad": True,
         "has_alibi": True,
         "has_sinks": True,
+        "placed": True,
         "layout": "packed",
     },
 }

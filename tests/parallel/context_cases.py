@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import product
 from typing import Any
 
@@ -15,10 +16,14 @@ from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Window
 from rooftile.parallel import context_attention, positions, shard, unshard
 
 MASKS = (FULL, CAUSAL, CAUSAL & Window(7), Window(5, 3), Prefix(9), Chunk(6), CAUSAL & Chunk(8), Prefix(20) & Window(11))
+# each form of a piece: ahead of the last query, between keys that are cut away, in two parts, in chunks
+WITH_OPTIONS = (CAUSAL & Window(7), Window(5, 3), Prefix(9), Chunk(6))
 # documents of one token, of none, and across every boundary
 OFFSETS = (0, 1, 1, 20, 37)
 # "far" has an lse far from 0, which a backward makes more exact where it has all of a row's keys
-OPTIONS: tuple[tuple[str, ...], ...] = ((), ("sinks", "softcap", "scale"), ("alibi",), ("bias",), ("far",))
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (), ("sinks", "softcap", "scale"), ("alibi",), ("bias",), ("far",), ("dropout",), ("dropout", "alibi", "bias", "sinks"),
+)  # fmt: skip
 
 
 def agreement(rank: int, ranks: int) -> list[tuple[str, float]]:
@@ -28,14 +33,11 @@ def agreement(rank: int, ranks: int) -> list[tuple[str, float]]:
         ("zigzag", "contiguous"), ("gather", "ulysses", "ring"), MASKS, (None, OFFSETS), (1, 4), OPTIONS
     ):
         T, H = 37, 4
-        ahead = mask.right != 0
         if method == "ulysses" and (H % ranks or (Hk % ranks and ranks % Hk) or "bias" in names):
             continue
-        if method == "ring" and names in (("alibi",), ("bias",)):
+        if names and (layout == "contiguous" or Hk == 1 or mask not in WITH_OPTIONS):
             continue
-        if ("bias" in names and cu is not None) or ("alibi" in names and ahead and method == "gather"):
-            continue
-        if names and (layout == "contiguous" or Hk == 1):
+        if "far" not in names and "sinks" not in names and names and method == "ulysses" and cu is None:
             continue
         name = f"{layout} {method} {mask} {'packed' if cu else 'dense'} Hk={Hk} {names}"
         found.append((name, _difference(T, H, Hk, mask, cu, layout, method, names)))
@@ -54,9 +56,15 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
     if "far" in names:
         options["scale"] = 30.0
     if "alibi" in names:
-        options["alibi"] = torch.rand(H, dtype=torch.float64)
+        options["alibi"] = torch.rand((len(cu) - 1 if cu else 2, H) if "dropout" in names else H, dtype=torch.float64)
     if "bias" in names:
-        options["bias"] = torch.randn(1, H, T, T, dtype=torch.float64)
+        # one row for all, and a head for all where other options are beside it
+        few = "dropout" in names
+        longest = max(b - a for a, b in itertools.pairwise(cu)) if cu else T
+        outer = () if cu else (1,)
+        options["bias"] = torch.randn(*outer, 1 if few else H, 1 if few else T, longest, dtype=torch.float64)
+    if "dropout" in names:
+        options |= {"dropout": 0.3, "seed": 2**40 + 17}
     leaves = {"q": q, "k": k, "v": v} | {n: x for n, x in options.items() if n in ("sinks", "bias")}
     leaves = {n: x.clone().requires_grad_() for n, x in leaves.items()}
     tensors, rest = [leaves[n] for n in "qkv"], options | {n: x for n, x in leaves.items() if n not in "qkv"}
@@ -68,7 +76,8 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
     due = _gradients(o, lse, do, dlse, leaves)
     own = {n: shard(x.detach(), dim=axis, layout=layout) for n, x in leaves.items() if n in "qkv"}
     if "bias" in leaves:
-        own["bias"] = shard(leaves["bias"].detach(), dim=2, layout=layout)
+        whole = leaves["bias"].detach()
+        own["bias"] = whole.clone() if whole.shape[-2] == 1 else shard(whole, dim=-2, layout=layout)
     if "sinks" in leaves:
         own["sinks"] = leaves["sinks"].detach().clone()
     own = {n: x.clone().requires_grad_() for n, x in own.items()}
@@ -78,11 +87,12 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
         cu=torch.tensor(cu) if cu else None, **rest,
     )  # fmt: skip
     found = _gradients(*got, shard(do, dim=axis, layout=layout), shard(dlse, dim=-1, layout=layout), own)
-    if "sinks" in found:
-        dist.all_reduce(found["sinks"])
+    shared = [n for n in found if n == "sinks" or (n == "bias" and found[n].shape[-2] == 1)]
+    for n in shared:
+        dist.all_reduce(found[n])
     pairs = [(unshard(got[0].detach(), None, axis, layout, T), o), (unshard(got[1].detach(), None, -1, layout, T), lse)]
     for n, x in found.items():
-        whole = x if n == "sinks" else unshard(x, None, 2 if n == "bias" else axis, layout, T)
+        whole = x if n in shared else unshard(x, None, -2 if n == "bias" else axis, layout, T)
         pairs.append((whole, due[n]))
     return max(float((a - b).nan_to_num(neginf=-1.0).abs().max()) for a, b in pairs)
 
@@ -186,6 +196,24 @@ def under_autocast(rank: int) -> list[tuple[str, str, float]]:
     return found
 
 
+def drawn(rank: int) -> list[tuple[str, bool]]:
+    """Returns whether a draw without a seed is rank 0's, and one device's, and advances generators that differ by one draw."""
+    q, k, v = (torch.randn(2, 21, 4, 8, generator=torch.Generator().manual_seed(5)) for _ in range(3))
+    torch.manual_seed(0)
+    due = rt.attention(q, k, v, CAUSAL, dropout=0.4)
+    own = [shard(x) for x in (q, k, v)]
+    found = []
+    for method in ("gather", "ulysses", "ring"):
+        torch.manual_seed(rank)
+        torch.randint(2**62, (1,))
+        after = torch.get_rng_state()
+        torch.manual_seed(rank)
+        o = context_attention(*own, CAUSAL, group=None, method=method, dropout=0.4, tokens=21)
+        found.append((method, torch.allclose(unshard(o, tokens=21), due, atol=1e-6)))
+        found.append((f"{method}'s generator", torch.equal(torch.get_rng_state(), after)))
+    return found
+
+
 def refused(rank: int) -> list[str]:
     """Returns the sentence of each refusal, which every rank gives by itself and without waiting."""
     q = torch.randn(1, 6, 4, 8)
@@ -213,10 +241,13 @@ def refused(rank: int) -> list[str]:
         sentence(tokens=30),
         sentence(tokens=1.5),
         sentence(q[0], cu=torch.tensor([0, 5])),
-        sentence(dropout=0.1),
+        sentence(dropout=1.5),
+        sentence(dropout=0.1, seed=0.5),
         under_func(),
-        sentence(mask=FULL, alibi=torch.ones(4)),
-        sentence(method="ring", alibi=torch.ones(4)),
+        sentence(alibi=torch.ones(3)),
+        sentence(method="ring", bias=torch.ones(4, 12, 12)),
+        sentence(method="ulysses", bias=torch.ones(4, 6, 12)),
+        sentence(dropout=0.1, seed=rank, validate=True),
         sentence(mask=CAUSAL if rank else FULL, validate=True),
         sentence(q if rank else q[:, :5], validate=True),
         # the other rank must not wait for it

@@ -16,8 +16,10 @@ import rooftile as rt
 from rooftile.approximate import reformer, routing
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import CAUSAL
+from rooftile.integrations.flash_attn import flash_attn_func
 from rooftile.integrations.flex_attention import flex_attention
 from rooftile.parallel import checkpoint_contexts, context, positions, shard, unshard
+from rooftile.parallel.context import split_off
 
 T = 30
 
@@ -109,6 +111,7 @@ def calls(rank: int) -> dict[str, Any]:
         found["lse"] = close(o) and torch.allclose(unshard(lse, dim=2), due_lse, atol=1e-5)
         with context(None, method="ulysses"):
             found["nested"] = close(rt.attention(*own, CAUSAL))
+        found["dropout"] = dropout_is_one_device_s(q, k, v, own)
         # another thread is in no context
         in_thread: list[Tensor] = []
         thread = threading.Thread(target=lambda: in_thread.append(rt.attention(q, k, v, CAUSAL)))
@@ -120,7 +123,7 @@ def calls(rank: int) -> dict[str, Any]:
             sentence(lambda: rt.attention_packed(own[0][0], own[1][0], own[2][0], torch.tensor([0, 6]), torch.tensor([0, 6]))),
             sentence(lambda: rt.attention(*own, CAUSAL, precision="fp8")),
             sentence(lambda: F.scaled_dot_product_attention(*heads_first, attn_mask=torch.ones(6, 6, dtype=torch.bool))),
-            sentence(lambda: rt.attention(*own, CAUSAL, dropout=0.5)),
+            sentence(lambda: flash_attn_func(*own, dropout_p=0.4, return_attn_probs=True)),
             sentence(lambda: rt.attention(*own, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))),
             sentence(lambda: rt.attention(*own, blocks=rt.Blocks.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool)))),
             sentence(lambda: flex_attention(*heads_first, block_mask=block_mask, enable_gqa=True)),
@@ -141,6 +144,38 @@ def calls(rank: int) -> dict[str, Any]:
         inside = compiled(*own)
     found["compiled"] = close(inside) and torch.allclose(outside, due) and torch.allclose(compiled(q, k, v), due)
     return found
+
+
+def dropout_is_one_device_s(q: Tensor, k: Tensor, v: Tensor, own: list[Tensor]) -> bool:
+    """Whether calls inside the context drop one device's weights: by a seed, by the generator, in a checkpoint, and otherwise."""
+    options: dict[str, Any] = {"alibi": torch.rand(4), "dropout": 0.4, "seed": 7}
+    with split_off():
+        due = rt.attention(q, k, v, **options)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(3)
+        [grad] = torch.autograd.grad(rt.attention(*leaves, CAUSAL, dropout=0.4).square().sum(), leaves[:1])
+        torch.manual_seed(3)
+        of_torch = rt.attention(q, k, v, CAUSAL, dropout=0.4)
+    found = [torch.allclose(rt.attention(*own, **options), shard(due), atol=1e-6)]
+    with torch.inference_mode():
+        found.append(torch.allclose(rt.attention(*own, **options), shard(due), atol=1e-6))
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(torch.allclose(rt.attention(*own, **options).float(), shard(due), atol=0.05))
+    compiled = torch.compile(lambda *x: rt.attention(*x, **options) * 1.0, backend="eager")
+    found.append(torch.allclose(compiled(*own), shard(due), atol=1e-6))
+    heads_first = [x.transpose(1, 2) for x in own]
+    torch.manual_seed(3)
+    o = F.scaled_dot_product_attention(*heads_first, is_causal=True, dropout_p=0.4, enable_gqa=True)
+    found.append(torch.allclose(o.transpose(1, 2), shard(of_torch), atol=1e-6))
+    torch.manual_seed(3)
+    o = flash_attn_func(*own, dropout_p=0.4, causal=True)
+    found.append(torch.allclose(o, shard(of_torch), atol=1e-6))
+    leaves = [x.clone().requires_grad_() for x in own]
+    torch.manual_seed(3)
+    o = checkpoint(lambda *x: rt.attention(*x, CAUSAL, dropout=0.4), *leaves, use_reentrant=False, context_fn=checkpoint_contexts)
+    [own_grad] = torch.autograd.grad(o.square().sum(), leaves[:1])
+    found.append(torch.allclose(own_grad, shard(grad), atol=1e-5))
+    return all(found)
 
 
 def sentence(call: Any) -> str:

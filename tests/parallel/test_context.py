@@ -31,7 +31,7 @@ def test_calls_inside_and_outside():
         "packed sequences inside rooftile.parallel.context",
         "precision fp8 inside",
         "attn_mask inside rooftile.parallel.context",
-        "dropout 0.5 on a split sequence",
+        "return_attn_probs with dropout inside",
         "key_padding_mask Tensor inside",
         "blocks Blocks inside",
         "mask BlockMask inside",

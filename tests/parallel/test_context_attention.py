@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rooftile.exact.masks import CAUSAL, FULL, Window
+from rooftile.parallel.layouts import ranges
 from rooftile.parallel.pieces import share_of
 from tests.parallel import context_cases
 from tests.parallel.processes import run_on
@@ -53,6 +54,12 @@ def test_autocast_is_that_of_one_process():
             assert difference < 0.02
 
 
+def test_ranks_share_one_draw():
+    for found in run_on(2, context_cases.drawn):
+        assert len(found) == 6
+        assert [name for name, right in found if not right] == []
+
+
 def test_refusals_are_sentences_on_every_rank():
     due = [
         "method is 'fast'; must be one of",
@@ -62,10 +69,13 @@ def test_refusals_are_sentences_on_every_rank():
         "the layout 'zigzag' gives it 15 of 30",
         "tokens is 1.5; must be an integer",
         "gives it",
-        "dropout 0.1 on a split sequence",
+        "dropout is 1.5; must be a probability",
+        "seed is 0.5; must be an int",
         "context_attention under torch.func",
-        "alibi under full on a split sequence",
-        "alibi with method 'ring'",
+        "alibi is (3,); must be (H,) = (4,)",
+        "bias is (4, 12, 12); must broadcast to (B, H, rows, T), (1, 4, 6, 12)",
+        "'ulysses' got a bias",
+        "all must agree",
         "all must agree",
         "all must agree",
         "method is 'fast'",
@@ -95,10 +105,10 @@ def test_tokens_are_dealt_out_and_put_together():
 def test_a_window_moves_its_own_keys_and_nothing_else():
     """At 128k tokens on 8 ranks a window of 1,024 needs as many keys before each of a rank's two ranges."""
     T, P = 131_072, 8
-    sent = [share_of(CAUSAL & Window(1_023), T, "zigzag", rank, P, None).exchange.tokens_sent for rank in range(P)]
+    sent = [share_of(CAUSAL & Window(1_023), ranges(T, P, "zigzag"), rank, None).exchange.tokens_sent for rank in range(P)]
     # two boundaries a rank; the first range has none before it, and the middle two ranges are one rank's
     assert sum(sent) == 1_023 * (2 * P - 2)
-    whole = [share_of(FULL, T, "zigzag", rank, P, None).exchange.tokens_sent for rank in range(P)]
+    whole = [share_of(FULL, ranges(T, P, "zigzag"), rank, None).exchange.tokens_sent for rank in range(P)]
     assert sum(whole) == T * (P - 1)
 
 
@@ -107,7 +117,7 @@ def test_zigzag_shares_causal_work_evenly():
 
     work = []
     for rank in range(4):
-        pieces = [local.piece for local in share_of(CAUSAL, 4_096, "zigzag", rank, 4, None).pieces]
+        pieces = [local.piece for local in share_of(CAUSAL, ranges(4_096, 4, "zigzag"), rank, None).pieces]
         work.append(sum(pairs(p.mask, p.t_stop - p.t_start, p.s_stop - p.s_start) for p in pieces))
     assert sum(work) == 4_096 * 4_097 // 2
     assert max(work) < 1.001 * min(work)

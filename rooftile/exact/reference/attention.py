@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftile.exact.blocks import Blocks
 from rooftile.exact.masks import FULL, Mask, materialise
-from rooftile.exact.reference.philox import keep_mask
+from rooftile.exact.reference.philox import counters, distances, keep_mask
 from rooftile.exact.reference.seen import poison, weighted_sum, without_lost
 
 
@@ -39,7 +39,7 @@ def attention(
     alibi: Tensor | None = None,  # (H,) or (B, H)
     sinks: Tensor | None = None,  # (H,)
     dropout: float = 0.0,
-    seed: Tensor | None = None,  # (1,) int64
+    seed: Tensor | None = None,  # int64 (1,), or (1 + 4 B,) with places
     seen: Tensor | None = None,  # booleans (1|B, 1|Hk|H, T, S): pairs that the mask may show
     batch: int = 0,  # the index of the first sequence, for dropout
 ) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,7 @@ def attention(
     if bias is not None:
         x = x + bias.to(x.dtype)
     if alibi is not None:
-        distance = (torch.arange(T, device=q.device)[:, None] + (S - T) - torch.arange(S, device=q.device)).abs()
-        x = x - alibi.to(x.dtype).reshape(-1, H, 1, 1) * distance.to(x.dtype)
+        x = x - alibi.to(x.dtype).reshape(-1, H, 1, 1) * distances(seed, batch, B, T, S, q.device).to(x.dtype)
     if visible is not None:
         x = x.masked_fill(~visible, -math.inf)
 
@@ -79,10 +78,7 @@ def attention(
         # 0 / NaN is NaN
         p = p.masked_fill(~visible, 0.0)
     if dropout:
-        index = [torch.arange(n, device=q.device) for n in (B, H, T, S)]
-        kept = keep_mask(
-            seed, dropout, index[0][:, None, None, None] + batch, index[1][:, None, None], index[2][:, None], index[3]
-        )
+        kept = keep_mask(seed, dropout, *counters(seed, batch, (B, H, T, S), q.device))
         p = torch.where(kept, p / (1 - dropout), 0.0)
     o = torch.einsum("bhts,bshd->bthd", p, v) if visible is None else weighted_sum(p, v, visible)
     return o, lse

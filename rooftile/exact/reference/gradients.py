@@ -22,7 +22,7 @@ from torch import Tensor
 from rooftile.exact.masks import FULL, Mask, materialise
 from rooftile.exact.reference.attention import attention
 from rooftile.exact.reference.pairs import softmax
-from rooftile.exact.reference.philox import keep_mask
+from rooftile.exact.reference.philox import counters, distances, keep_mask
 from rooftile.exact.spec import Grads
 
 
@@ -48,9 +48,7 @@ def gradients(
         s = softcap * torch.tanh(s / softcap)
     x = s if bias is None else s + bias
     if alibi is not None:
-        i = torch.arange(T, device=q.device)[:, None] + (S - T)
-        distance = (i - torch.arange(S, device=q.device)).abs().to(x)
-        x = x - alibi.reshape(-1, H, 1, 1) * distance
+        x = x - alibi.reshape(-1, H, 1, 1) * distances(options.get("seed"), 0, B, T, S, q.device).to(x)
     x = x.masked_fill(~materialise(mask, T, S, q.device), -math.inf)
     terms = x if sinks is None else torch.cat([x, sinks.reshape(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
     p, _ = softmax(terms)
@@ -58,8 +56,7 @@ def gradients(
 
     kept = 1.0
     if dropout:
-        b, h, t, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
-        keep = keep_mask(options["seed"], dropout, b[:, None, None, None], h[:, None, None], t[:, None], j)
+        keep = keep_mask(options["seed"], dropout, *counters(options["seed"], 0, (B, H, T, S), q.device))
         kept = keep.to(q.dtype) / (1 - dropout)
     D_i = torch.einsum("bthd,bthd->bht", do, o) - dlse
     dP = torch.einsum("bthd,bshd->bhts", do, values) * kept

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile.exact.places import places_of
+
 ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
@@ -33,6 +35,27 @@ def words(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def keep_mask(seed: Tensor, dropout: float, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Marks the weights to keep: booleans in the broadcast shape of the four indices. seed: int64, one element."""
-    seed = seed.reshape(()).to(column.device)
+    """Marks the weights to keep: booleans in the broadcast shape of the four indices. seed: int64, its first element counts."""
+    seed = seed.reshape(-1)[0].to(column.device)
     return words(seed, column, row, head, batch)[0] >= threshold(dropout)
+
+
+def counters(seed: Tensor, batch: int, sizes: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns the batch, head, row and column of each weight (B, H, T, S); the first sequence is number `batch` of the call."""
+    b, h, t, j = (torch.arange(n, device=device) for n in sizes)
+    b = b[:, None, None, None] + batch
+    places = places_of(seed)
+    if places is None:
+        return b, h[:, None, None], t[:, None], j
+    batch_0, head_0, row_0, column_0 = (places.to(device)[b, n] for n in range(4))
+    return batch_0, head_0 + h[:, None, None], row_0 + t[:, None], column_0 + j
+
+
+def distances(seed: Tensor | None, batch: int, B: int, T: int, S: int, device: torch.device) -> Tensor:
+    """Returns the distances of queries and keys, (T, S) or, with places, (B, 1, T, S)."""
+    places = None if seed is None else places_of(seed)
+    between = torch.arange(T, device=device)[:, None] - torch.arange(S, device=device)
+    if places is None:
+        return (between + (S - T)).abs()
+    own = places.to(device)[batch : batch + B]
+    return (between + (own[:, 2] - own[:, 3])[:, None, None, None]).abs()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rooftile.exact import api
+from rooftile.errors import Unsupported
+from rooftile.exact import api, split
 from rooftile.exact.validate import check_seed
 from rooftile.integrations.flash_attn.arguments import Output, mask_of, options_of, unpacked
 from rooftile.integrations.flash_attn.weights import signed_weights
@@ -40,6 +41,8 @@ def flash_attn_func(
         return api.attention(q, k, v, mask, **options)
     if not dropout_p:
         return *api.attention_with_lse(q, k, v, mask, **options), None
+    if split.active():
+        raise Unsupported("return_attn_probs with dropout inside rooftile.parallel.context, where a rank has a part of the keys")
     seed = check_seed(None, dropout_p, q.device)
     found = api.attention_with_lse(q, k, v, mask, seed=seed, **options)
     del options["dropout"]

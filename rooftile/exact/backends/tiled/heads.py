@@ -16,6 +16,7 @@ from torch import Tensor
 from rooftile.exact.backends.tiled.listed import Listed
 from rooftile.exact.backends.tiled.tiles import Tile, heads_for, hidden_pairs, key_tiles, query_tiles
 from rooftile.exact.blocks import Blocks
+from rooftile.exact.places import Place, places_of
 from rooftile.exact.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
 from rooftile.exact.reference.philox import keep_mask
 from rooftile.exact.spec import Options, Spec
@@ -78,6 +79,8 @@ class Heads:
     sinks: Tensor | None  # (heads, G)
     seed: Tensor | None
     listed: Listed | None
+    first: Place  # the place of query and key 0 of head 0 in the random draw
+    offset: int  # query 0 minus key 0 in distances
 
     @property
     def T(self) -> int:
@@ -102,7 +105,7 @@ class Heads:
         if self.bias is not None:
             shaped.add_(_part(self.bias, tile))
         if self.slopes is not None:
-            i = torch.arange(tile.t, tile.t_stop)[:, None] + (self.S - self.T)
+            i = torch.arange(tile.t, tile.t_stop)[:, None] + self.offset
             distance = (i - torch.arange(tile.s, tile.s_stop)).abs().to(x.dtype)  # (rows, keys)
             shaped.addcmul_(self.slopes, distance, value=-1)
         if tile.partial:
@@ -160,14 +163,14 @@ class Heads:
 
     def kept(self, tile: Tile) -> Tensor:
         """Returns the dropout factors of a tile's weights: 0 or 1 / (1 - dropout), (heads, G * rows, keys)."""
-        heads = torch.arange(self.place.query_heads.start, self.place.query_heads.stop)
+        first, heads = self.first, self.place.query_heads
         kept = keep_mask(
             self.seed,
             self.spec.dropout,
-            torch.tensor(self.place.b),
-            heads[:, None, None],
-            torch.arange(tile.t, tile.t_stop)[:, None],
-            torch.arange(tile.s, tile.s_stop),
+            torch.tensor(first.batch),
+            first.head + torch.arange(heads.start, heads.stop)[:, None, None],
+            first.query + torch.arange(tile.t, tile.t_stop)[:, None],
+            first.key + torch.arange(tile.s, tile.s_stop),
         )  # (heads * G, rows, keys)
         return kept.view(self.k.shape[0], -1, tile.s_stop - tile.s) * self.q.new_tensor(1 / (1 - self.spec.dropout))
 
@@ -211,6 +214,10 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place:
     if alibi is not None:
         alibi = alibi[place.b] if alibi.ndim == 2 else alibi
         alibi = place.of_heads(alibi).to(wide)[..., None, None]
+    first, offset = Place(place.b, 0, 0, 0), strips[1].shape[1] - strips[0].shape[2]
+    if spec.placed:
+        first = Place(*places_of(options.seed)[place.b].tolist())
+        offset = first.query - first.key
     return Heads(
         spec=spec,
         place=place,
@@ -223,6 +230,8 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place:
         sinks=None if sinks is None else place.of_heads(sinks).to(wide),
         seed=options.seed,
         listed=None if spec.block_size is None else _listed(options, spec, place, k.shape[-2]),
+        first=first,
+        offset=offset,
     )
 
 

@@ -35,6 +35,7 @@ class KernelSpec(NamedTuple):
     BIAS: bool
     ALIBI: bool
     DROPOUT: bool
+    PLACED: bool  # draws and distances are those of a larger problem
     SINKS: bool
     FP16: bool  # the gradients of the scores have fp16's narrow range
     PRECISION: str  # how fp32 numbers are multiplied
@@ -200,6 +201,7 @@ def constants_of(spec: Spec) -> Constants:
         BIAS=spec.has_bias,
         ALIBI=spec.has_alibi,
         DROPOUT=spec.dropout > 0,
+        PLACED=spec.placed,
         SINKS=spec.has_sinks,
         FP16=spec.dtype == torch.float16,
         # fp32 means fp32: three tf32 products on the tensor cores miss the tolerance on long sums

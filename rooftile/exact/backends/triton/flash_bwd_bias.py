@@ -18,7 +18,7 @@ from rooftile.exact.backends.device.row_stats import unpack_lse_delta
 from rooftile.exact.backends.device.visibility import MaskNumbers, visible
 from rooftile.exact.backends.triton.call import TritonCall, call_of, constants_of, strides_of
 from rooftile.exact.backends.triton.schedule import packed_tile
-from rooftile.exact.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, scaled_tanh
+from rooftile.exact.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponent, place_in_whole, scaled_tanh
 from rooftile.exact.backends.triton.tiles import BlockShape, backward_bias_tile
 from rooftile.exact.spec import Options, Spec
 from rooftile.runtime.launch import Kernel
@@ -117,6 +117,7 @@ def _backward_bias(
         do = tl.load(do_tile, mask=here & (dv < SPEC.DV)[None, :], other=0.0)
         _, delta = unpack_lse_delta(tl.load(stats_ptr + stats_h + t, mask=t < length, other=0))
         lse, rest = unpack_lse_delta(tl.load(rests_ptr + stats_h + t, mask=t < length, other=0))
+        draw_b, draw_h, first_t, first_j, distance = place_in_whole(seed_ptr, b, h, offset, SPEC.PLACED)
         slope = 0.0
         if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
@@ -129,12 +130,14 @@ def _backward_bias(
         if OWN:
             x += own_bias
         x = add_bias(
-            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, not OWN, SPEC.ALIBI, UNIT
-        )
+            x, t[:, None], j[None, :], length, keys, distance, first, bias_stride_t, bias_stride_s, slope, not OWN, SPEC.ALIBI,
+            UNIT,
+        )  # fmt: skip
         p = tl.exp2(exponent(x, lse[:, None], 1.0, SPEC.NATURAL) - rest[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
         if SPEC.DROPOUT:
-            dp = tl.where(dropout_mask(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
+            keep = dropout_mask(seed, threshold, draw_b, draw_h, first_t + t[:, None], first_j + j[None, :])
+            dp = tl.where(keep, dp * keep_scale, 0.0)
         sees = visible(
             t[:, None] + offset, j[None, :], keys, mask, SPEC
         )

@@ -38,8 +38,8 @@ from rooftile.exact.backends.triton.scores import (
     BackwardArguments,
     OptionNumbers,
     OptionTensors,
-    dropout_mask,
     exponent,
+    kept,
     load_rows,
     nan_if_non_finite,
     score,
@@ -108,7 +108,7 @@ def _walk(
             p = tl.where(sees, p, 0.0)
         do = load_rows(do_tile, there, dv_, SPEC.DV, MASKED)
         if SPEC.DROPOUT:
-            keep = dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t[None, :], j[:, None])
+            keep = kept(t[None, :], j[:, None], scoring)
         if WANT_DV:
             kept_p = tl.where(keep, p * scoring.numbers.keep_scale, 0.0) if SPEC.DROPOUT else p
             values = do

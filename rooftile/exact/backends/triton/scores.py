@@ -62,9 +62,12 @@ class Scoring(NamedTuple):
     bias_stride_t: tl.tensor
     bias_stride_s: tl.tensor
     slope: tl.tensor  # ALiBi's
+    distance: tl.tensor  # and its distance from query 0 to key 0
     seed: tl.tensor  # dropout's
-    b: tl.tensor
+    b: tl.tensor  # and the batch row, head, query and key of its first random number
     h: tl.tensor
+    first_t: tl.tensor
+    first_j: tl.tensor
 
 
 @triton.jit
@@ -86,7 +89,24 @@ def scoring_of(T, S, numbers, options, seed, b, row_0, h, SPEC: tl.constexpr):
     if SPEC.ALIBI:
         slope = tl.load(options.alibi_ptr + b * options.alibi_strides[0] + h * options.alibi_strides[1]).to(tl.float32)
     factor = numbers.scale * LOG2E if SPEC.FOLD else 1.0
-    return Scoring(numbers, T, S, S - T, factor, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, b, h)
+    b, h, first_t, first_j, distance = place_in_whole(options.seed_ptr, b, h, S - T, SPEC.PLACED)
+    return Scoring(
+        numbers, T, S, S - T, factor, bias_ptr, bias_stride_t, bias_stride_s, slope, distance, seed, b, h, first_t, first_j
+    )
+
+
+@triton.jit
+def place_in_whole(seed_ptr, b, h, offset, PLACED: tl.constexpr):
+    """Returns batch row, head, query and key at which head h of sequence b begins, and the distance of query 0 from key 0.
+
+    They count in the larger problem that the call is a part of (see `rooftile.exact.places`), or in the call itself.
+    """
+    if PLACED:
+        place = seed_ptr + 1 + 4 * b
+        first_t = tl.load(place + 2).to(tl.int32)
+        first_j = tl.load(place + 3).to(tl.int32)
+        return tl.load(place).to(tl.int32), h + tl.load(place + 1).to(tl.int32), first_t, first_j, first_t - first_j
+    return b, h, 0, 0, offset
 
 
 @triton.jit
@@ -110,8 +130,8 @@ def score(x, t, j, scoring, SPEC: tl.constexpr):
     elif not SPEC.FOLD:
         x = x * (scoring.numbers.scale * UNIT)
     x = add_bias(
-        x, t, j, scoring.T, scoring.S, scoring.offset, scoring.bias_ptr, scoring.bias_stride_t, scoring.bias_stride_s,
-        scoring.slope, SPEC.BIAS, SPEC.ALIBI, UNIT,
+        x, t, j, scoring.T, scoring.S, scoring.distance, scoring.bias_ptr, scoring.bias_stride_t,
+        scoring.bias_stride_s, scoring.slope, SPEC.BIAS, SPEC.ALIBI, UNIT,
     )  # fmt: skip
     return x, cap
 
@@ -148,15 +168,15 @@ def scaled_tanh(x, scale, softcap):
 
 @triton.jit
 def add_bias(
-    x, t, j, T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope,
+    x, t, j, T, S, distance, bias_ptr, bias_stride_t, bias_stride_s, slope,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Scores with bias and ALiBi added; t and j are a query's and a key's index, t + offset the query's position."""
+    """Scores with bias and ALiBi added; t and j are a query's and a key's index, `distance` is that of query 0 from key 0."""
     if BIAS:
         there = (t < T) & (j < S)
         x += tl.load(bias_ptr + t * bias_stride_t + j * bias_stride_s, mask=there, other=0.0).to(tl.float32) * UNIT
     if ALIBI:
-        x -= tl.abs(t + offset - j).to(tl.float32) * (slope * UNIT)
+        x -= tl.abs(t + distance - j).to(tl.float32) * (slope * UNIT)
     return x
 
 
@@ -171,9 +191,15 @@ def dropout_mask(seed, threshold, b, h, t, j):
 
 
 @triton.jit
+def kept(t, j, scoring):
+    """Returns which weights of queries t and keys j dropout keeps."""
+    return dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t + scoring.first_t, j + scoring.first_j)
+
+
+@triton.jit
 def drop(x, t, j, scoring):
     """Sets the weights that dropout takes to 0, and scales the rest."""
-    keep = dropout_mask(scoring.seed, scoring.numbers.threshold, scoring.b, scoring.h, t, j)
+    keep = kept(t, j, scoring)
     return tl.where(keep, x * scoring.numbers.keep_scale, 0.0)
 
 

@@ -1,0 +1,154 @@
+"""The arguments of `context_attention`: from what one rank was given to a checked call, or one sentence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.exact import validate as checks
+from rooftile.exact.masks import FULL, Mask
+from rooftile.exact.spec import CallSettings, Options, Spec
+from rooftile.hardware import link
+from rooftile.parallel import heads
+from rooftile.parallel.estimates import choose
+from rooftile.parallel.layouts import LAYOUTS, Held, count, ranges
+from rooftile.parallel.traffic import Sequence
+from rooftile.runtime.arguments import shown, whole
+from rooftile.runtime.devices import arch
+from rooftile.runtime.operators import transformed
+from rooftile.runtime.ranks import Ranks, check_device
+from rooftile.runtime.tensors import autocast, check_offsets
+
+METHODS = ("auto", "gather", "ulysses", "ring")
+
+
+class Checked(NamedTuple):
+    """The arguments of a call, found to be right on this rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    options: Options  # a bias is (1|B, 1|H, 1|rows, 1|T), or packed (1|H, 1|rows, J)
+    settings: CallSettings
+    ranks: Ranks
+    layout: str
+    method: str
+    cu: tuple[int, ...] | None
+    tokens: int
+
+    @property
+    def held(self) -> Held:
+        """The ranges of tokens that each rank holds."""
+        return ranges(self.tokens, self.ranks.count, self.layout)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Whatever has to be the same on every rank."""
+        q, k, v, s = self.q, self.k, self.v, self.settings
+        outer = (q.shape[:-3], q.shape[-2:], k.shape[-2:], v.shape[-1], str(q.dtype))
+        seed = int(s.seed) if isinstance(s.seed, Tensor) else s.seed
+        numbers = s.scale, s.softcap, s.dropout, seed
+        given = [name for name, x in zip(Options._fields, self.options, strict=True) if x is not None]
+        return *outer, repr(self.mask), *given, *numbers, self.layout, self.method, self.tokens, self.cu
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks, options: Options, settings: CallSettings, *, layout: str,
+    method: str, cu: Tensor | None, tokens: int | None,
+) -> Checked:  # fmt: skip
+    """Returns the call. Raises InvalidInput or Unsupported."""
+    if method not in METHODS:
+        raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    if transformed():
+        raise Unsupported("context_attention under torch.func; has autograd: call backward(), or torch.autograd.grad")
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (autocast(x) for x in (q, k, v))
+    checks.check_tensors(q, k, v, checks.DENSE if cu is None else checks.PACKED)
+    check_device("q", q, ranks)
+    if k.shape[-3] != q.shape[-3]:
+        raise InvalidInput(f"k has {k.shape[-3]} tokens on this rank; q has {q.shape[-3]}, and they are the same tokens")
+    offsets, total = _length(q, cu, tokens, ranks)
+    held = count(ranges(total, ranks.count, layout)[ranks.rank])
+    if held != q.shape[-3]:
+        raise InvalidInput(
+            f"q has {q.shape[-3]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {held} of {total}: "
+            "pass what rooftile.parallel.shard returned, and tokens= where the ranks' lengths differ"
+        )
+    mask = FULL if mask is None else mask
+    checks.check_seed(0 if settings.seed is None else settings.seed, settings.dropout, torch.device("cpu"))
+    if options.alibi is not None:
+        checks.check_slopes(options.alibi, q, q.shape[0] if offsets is None else len(offsets) - 1)
+    if options.bias is not None:
+        options = options._replace(bias=_bias(options.bias, q, offsets, total))
+    if method == "auto":
+        method = _chosen(q, k, v, mask, options, settings, ranks, layout, offsets, total)
+    if method == "ulysses":
+        heads.check(q, k, options, ranks)
+    return Checked(q, k, v, mask, options, settings, ranks, layout, method, offsets, total)
+
+
+def _bias(bias: Tensor, q: Tensor, cu: tuple[int, ...] | None, total: int) -> Tensor:
+    """Returns a bias in numbers and with all its axes, in fp32 where parts of a split sequence add to one of its gradients."""
+    numbers = checks.bias_in_numbers(Options(bias), q.dtype).bias
+    H, rows = q.shape[-2], q.shape[-3]
+    if cu is None:
+        due: tuple[int, ...] = (q.shape[0], H, rows, total)
+        word = f"(B, H, rows, T), {due}: the rows of this rank's tokens, and a column for every key"
+    else:
+        due = (H, rows, max((b - a for a, b in pairwise(cu)), default=0))
+        word = f"(H, rows, J), {due}: the rows of this rank's tokens, and J at least the longest document's keys"
+    shape = tuple(numbers.shape) if isinstance(numbers, Tensor) and numbers.is_floating_point() else None
+    fits = shape is not None and (len(shape) <= 4 if cu is None else len(shape) == 3 and shape[-1] >= due[-1])
+    checked = zip(reversed(shape or ()), reversed(due), strict=False) if cu is None else zip(shape or (), due[:2], strict=False)
+    if not fits or not all(n in (1, m) for n, m in checked):
+        raise InvalidInput(f"bias is {shown(bias) if shape is None else shape}; must broadcast to {word}")
+    assert isinstance(numbers, Tensor)
+    numbers = numbers[(None,) * (len(due) - numbers.ndim)]
+    broadcast = numbers.shape[-2] == 1 or numbers.shape[-1] == 1
+    return numbers.to(torch.promote_types(q.dtype, torch.float32)) if broadcast else numbers
+
+
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings, ranks: Ranks, layout: str,
+    cu: tuple[int, ...] | None, total: int,
+) -> str:  # fmt: skip
+    """Returns the method that "auto" takes; every rank finds the same from the same sizes."""
+    if q.device.type != "cuda" or ranks.count == 1 or not isinstance(mask, Mask):
+        return "gather"
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    spec = Spec(
+        dtype=q.dtype, dim=q.shape[-1], dim_v=v.shape[-1], group=q.shape[-2] // k.shape[-2], mask=mask, scale=1.0,
+        layout="dense" if cu is None else "packed", has_bias=options.bias is not None, has_alibi=options.alibi is not None,
+        dropout=float(settings.dropout), device=arch(q.device),
+    )  # fmt: skip
+    sequence = Sequence(
+        tokens=total, ranks=ranks.count, mask=mask, H=q.shape[-2], Hk=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1],
+        B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
+    )  # fmt: skip
+    device = torch.cuda.get_device_properties(q.device)
+    return choose(
+        sequence, spec, link.known(ranks.group, q.device), device.name, needs_grad=needs_grad, device_bytes=device.total_memory
+    )
+
+
+def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> tuple[tuple[int, ...] | None, int]:
+    """Returns the offsets of the whole pack, and the whole length."""
+    if cu is not None:
+        total = int(cu[-1]) if isinstance(cu, Tensor) and cu.ndim == 1 and len(cu) else 0
+        check_offsets("cu", cu, total, "tokens of the whole pack", torch.device("cpu"), True)
+        if tokens is not None and tokens != total:
+            raise InvalidInput(f"tokens is {tokens}; cu ends at {total}, and they must agree")
+        return tuple(cu.tolist()), total
+    if tokens is None:
+        return None, q.shape[-3] * ranks.count
+    given = whole(tokens)
+    if given is None or given < 0:
+        raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole sequence's length")
+    return None, given
