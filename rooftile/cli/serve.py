@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
-from rooftile.engine.ranks.torchrun import Torchrun
+from rooftile.engine.ranks.place import Place
 from rooftile.engine.start.checkpoint import is_hub_name
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
@@ -76,8 +76,8 @@ def serve(
         raise InvalidInput(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
-    torchrun = Torchrun.of_environment()
-    if torchrun is not None and torchrun.rank and settings.get("tensor_parallel_size", 1) > 1:
+    place = Place.found()
+    if place is not None and place.rank and settings.get("tensor_parallel_size", 1) > 1:
         from rooftile.engine import LLM
 
         # rank 0 answers HTTP; this rank serves it until it ends

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rooftile.engine.ranks import orders as module
-from rooftile.engine.ranks.group import COMPARED, RankGroup
+from rooftile.engine.ranks.group import COMPARED, LOOPBACK, RankGroup
 from rooftile.engine.ranks.orders import Order, SocketOrders
 
 RANKS = 3
@@ -27,7 +27,7 @@ def on_ranks(function: Callable[[RankGroup], Any], *, ordered: bool = False, soc
         ours = [pair[0] for pair in pairs] if rank == 0 else [pair[1] for pair in pairs][rank - 1 : rank]
         orders = SocketOrders(ours) if sockets else None
         device = torch.device("cpu")
-        return function(RankGroup(store, rank, RANKS, device, loopback=True, ordered=ordered, limit_s=20.0, orders=orders))
+        return function(RankGroup(store, rank, RANKS, device, address=LOOPBACK, ordered=ordered, limit_s=20.0, orders=orders))
 
     with ThreadPoolExecutor(RANKS) as threads:
         found = list(threads.map(run, range(RANKS)))

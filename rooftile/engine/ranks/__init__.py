@@ -1,6 +1,6 @@
 """One engine on several ranks: processes that hold a part of the model each (tensor parallelism).
 
-opening          makes an engine on ranks that are started here, or on those that torchrun has started
+opening          makes an engine on ranks that are started here, or on those that are there already
 group            RankGroup: what the ranks exchange
 processes        starts the other ranks on this machine, and watches them
 leader           Leader: what rank 0 does for the others: orders, failures, the end
@@ -8,6 +8,7 @@ leading_runner   rank 0's runner, which sends each step before it runs it
 following        what another rank does: it runs rank 0's orders
 worker           the process of another rank
 parent_watch     ends a process whose parent has gone
-torchrun         what torchrun tells a process
+place            the place of a rank that somebody else has started, such as torchrun
+meeting          a meeting of ranks on several machines
 failures         RankEnded
 """

@@ -22,6 +22,7 @@ from rooftile.runtime.devices import runs_kernels
 _logger = logging.getLogger(__name__)
 # torch's types lack most of it
 dist: Any = torch.distributed
+LOOPBACK = "127.0.0.1"
 # steps after which the ranks compare what they have drawn
 COMPARED = 256
 # seconds that a rank may take for its part of a step
@@ -37,20 +38,20 @@ class RankGroup:
         store: where the ranks meet.
         rank, ranks: this process's number, from 0, and how many there are.
         device: this rank's device.
-        loopback: whether all ranks are on this machine: no other can connect then.
+        address: the address of this machine at which gloo listens; None lets it choose. No other machine reaches LOOPBACK.
         ordered: whether sums are added in the order of the ranks, so that their bits do not depend on what is added beside them.
         limit_s: seconds that a rank may take for its part of a step; None for LIMIT_S.
         orders: what carries rank 0's orders; None for the hosts' group.
     """
 
     def __init__(
-        self, store: Any, rank: int, ranks: int, device: torch.device, *, loopback: bool, ordered: bool = False,
+        self, store: Any, rank: int, ranks: int, device: torch.device, *, address: str | None, ordered: bool = False,
         limit_s: float | None = None, orders: Orders | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.ranks, self.device = rank, ranks, device
         self.ordered, self.limit_s = ordered, LIMIT_S if limit_s is None else limit_s
         self._steps = 0
-        self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, loopback=loopback, limit=IDLE)
+        self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, address=address, limit=IDLE)
         self._orders: Orders = GlooOrders(self._hosts) if orders is None else orders
         limit, of_devices = timedelta(seconds=self.limit_s), dist.PrefixStore("devices", store)
         self._devices: Any
@@ -60,7 +61,7 @@ class RankGroup:
             options._timeout = IDLE
             self._devices = dist.ProcessGroupNCCL(of_devices, rank, ranks, options)
         else:
-            self._devices = _gloo(of_devices, rank, ranks, loopback=loopback, limit=limit)
+            self._devices = _gloo(of_devices, rank, ranks, address=address, limit=limit)
         self._sum, self._join = dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.AllgatherOptions()
         # on the current stream, and not on one of NCCL's that the current one waits for
         self._sum.asyncOp = self._join.asyncOp = False
@@ -72,7 +73,7 @@ class RankGroup:
             with torch.cuda.device(device):
                 _wait(self._devices.allreduce([torch.zeros(1, device=device)], self._sum))
                 torch.cuda.synchronize(device)
-                self._peers = self._peer_sums(dist.PrefixStore("peers", store), loopback=loopback)
+                self._peers = self._peer_sums(dist.PrefixStore("peers", store), loopback=address == LOOPBACK)
 
     def add(self, x: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in place, and returns it."""
@@ -190,10 +191,10 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Any, rank: int, ranks: int, *, loopback: bool, limit: timedelta) -> Any:
-    if not loopback:
+def _gloo(store: Any, rank: int, ranks: int, *, address: str | None, limit: timedelta) -> Any:
+    if address is None:
         return dist.ProcessGroupGloo(store, rank, ranks, limit)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
     return dist.ProcessGroupGloo(store, rank, ranks, options)

@@ -31,10 +31,11 @@ class Leader:
 
     Args:
         ranks: how many ranks there are.
+        told: whether the end of a rank is noticed by somebody, who then ends them all and says which.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, *, told: bool = True) -> None:
+        self.ranks, self._told = ranks, told
         self.group: RankGroup | None = None
         self.processes: WorkerProcesses | None = None
         self.forget_graphs: Callable[[], None] | None = None
@@ -104,7 +105,7 @@ class Leader:
             raise
         except RuntimeError as error:
             # a rank that ends breaks the collectives of the others
-            if not self._failed.wait(_NOTICED_S if self.processes is not None else 0.0):
+            if not self._failed.wait(_NOTICED_S if self._told else 0.0):
                 self.fail(self._named(error))
             self.check()
             raise

@@ -1,7 +1,7 @@
 """The beginning of an engine on several ranks, on each of them.
 
-On one machine rank 0 is the process that makes the LLM, and starts the others. Under torchrun each rank is a process of its own
-that makes the LLM; those other than 0 serve rank 0 inside of it.
+On one machine rank 0 is the process that makes the LLM, and starts the others. Where somebody else has started them (`Place`),
+each rank is a process of its own that makes the LLM; those other than 0 serve rank 0 inside of it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from rooftile.engine.engine import Engine
 from rooftile.engine.ranks.following import follow
-from rooftile.engine.ranks.group import RankGroup, dist
+from rooftile.engine.ranks.group import LOOPBACK, RankGroup, dist
 from rooftile.engine.ranks.leader import Leader
 from rooftile.engine.ranks.leading_runner import LeadingRunner
 from rooftile.engine.ranks.orders import SocketOrders
+from rooftile.engine.ranks.place import Place
 from rooftile.engine.ranks.processes import WorkerProcesses
-from rooftile.engine.ranks.torchrun import Torchrun
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, Model
 from rooftile.engine.start.build import build_runner, engine_of
@@ -41,10 +41,10 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         The engine, and what ends the other ranks.
 
     Raises:
-        SystemExit: on a rank other than 0 of torchrun's, when rank 0 has ended.
+        SystemExit: on a rank other than 0 that somebody else has started, when rank 0 has ended.
     """
     config = blueprint.config
-    given = Torchrun.of_environment()
+    given = Place.found()
     if given is not None and given.rank:
         group = _joined(given, config, blueprint.device)
         runner = build_runner(blueprint, group)[0]
@@ -52,7 +52,7 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         runner.forget_graphs()
         group.abort()
         raise SystemExit(0)
-    leader = Leader(config.tensor_parallel_size)
+    leader = Leader(config.tensor_parallel_size, told=given is None or given.watched)
     try:
         with leader.guarded():
             if given is not None:
@@ -80,17 +80,12 @@ def work(model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str
 def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device, orders: SocketOrders) -> RankGroup:
     """Returns the group of ranks that meet at a file of this machine."""
     store = dist.FileStore(meeting, ranks)
-    return RankGroup(store, rank, ranks, device, loopback=True, ordered=config.deterministic, orders=orders)
+    return RankGroup(store, rank, ranks, device, address=LOOPBACK, ordered=config.deterministic, orders=orders)
 
 
-def _joined(given: Torchrun, config: EngineConfig, device: torch.device) -> RankGroup:
-    """Returns the group of torchrun's ranks."""
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    else:
-        store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore("rooftile", store)
-    return RankGroup(store, given.rank, given.ranks, device, loopback=False, ordered=config.deterministic)
+def _joined(given: Place, config: EngineConfig, device: torch.device) -> RankGroup:
+    """Returns the group of ranks that are there already."""
+    return RankGroup(given.meet(), given.rank, given.ranks, device, address=given.address, ordered=config.deterministic)
 
 
 def _unless_failed(leader: Leader, make: Callable[[], RankGroup]) -> RankGroup:

@@ -12,7 +12,7 @@ import torch
 from rooftile.engine.caches.layout import CacheLayout
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.registry import mixers_of
-from rooftile.engine.ranks.torchrun import Torchrun
+from rooftile.engine.ranks.place import Place
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.settings.table import SETTINGS
 from rooftile.errors import InvalidInput, Unsupported
@@ -57,8 +57,8 @@ class Blueprint(NamedTuple):
             InvalidInput: the model or a setting cannot be used; the sentence says why.
             Unsupported: the device, or a setting, is not supported.
         """
-        torchrun = Torchrun.of_environment()
-        device = find_device(model, config, place if torchrun is None else torchrun.local_rank)
+        given = Place.found()
+        device = find_device(model, config, place if given is None else given.local_rank)
         _check_ranks(model, config, device)
         whole = ModelConfig.from_folder(model) if isinstance(model, str | Path) else model
         shape = whole.config if isinstance(whole, Decoder) else whole.part(config.tensor_parallel_size)
@@ -143,14 +143,14 @@ def _check_ranks(model: Model, config: EngineConfig, device: torch.device) -> No
         raise Unsupported(
             f"tensor_parallel_size is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits"
         )
-    torchrun = Torchrun.of_environment()
-    if torchrun is not None and torchrun.ranks != ranks:
-        raise InvalidInput(f"tensor_parallel_size is {ranks}, and torchrun has started {torchrun.ranks} ranks; make them equal")
+    given = Place.found()
+    if given is not None and given.ranks != ranks:
+        raise InvalidInput(f"tensor_parallel_size is {ranks}, and torchrun has started {given.ranks} ranks; make them equal")
     if device.type == "cuda":
         wanted = config.device
         if wanted is not None and torch.device(wanted).index is not None:
             raise InvalidInput(f"device is {wanted} and tensor_parallel_size is {ranks}: rank r takes cuda:r; leave device out")
-        here, there = ranks if torchrun is None else torchrun.local_ranks, torch.cuda.device_count()
+        here, there = ranks if given is None else given.local_ranks, torch.cuda.device_count()
         if here > there:
             raise InvalidInput(
                 f"tensor_parallel_size is {ranks}, so {here} GPUs are needed on this machine, and PyTorch finds {there}: give at "

@@ -16,7 +16,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from rooftile.engine.loop.pauses import freeze_garbage
+from rooftile.engine.ranks.meeting import hosted
 from rooftile.engine.ranks.parent_watch import exit_with
+from rooftile.engine.ranks.place import placed
 from rooftile.engine.settings.table import FLAGS
 from rooftile.engine.start.replica import share_machine
 from rooftile.errors import InvalidInput, Unsupported
@@ -63,7 +65,10 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     if machine is not None:
         share_machine(machine["replicas"], settings, machine["visible"])
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
-    with reporting_progress(report_progress):
+    # where a cluster's scheduler starts the other ranks
+    listener = settings.pop("listener", None)
+    place = None if listener is None else hosted(socket.socket(fileno=listener), settings["tensor_parallel_size"])
+    with reporting_progress(report_progress), placed(place):
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()

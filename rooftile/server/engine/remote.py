@@ -34,11 +34,12 @@ class RemoteEngine:
         stall_s: a step that takes longer is taken for dead, and the process is killed.
         noted: called with the engine's counts after each step.
         environment: variables that its process has beside this one's.
+        listener: a port at which its other ranks meet it, if somebody else starts them; the caller closes it.
     """
 
     def __init__(
         self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[EngineStats], None] = lambda stats: None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         self.ready: Ready | None = None
         self.percent = 0
@@ -61,10 +62,13 @@ class RemoteEngine:
         self._heard = time.monotonic()
         self._on_start: dict[int, Callable[[], None]] = {}
         ours, theirs = socket.socketpair()
+        inherited = [each.fileno() for each in (theirs, listener) if each is not None]
+        if listener is not None:
+            settings = settings | {"listener": listener.fileno()}
         # a session of its own: Ctrl-C on a terminal reaches the server only. -P: no module is taken from the working folder
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rooftile.server.engine.process", str(theirs.fileno())],
-            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+            stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True,
             env=_environment() | dict(environment or {}),
         )  # fmt: skip
         theirs.close()
@@ -135,6 +139,11 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """Ends the process at once."""
+        self.process.kill()
+
+    def lose(self, cause: str) -> None:
+        """Ends the process at once, for a reason that its clients get."""
+        self._end(cause)
         self.process.kill()
 
     def _reap(self) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rooftile import __version__
 from rooftile.engine.settings.table import SETTINGS
 from rooftile.errors import InvalidInput
 from rooftile.server.keys import read_keys
+from rooftile.server.on_ray.nodes import STRATEGIES, check_room
 from rooftile.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.config import AutoscalingConfig
 
 # answers that Ray sends to a replica at once, beyond what may run and wait there by our limits: these refuse first
 SPARE = 64
@@ -50,40 +53,61 @@ def settings_of(options: Mapping[str, Any], api_key_file: str | Path | None = No
     return ServerSettings(**given, keys=keys, engine=engine, on_cluster=True)
 
 
-def check_room(count: int, gpus: int, there: Mapping[str, float], *, on_cpu: bool) -> None:
-    """Checks that a cluster has room for engines.
-
-    Args:
-        count: how many engines there are.
-        gpus: GPUs of each.
-        there: the cluster's resources.
-        on_cpu: whether they take no GPU.
+def scaling_of(given: Mapping[str, Any]) -> AutoscalingConfig:
+    """Returns Ray's configuration of a number of replicas that follows the load.
 
     Raises:
-        InvalidInput: it has too little.
+        InvalidInput: Ray refuses it, or no engine is to be there at times.
     """
-    name, each = ("CPU", 1) if on_cpu else ("GPU", gpus)
-    have = int(there.get(name, 0))
-    if have < count * each:
-        raise InvalidInput(f"{count} replicas of {each} {name}{'s' * (each > 1)} ask for {count * each}; the cluster has {have}")
+    from ray.serve.config import AutoscalingConfig
+
+    try:
+        made = AutoscalingConfig(**given)
+    except (ValueError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise InvalidInput(f"autoscaling_config is not as Ray wants it: {said}") from None
+    if made.min_replicas < 1:
+        raise InvalidInput(
+            f"autoscaling_config has min_replicas {made.min_replicas}; must be at least 1: without an engine requests are refused"
+        )
+    return made
 
 
-def application(settings: ServerSettings) -> Application:
+def application(
+    settings: ServerSettings, *, strategy: str = "STRICT_PACK", scaling: Mapping[str, Any] | None = None
+) -> Application:  # fmt: skip
     """Returns the application; checks the room if Ray is connected to a cluster.
 
+    Args:
+        settings: the server's settings.
+        strategy: where the GPUs of one engine are, one of STRATEGIES.
+        scaling: Ray's `autoscaling_config`, which then says how many replicas there are.
+
     Raises:
-        InvalidInput: Ray is not installed, or the cluster has no room.
+        InvalidInput: Ray is not installed, an argument makes no sense, or the cluster has no room.
     """
+    if strategy not in STRATEGIES:
+        raise InvalidInput(f"placement_group_strategy is {strategy!r}; must be one of {', '.join(STRATEGIES)}")
     ray, serve = needed()
     from rooftile.server.on_ray.engine import Engine
     from rooftile.server.on_ray.ingress import ENGINE, ingress
 
-    gpus = settings.engine.get("tensor_parallel_size", 1)
-    there = ray.cluster_resources() if ray.is_initialized() else {}
-    on_cpu = settings.engine.get("device") == "cpu" or (bool(there) and not there.get("GPU"))
-    if there:
-        check_room(settings.replicas, gpus, there, on_cpu=on_cpu)
-    options: dict[str, Any] = {}
+    ranks = settings.engine.get("tensor_parallel_size", SETTINGS["tensor_parallel_size"].default)
+    most = settings.engine.get("max_num_seqs", SETTINGS["max_num_seqs"].default)
+    least = largest = settings.replicas
+    options: dict[str, Any] = {"num_replicas": settings.replicas}
+    if scaling is not None:
+        # an engine is full when it runs as many answers as it can; Ray's own measure is two
+        asked = scaling_of({"target_ongoing_requests": most} | dict(scaling))
+        least, largest = asked.min_replicas, asked.max_replicas
+        options = {"autoscaling_config": asked}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    on_cpu = settings.engine.get("device") == "cpu" or (bool(nodes) and not any(node.get("GPU") for node in nodes))
+    if nodes:
+        check_room(least, ranks, nodes, on_cpu=on_cpu, strategy=strategy)
+    bundle = {"CPU": 1} if on_cpu else {"CPU": 1, "GPU": 1}
+    if ranks > 1:
+        options |= {"placement_group_bundles": [bundle] * ranks, "placement_group_strategy": strategy}
     try:
         from ray.serve.config import RequestRouterConfig
 
@@ -93,16 +117,15 @@ def application(settings: ServerSettings) -> Application:
     except ImportError:
         # this part of Ray is alpha; without it the less loaded of two replicas answers
         pass
-    # an engine's GPUs are on one machine, and its process has them all
-    actor = {"num_cpus": 1, "num_gpus": 0 if on_cpu else gpus}
-    most = settings.engine.get("max_num_seqs", SETTINGS["max_num_seqs"].default) + settings.max_waiting + SPARE
+    ongoing = most + settings.max_waiting + SPARE
     engine = serve.deployment(
-        Engine, name=ENGINE, num_replicas=settings.replicas, ray_actor_options=actor, max_ongoing_requests=most,
-        max_queued_requests=most, graceful_shutdown_timeout_s=settings.drain_s, health_check_period_s=2.0, **options,
+        Engine, name=ENGINE, ray_actor_options={"num_cpus": 1, "num_gpus": bundle.get("GPU", 0)}, max_ongoing_requests=ongoing,
+        max_queued_requests=ongoing, graceful_shutdown_timeout_s=settings.drain_s, health_check_period_s=2.0, **options,
     )  # fmt: skip
+    # it takes no CPU that an engine could have: the room was counted for engines alone
     door = serve.deployment(
-        serve.ingress(ingress(settings))(), name="Ingress", max_ongoing_requests=2 * most * settings.replicas,
-        graceful_shutdown_timeout_s=settings.drain_s,
+        serve.ingress(ingress(settings))(), name="Ingress", max_ongoing_requests=2 * ongoing * largest,
+        graceful_shutdown_timeout_s=settings.drain_s, ray_actor_options={"num_cpus": 0},
     )  # fmt: skip
     own = {"model": settings.model, "json_log": settings.json_log} | settings.engine
-    return door.bind(engine.bind(own, settings.stall_s))
+    return door.bind(engine.bind(own, settings.stall_s, __version__))

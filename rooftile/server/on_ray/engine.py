@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -10,9 +11,16 @@ from typing import Any
 
 import msgspec
 
+from rooftile.engine.ranks.meeting import open_port
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
-from rooftile.server.engine.messages import Add, Failed, Ready, Report, RequestRefused, StepNews
+from rooftile.server.engine.messages import FAILED, Add, Failed, Ready, Report, RequestRefused, StepNews
 from rooftile.server.engine.remote import RemoteEngine
+from rooftile.server.observe.log import log
+from rooftile.server.on_ray.nodes import check_rooftile, node_address, torch_version
+from rooftile.server.on_ray.ranks import RankActors, RankOrder
+
+# seconds in which Ray carries what is said to the clients of an engine that has ended
+LAST_WORDS_S = 1.0
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_add = msgspec.msgpack.Decoder(Add).decode
@@ -26,19 +34,28 @@ class Engine:
     Args:
         settings: the keywords of `LLM`, and `model`.
         stall_s: a step that takes longer is taken for dead; so is a client whose ingress has not spoken of it for so long.
+        rooftile: the version with which the application was made.
+
+    Raises:
+        InvalidInput: this node has another version.
     """
 
     # Ray Serve awaits it; elsewhere it would be a mistake
-    async def __init__(self, settings: dict[str, Any], stall_s: float) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: dict[str, Any], stall_s: float, rooftile: str) -> None:  # type: ignore[misc]
+        check_rooftile(rooftile)
         self._name = secrets.token_hex(8)
         self._stall_s = stall_s
-        self._engine = RemoteEngine(settings, stall_s=stall_s)
+        self._start(settings, rooftile)
         # when an ingress has last said that a call has a reader
         self._wanted: dict[str, tuple[RemoteCall, float]] = {}
-        await self._engine.changed.wait()
-        if not self._engine.answers:
-            raise RuntimeError(self._engine.detail)
-        self._watch = asyncio.create_task(self._abort_unread())
+        try:
+            await self._engine.changed.wait()
+            if not self._engine.answers:
+                raise RuntimeError(self._engine.detail)
+        except BaseException:
+            self._end_ranks()
+            raise
+        self._tasks = [asyncio.create_task(self._abort_unread()), asyncio.create_task(self._end_with_engine())]
 
     async def facts(self) -> bytes:
         """Returns the engine's `Ready`."""
@@ -89,6 +106,36 @@ class Engine:
         """Raises RuntimeError if the engine answers no more, so that Ray starts another replica."""
         if self._engine.cause is not None:
             raise RuntimeError(self._engine.detail)
+
+    def _start(self, settings: dict[str, Any], rooftile: str) -> None:
+        """Starts the engine's process, and actors of its other ranks."""
+        self._ranks: RankActors | None = None
+        if settings.get("tensor_parallel_size", 1) == 1:
+            self._engine = RemoteEngine(settings, stall_s=self._stall_s)
+            return
+        with open_port(node_address()) as listener:
+            self._engine = RemoteEngine(settings, stall_s=self._stall_s, listener=listener)
+            address, port = listener.getsockname()[:2]
+        order = RankOrder(settings, address, port, rooftile, torch_version())
+        self._ranks = RankActors(order, self._lose)
+
+    def _lose(self, cause: str, detail: str) -> None:
+        """Ends the engine, of which a rank has ended."""
+        if self._engine.cause is None:
+            log.error("%s%s", cause, detail)
+        self._engine.lose(cause)
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    async def _end_with_engine(self) -> None:
+        """Ends the other ranks when the engine is over, and then this process: its load is 0, so it would draw requests."""
+        await self._engine.over.wait()
+        log.error("the replica ends: %s", self._engine.detail)
+        self._end_ranks()
+        await asyncio.sleep(LAST_WORDS_S)
+        os._exit(FAILED)
 
     async def _abort_unread(self) -> None:
         """Ends calls of which no ingress has spoken for long: their readers are gone, and nothing has said so."""
