@@ -120,6 +120,29 @@ class Operators:
             y, last = run(*arguments)
         return y, last
 
+    def run_end(self, arguments: Given, with_map: bool) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Returns the states behind tokens (rows, c, ...), and with the map, too; None where only a whole pass finds them."""
+        tokens, constants, state, _, options, _ = self._split(arguments)
+        if not self._runs_parts(arguments):
+            return None
+        with device_of(state):
+            return (self._kernels.end_with_map if with_map else self._kernels.end)(tokens, constants, state, options)
+
+    def run_begin(self, dy: Tensor, d_last: Tensor, arguments: Given) -> Tensor | None:
+        """Returns the gradients of the states before tokens (rows, c, ...); None where only a whole backward finds them."""
+        tokens, constants, state, _, options, _ = self._split(arguments)
+        if not self._runs_parts(arguments):
+            return None
+        with device_of(state):
+            return self._kernels.begin(dy, d_last, tokens, constants, state, options)
+
+    def _runs_parts(self, arguments: Given) -> bool:
+        """Whether kernels find states without outputs; modes that watch operators see whole passes instead."""
+        if watched(*arguments) or arguments[0].is_meta:
+            return False
+        tokens, constants, state, _, options, backend = self._split(arguments)
+        return self._runs_kernels(tokens, constants, state, options, backend) and hasattr(self._kernels, "end")
+
     def run_backward(self, arguments: Sequence[Any]) -> list[Tensor]:
         """Runs the backward, as an operator where something watches."""
         if torch.is_grad_enabled() or watched(*arguments) or arguments[0].is_meta:

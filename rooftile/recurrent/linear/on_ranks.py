@@ -72,9 +72,23 @@ class LinearOnRank:
         )
         return [dq, dk, dv, None], packed(RunningSums(ds, dz, torch.zeros_like(sums.largest)))
 
-    def map(self, tensors: Given, state: Tensor) -> Tensor:
+    def end(self, tensors: Given, state: Tensor) -> Tensor:
+        q, k, v, projection = tensors
+        last = chunked.run_end(q, k, v, unpacked(state, self._sizes), projection, self._problem)
+        return self.forward(tensors, state, None)[1] if last is None else packed(last)
+
+    def end_with_map(self, tensors: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         # the state itself has the largest
-        return state.new_ones(self.carry.shape(tuple(state.shape)))
+        return state.new_ones(self.carry.shape(tuple(state.shape))), self.end(tensors, state)
+
+    def begin(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, kept: Given) -> Tensor:
+        q, k, v, projection = tensors
+        ds, dz, _ = unpacked(d_last, self._sizes)
+        first = unpacked(state, self._sizes)
+        found = chunked.run_begin(dy, ds, dz, kept, q, k, v, first, projection, self._problem)
+        if found is None:
+            return self.backward(dy, d_last, tensors, state, None, kept)[1]
+        return packed(RunningSums(*found, torch.zeros_like(first.largest)))
 
 
 class SumsCarry:
