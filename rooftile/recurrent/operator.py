@@ -16,6 +16,7 @@ from rooftile.recurrent import walk
 from rooftile.recurrent.rule import Given, Kernels, Rule, Tensors
 from rooftile.recurrent.split import run as split
 from rooftile.recurrent.split.context import refuse_step
+from rooftile.recurrent.split.meeting import agree
 from rooftile.recurrent.split.part import Part
 from rooftile.recurrent.split.rules import RuleOnRank
 from rooftile.recurrent.split.run import Problem
@@ -63,6 +64,11 @@ class Operators:
         if part is not None:
             if backend == "triton" and (reason := self.refusal(tokens, constants, state, options)) is not None:
                 raise Unsupported(f"backend 'triton' cannot run {self.rule.name}: {reason}")
+            given = (
+                dict(zip(names, its, strict=True))
+                for names, its in ((self.rule.tokens, tokens), (self.rule.constants, constants))
+            )
+            agree(part, self.rule.name, *given, state=tuple(state.shape), options=options, backend=backend, keeps=keeps)
             return split.run(Problem(RuleOnRank(self, options, backend), part, keeps), (*tokens, *constants), state)
         if backend == "eager" and not state.is_meta:
             return walk.forward(self._by_token, tokens, constants, state, cu, options)

@@ -10,6 +10,7 @@ from rooftile.recurrent.linear import chunked
 from rooftile.recurrent.linear.by_chunks import RunningSums, exp_of_difference
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.rule import Given, Run
+from rooftile.recurrent.split.meeting import agree
 from rooftile.recurrent.split.part import Part
 from rooftile.recurrent.split.run import Problem, run
 
@@ -30,6 +31,8 @@ def recur_on_ranks(
         # without exponents nothing is relative to a largest one
         first = first._replace(largest=torch.zeros_like(first.largest))
     sizes = first.s.shape[-2], first.s.shape[-1]
+    shared = {**first._asdict(), "projection": projection}
+    agree(part, "linear attention", {"q": q, "k": k, "v": v}, shared, options=problem, keeps=keeps)
     o, last = run(Problem(LinearOnRank(problem, sizes), part, keeps), (q, k, v, projection), packed(first))
     if last is None:
         return o, None
