@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rooftile.recurrent.convolution import causal_conv, conv_step
     from rooftile.recurrent.delta import gated_delta, gated_delta_plan, gated_delta_step
     from rooftile.recurrent.selective import selective_scan, selective_scan_step
-    from rooftile.recurrent.state_space import ssd, ssd_step
+    from rooftile.recurrent.state_space import ssd, ssd_plan, ssd_step
 
 __all__ = [
     "causal_conv",
@@ -37,6 +37,7 @@ __all__ = [
     "selective_scan",
     "selective_scan_step",
     "ssd",
+    "ssd_plan",
     "ssd_step",
 ]
 
@@ -47,6 +48,7 @@ __getattr__ = late_names(
         "gated_delta": "rooftile.recurrent.delta", "gated_delta_plan": "rooftile.recurrent.delta",
         "gated_delta_step": "rooftile.recurrent.delta",
         "selective_scan": "rooftile.recurrent.selective", "selective_scan_step": "rooftile.recurrent.selective",
-        "ssd": "rooftile.recurrent.state_space", "ssd_step": "rooftile.recurrent.state_space",
+        "ssd": "rooftile.recurrent.state_space", "ssd_plan": "rooftile.recurrent.state_space",
+        "ssd_step": "rooftile.recurrent.state_space",
     },
 )  # fmt: skip

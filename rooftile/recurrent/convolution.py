@@ -42,6 +42,7 @@ def causal_conv(
     return_tail: bool = True,
     cu: Tensor | None = None,
     group: Any = None,
+    validate: bool = False,
     backend: str | None = None,
 ) -> Any:
     """A depthwise causal convolution: y_t = act(bias + sum over k of weight[:, k] x_{t - K + 1 + k}).
@@ -60,6 +61,8 @@ def causal_conv(
         group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
             length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
             rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
+        validate: with a group: check over it that every rank was given the same problem; costs a small all-gather. Where one
+            rank refuses its arguments, all ranks raise.
         backend: "triton" (kernels), "tiled", "eager" (with gradients of gradients), or None or "auto" for the fastest that runs.
 
     Returns:
@@ -77,6 +80,7 @@ def causal_conv(
     front = "B T" if cu is None else "total"
     sizes = _checked(x, weight, bias, front)
     keeps = check_flag("return_tail", return_tail)
+    check_flag("validate", validate)
     part, cu = placed("causal_conv", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     tail = check_state(tail, "tail", (count, sizes["W"], sizes["K"] - 1), x.dtype, x)

@@ -16,6 +16,7 @@ from rooftile.recurrent import walk
 from rooftile.recurrent.rule import Given, Kernels, Rule, Tensors
 from rooftile.recurrent.split import run as split
 from rooftile.recurrent.split.context import refuse_step
+from rooftile.recurrent.split.meeting import agree
 from rooftile.recurrent.split.part import Part
 from rooftile.recurrent.split.rules import RuleOnRank
 from rooftile.recurrent.split.run import Problem
@@ -63,6 +64,11 @@ class Operators:
         if part is not None:
             if backend == "triton" and (reason := self.refusal(tokens, constants, state, options)) is not None:
                 raise Unsupported(f"backend 'triton' cannot run {self.rule.name}: {reason}")
+            given = (
+                dict(zip(names, its, strict=True))
+                for names, its in ((self.rule.tokens, tokens), (self.rule.constants, constants))
+            )
+            agree(part, self.rule.name, *given, state=tuple(state.shape), options=options, backend=backend, keeps=keeps)
             return split.run(Problem(RuleOnRank(self, options, backend), part, keeps), (*tokens, *constants), state)
         if backend == "eager" and not state.is_meta:
             return walk.forward(self._by_token, tokens, constants, state, cu, options)
@@ -119,6 +125,29 @@ class Operators:
         with below_autograd():
             y, last = run(*arguments)
         return y, last
+
+    def run_end(self, arguments: Given, with_map: bool) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Returns the states behind tokens (rows, c, ...), and with the map, too; None where only a whole pass finds them."""
+        tokens, constants, state, _, options, _ = self._split(arguments)
+        if not self._runs_parts(arguments):
+            return None
+        with device_of(state):
+            return (self._kernels.end_with_map if with_map else self._kernels.end)(tokens, constants, state, options)
+
+    def run_begin(self, dy: Tensor, d_last: Tensor, arguments: Given) -> Tensor | None:
+        """Returns the gradients of the states before tokens (rows, c, ...); None where only a whole backward finds them."""
+        tokens, constants, state, _, options, _ = self._split(arguments)
+        if not self._runs_parts(arguments):
+            return None
+        with device_of(state):
+            return self._kernels.begin(dy, d_last, tokens, constants, state, options)
+
+    def _runs_parts(self, arguments: Given) -> bool:
+        """Whether kernels find states without outputs; modes that watch operators see whole passes instead."""
+        if watched(*arguments) or arguments[0].is_meta:
+            return False
+        tokens, constants, state, _, options, backend = self._split(arguments)
+        return self._runs_kernels(tokens, constants, state, options, backend) and hasattr(self._kernels, "end")
 
     def run_backward(self, arguments: Sequence[Any]) -> list[Tensor]:
         """Runs the backward, as an operator where something watches."""

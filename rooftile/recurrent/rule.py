@@ -35,6 +35,18 @@ class Kernels(Protocol):
     # in order, and of the first state, each in its dtype. None: plain operations compute the gradients
     backward: Callable[..., list[Tensor]] | None
 
+    # the following three are for less than a whole pass costs; a module without `end` has none of them
+    def end(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> Tensor:
+        """Returns a new tensor with the states behind tokens (rows, c, ...), and no outputs."""
+
+    def end_with_map(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> tuple[Tensor, Tensor]:
+        """Returns the map that the rule's carry has of the tokens, and the states behind them."""
+
+    def begin(
+        self, dy: Tensor, d_last: Tensor, tokens: Tensors, constants: Tensors, state: Tensor, options: Given
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradients of the states before tokens (rows, c, ...), and no other one."""
+
     def step(self, state: Tensor, tokens: Tensors, constants: Tensors, slots: Tensor | None, options: Given) -> Tensor:
         """Reads one token of each sequence, changes the states in place, and returns contiguous outputs."""
 

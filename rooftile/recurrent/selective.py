@@ -52,6 +52,7 @@ def selective_scan(
     return_state: bool = True,
     cu: Tensor | None = None,
     group: Any = None,
+    validate: bool = False,
     backend: str | None = None,
 ) -> Any:
     """The recurrence of Mamba-1: h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, y_t = <C_t, h_t> + D x_t, for each channel.
@@ -73,6 +74,8 @@ def selective_scan(
         group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
             length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
             rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
+        validate: with a group: check over it that every rank was given the same problem; costs a small all-gather. Where one
+            rank refuses its arguments, all ranks raise.
         backend: "triton" (kernels), "tiled" (plain operations, whose backward keeps one state in 64) or "eager" (with gradients
             of gradients); None or "auto" takes the fastest that runs.
 
@@ -97,6 +100,7 @@ def selective_scan(
     if not flag and dt_bias is None:
         check_values("dt", dt, "at least 0")
     keeps = check_flag("return_state", return_state)
+    check_flag("validate", validate)
     part, cu = placed("selective_scan", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["W"], sizes["N"]), wide_dtype(x), x)

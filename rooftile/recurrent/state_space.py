@@ -33,7 +33,8 @@ from rooftile.recurrent.operator import Operators
 from rooftile.recurrent.rule import Given, Rule, repeated, wide_dtype
 from rooftile.recurrent.split.carries import Decay
 from rooftile.recurrent.split.context import follows_context
-from rooftile.recurrent.split.part import placed
+from rooftile.recurrent.split.part import part_of, placed
+from rooftile.recurrent.split.plan import Plan, plan_ssd
 from rooftile.recurrent.steps import UNLIMITED, steps_of
 from rooftile.recurrent.words import CALL
 from rooftile.runtime.arguments import check_backend, check_flag
@@ -58,6 +59,7 @@ def ssd(
     return_state: bool = True,
     cu: Tensor | None = None,
     group: Any = None,
+    validate: bool = False,
     backend: str | None = None,
 ) -> Any:
     """The recurrence of Mamba-2: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t.
@@ -81,6 +83,8 @@ def ssd(
         group: a process group or a one-dimensional DeviceMesh whose ranks hold the sequence, each a contiguous range of any
             length. Tensors of tokens are then this rank's, cu has the whole pack's offsets, and states are the same on every
             rank. The gradients of what all ranks hold, the first state too, are this rank's share: their sum is the whole.
+        validate: with a group: check over it that every rank was given the same problem; costs a small all-gather. Where one
+            rank refuses its arguments, all ranks raise.
         backend: "triton" (kernels, gradients too), "tiled" (pieces, in plain operations) or "eager" (token by
             token, with gradients of gradients); None or "auto" takes the fastest that runs. In kernels a NaN reaches the up to
             63 tokens before its own, too.
@@ -116,11 +120,33 @@ def ssd(
     if not softplus and dt_bias is None:
         check_values("dt", dt, "at least 0")
     keeps = check_flag("return_state", return_state)
+    check_flag("validate", validate)
     part, cu = placed("ssd", group, cu, x)
     count = sizes["B"] if cu is None else cu.shape[0] - 1
     state = check_state(state, "state", (count, sizes["H"], sizes["P"], sizes["N"]), wide_dtype(x), x)
     y, last = OPERATORS((x, dt, B, C, z), (A, D, dt_bias), state, cu, options, check_backend(backend, BACKENDS), part, keeps)
     return (y, last) if keeps else y
+
+
+@answers_with(CALL)
+def ssd_plan(x: Tensor, B: Tensor, *, group: Any, cu: Tensor | None = None) -> Plan:
+    """Says what `ssd` with a group costs for such tensors of this rank: bytes that a rank sends, and its part of the FLOPs.
+
+    Nothing is computed, and no rank waits.
+
+    Args:
+        x, B, group, cu: as in `ssd`.
+
+    Example:
+        >>> print(ssd_plan(x, B, group=group))      # doctest: +SKIP
+        scan: sends 6,291,456 bytes, and has 0.29 of one device's FLOPs: a state is smaller than the tokens that lead to it
+    """
+    front = "B T" if cu is None else "total"
+    sizes = check_shapes({"x": (x, f"{front} H P"), "B": (B, f"{front} G N")}, {})
+    check_groups(sizes["H"], sizes["G"])
+    part = part_of("ssd", group, cu, x)
+    rows = 1 if part.cu is not None else sizes["B"]
+    return plan_ssd(part.ranks.count, rows, sizes["H"], sizes["P"], sizes["N"], sizes["G"])
 
 
 @answers_with(CALL)

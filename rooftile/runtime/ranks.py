@@ -88,8 +88,18 @@ def agreed(ranks: Ranks, check: Callable[[], Checked], problem_of: Callable[[Che
         if isinstance(other, str):
             raise InvalidInput(f"rank {rank} refused its arguments: {other}")
         if other != found[0]:
-            raise InvalidInput(f"rank {rank} was given {shown(other)}; rank 0 was given {shown(found[0])}, and all must agree")
+            given, due = _difference(other, found[0])
+            raise InvalidInput(f"rank {rank} was given {given}; rank 0 was given {due}, and all must agree")
     return call
+
+
+def _difference(given: tuple[Any, ...], due: tuple[Any, ...]) -> tuple[str, str]:
+    """Returns the first part in which two problems differ, where both say it in words; else the whole problems."""
+    if len(given) == len(due):
+        one, other = next((a, b) for a, b in zip(given, due, strict=True) if a != b)
+        if isinstance(one, str) and isinstance(other, str):
+            return one, other
+    return shown(given), shown(due)
 
 
 def check_agreement(ranks: Ranks, problem: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.recurrent.linear import kernels
+from rooftile.recurrent.linear.kernels import call as kernels
 from rooftile.recurrent.linear.kernels import gradients as gradient_kernels
 from rooftile.recurrent.linear.kernels import outputs, states, tiles
 from tests.approximate.tolerance import assert_within, gradients

@@ -12,7 +12,8 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import recurrent as rec
 from rooftile.recurrent import walk
-from rooftile.recurrent.kernels import convolution, selective, state_space_step
+from rooftile.recurrent.kernels import convolution, state_space_step
+from rooftile.recurrent.kernels.selective import call as selective_call
 from rooftile.runtime.launch import observe
 from tests.grids import pairs, swept
 from tests.recurrent import cases
@@ -61,7 +62,7 @@ def _no_plain_walk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(walk, "forward", refuse)
     # a few chunks in a short sequence
-    monkeypatch.setattr(selective, "CHUNK", 16)
+    monkeypatch.setattr(selective_call, "CHUNK", 16)
 
 
 @kinds

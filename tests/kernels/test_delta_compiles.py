@@ -64,7 +64,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, group: int = 1
     from rooftile.recurrent.kernels.delta import call, walks
 
     kernel = next(getattr(module, f"_{name}") for module in (call, walks, delta) if hasattr(module, f"_{name}"))
-    own = {"walk": {"OUTPUTS": outputs}, "walk_back": {"HAS_LAST": True}, "step": {"QK_NORM": True, "SLOTS": True}}.get(name)
+    walking = {"OUTPUTS": outputs, "KEEPS": not outputs}, {"HAS_LAST": True, "KEEPS": True}
+    own = {"walk": walking[0], "walk_back": walking[1], "step": {"QK_NORM": True, "SLOTS": True}}.get(name)
     if own is None:
         own = {} if name == "pair_gradients" else {"QK_NORM": True}
     if name != "step":

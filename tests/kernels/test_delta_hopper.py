@@ -17,7 +17,7 @@ from tests.kernels.emulated_copies import compiled_copies, emulate_copies, recor
 from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 from tests.kernels.test_state_space_compiles import ROOM  # noqa: E402
 
-SHAPES = record("D", "DV", "OUTPUTS", "WALKERS")
+SHAPES = record("D", "DV", "OUTPUTS", "KEEPS", "WALKERS")
 TILES = record("queries", "values", "systems", "pairs", "lines")
 
 
@@ -88,10 +88,11 @@ def test_the_walk_equals_the_definition(
     assert chunks.suits_warpgroups
     assert chunks.walkers == walkers
     y = torch.full_like(given[2], float("nan"))
-    last = walks.walk(chunks, y, None, None)
+    last = walks.walk(chunks, y)
     y_due, last_due = definitions.gated_delta(*(x.double() for x in given), state=state.double())
     assert_near(y, y_due)
     assert_near(last, last_due)
+    assert torch.equal(walks.walk(chunks), last)
     new, states = torch.full_like(y, float("nan")), torch.full((chunks.slots, H, D, DV), float("nan")).bfloat16()
     assert_near(walks.walk(chunks, None, states, new), last_due)
     for n in range(chunks.slots):
@@ -138,20 +139,24 @@ def test_the_walk_back_equals_its_formulas(
             back = chunks.end[n, :, None, None] * back + q.mT @ (reach[n, :, :count] * gradient)
             back -= k.mT @ ((beta * recall)[n, :, :count] * due)
         assert_near(d_first[b], back)
+    alone = torch.full_like(state, float("nan"))
+    walks.walk_back(chunks, dy, None, None, d_last, alone)
+    assert torch.equal(alone, d_first)
 
 
 WALKS = [
-    (False, True, 1, 128), (False, True, 2, 128), (False, False, 2, 128), (True, True, 1, 128), (True, False, 2, 128),
-    (True, True, 1, 64),
+    (False, True, False, 1, 128), (False, True, False, 2, 128), (False, False, True, 2, 128), (False, False, False, 2, 128),
+    (True, True, True, 1, 128), (True, False, True, 2, 128), (True, True, True, 1, 64), (True, True, False, 2, 128),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("back", "flag", "walkers", "dim"), WALKS)
-def test_walks_compile_for_hopper_and_spill_nothing(back: bool, flag: bool, walkers: int, dim: int) -> None:
+@pytest.mark.parametrize(("back", "flag", "keeps", "walkers", "dim"), WALKS)
+def test_walks_compile_for_hopper_and_spill_nothing(back: bool, flag: bool, keeps: bool, walkers: int, dim: int) -> None:
     kernel, name = (walk_back_hopper._walk_columns_back, "HAS_LAST") if back else (walk_hopper._walk_columns, "OUTPUTS")
-    made = launch_hopper._kernel_back(dim) if back else launch_hopper._kernel(dim, flag)
+    made = launch_hopper._kernel_back(dim, keeps) if back else launch_hopper._kernel(dim, keeps)
     stages = 2 if back and walkers == 2 else launch_hopper.STAGES
-    built = compiled_copies(kernel, made, launch_hopper._constants(32, 2, dim, 128, walkers, stages, **{name: flag}))
+    own = launch_hopper._constants(32, 2, dim, 128, walkers, stages, KEEPS=keeps, **{name: flag})
+    built = compiled_copies(kernel, made, own)
     # products of a chunk, 16 numbers at a time
     products = dim // 16 + 16 if back else (dim // 16 + 4) * (1 + flag) + 4
     assert built.asm["ptx"].count("wgmma.mma_async") == walkers * products

@@ -30,7 +30,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.recurrent.linear import kernels
+    from rooftile.recurrent.linear.kernels import call as kernels
     from rooftile.recurrent.linear.kernels import gradients, outputs, states
 
     kernel = {

@@ -34,12 +34,13 @@ RANKS = {
 def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Each kernel by name, with the constants of a launch of a model's size."""
     from rooftile.recurrent.kernels import convolution, convolution_gradients, selective, state_space_step
+    from rooftile.recurrent.kernels.selective import call
 
     conv: dict[str, Any] = {"SILU": True, "HAS_BIAS": True}
     steps = {"SOFTPLUS": True, "HAS_BIAS": True}
 
     def scan(N: int = 16, **own: int) -> dict[str, Any]:
-        return selective._by_tokens(5120, N, **own)
+        return call.by_tokens(5120, N, **own)
 
     both = {"HAS_D": True, "HAS_Z": True}
 
@@ -61,22 +62,22 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
             convolution_gradients._tail_gradients,
             convolution.walk_constants(5376, 4, 128, True, True, True, True),
         ),
-        "_chunk_states": (selective._chunk_states, scan(PACKED=True, **steps)),
-        "_chunk_adjoints": (selective._chunk_adjoints, scan(PACKED=True, TOKENS=selective._TOKENS, HAS_Z=True, **steps)),
+        "_chunk_states": (call._chunk_states, scan(PACKED=True, **steps)),
+        "_chunk_adjoints": (call._chunk_adjoints, scan(PACKED=True, TOKENS=call._TOKENS, TOTAL=True, HAS_Z=True, **steps)),
         "_scan": (
-            selective._scan,
-            selective.constants_of(5120, 16, 128, 4, CHUNK=selective.CHUNK, HAS_FIRST=True, REVERSE=True, PACKED=True),
+            call._scan,
+            call.constants_of(5120, 16, 128, 4, CHUNK=call.CHUNK, HAS_FIRST=True, REVERSE=True, PACKED=True),
         ),
         "_outputs": (selective._outputs, scan(PACKED=True, **both, **steps)),
         "_wide_outputs": (selective._outputs, scan(32, PACKED=False, **both, **steps)),
-        "_gradients": (selective._gradients, scan(PACKED=True, TOKENS=selective._tokens_of_gradients(16), **both, **steps)),
+        "_gradients": (selective._gradients, scan(PACKED=True, TOKENS=call.tokens_of_gradients(16), **both, **steps)),
         "_wide_gradients": (
             selective._gradients,
-            scan(32, PACKED=False, TOKENS=selective._tokens_of_gradients(32), **both, **steps),
+            scan(32, PACKED=False, TOKENS=call.tokens_of_gradients(32), **both, **steps),
         ),
         "_scan_step": (
             selective._scan_step,
-            selective.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),
+            call.constants_of(5120, 16, 128, 4, BLOCK_N=16, HAS_SLOTS=True, **both, **steps),
         ),
     }
 

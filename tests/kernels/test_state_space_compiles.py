@@ -33,7 +33,7 @@ BACKWARD = ("_segment_sums", "_chunk_states", "_input_gradients", "_map_gradient
 
 def compiled(
     name: str, sm: int, dtype: torch.dtype, P: int, N: int, gated: bool = True, back: bool = False, ones: bool = False,
-    copies: bool = False,
+    copies: bool = False, end: bool = False,
 ) -> Any:  # fmt: skip
     """A kernel as it is launched for tensors that are aligned to 16 bytes; `ones` for the numbers that Triton specialises on.
 
@@ -49,7 +49,7 @@ def compiled(
     constants: dict[str, Any] = call.constants_of(P, N, dtype, sm >= 90, 8, 2, False, back, copies, GATED=gated and not back)
     tile = call.tile_of(N, dtype, sm >= 90, back, copies)
     constants = constants | {
-        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back,
+        "GROUPS": 2, "SIZE": P * N, "SOFTPLUS": True, "BIAS": True, "SKIP": True, "WHOLE": False, "BACK": back, "END": end,
         "SPAN": 4, "SPANS": 2, "PARTS": 1, "PARTS_N": 1, "THROUGH_ROWS": False, "STRIPES": tile.block // tile.rows if back else 1,
     }  # fmt: skip
     if name in ("_input_gradients", "_map_gradients", "_map_sums"):
@@ -150,6 +150,12 @@ def test_tiles_come_by_the_copy_engine(name: str, size: tuple[int, int]) -> None
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
     assert stack(kernel) <= max(ROOM, 240 if name == "_input_gradients" else 0)
     assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(("name", "back"), [("_segment_sums", True), ("_segment_sums", False), ("_scan", False)])
+def test_states_at_the_end_of_tokens_compile(name: str, back: bool) -> None:
+    copies = name == "_segment_sums"
+    assert stack(compiled(name, 90, torch.bfloat16, 64, 128, gated=False, back=back, copies=copies, end=True)) <= ROOM
 
 
 def test_the_gates_gradient_compiles() -> None:

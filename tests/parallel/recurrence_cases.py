@@ -207,6 +207,30 @@ def refused(rank: int, ranks: int) -> list[str]:
     ]
 
 
+def agreed(rank: int, ranks: int) -> list[str]:
+    """Returns what each rank gets under validate where rank 1 has another problem, refuses its own, or has other tokens only."""
+    world, odd = dist.group.WORLD, rank == 1
+    x, W = torch.randn(1, 6, 12), torch.randn(12, 4)
+    q, g = torch.randn(1, 6, 4, 8), -torch.rand(1, 6, 4)
+    given = {"group": world, "validate": True}
+
+    def inside() -> None:
+        with parallel.context(None, layout="contiguous"):
+            rec.causal_conv(x, W[:, : 3 if odd else 4], validate=True)
+
+    return [
+        sentence(lambda: rec.causal_conv(x.bfloat16() if odd else x, W.bfloat16() if odd else W, **given)),
+        sentence(lambda: rec.causal_conv(x[..., : 5 if odd else 12], W, **given)),
+        sentence(lambda: rec.gated_delta(q, q, q, g, -g, method="scan" if odd else "heads", **given)),
+        sentence(lambda: rec.causal_conv(x.clone().requires_grad_(not odd), W, **given)),
+        sentence(lambda: ap.linear(q, q, q, rt.FULL if odd else rt.CAUSAL, **given)),
+        sentence(inside),
+        sentence(lambda: rec.causal_conv(x[:, : 2 * rank], W, **given)),
+        sentence(lambda: ap.performer(*[q[:, rank:]] * 3, rt.CAUSAL, features=ap.Features.draw(8, 8, seed=0), **given)),
+        sentence(lambda: rec.causal_conv(x, W, group=world, validate="yes")),
+    ]  # fmt: skip
+
+
 def nan_stays(rank: int, ranks: int) -> list[tuple[str, list[bool], list[bool]]]:
     """Returns which tokens are finite beside a NaN in one packed sequence, split and on one process: outputs and gradients."""
     found = []
@@ -271,5 +295,5 @@ def broken(rank: int, ranks: int) -> list[float]:
 
 def every(rank: int, ranks: int) -> dict[str, Any]:
     """Returns the answers of all functions here: processes start once."""
-    functions = (agreement, layers, refused, nan_stays, bytes_sent, broken)
+    functions = (agreement, layers, refused, agreed, nan_stays, bytes_sent, broken)
     return {function.__name__: function(rank, ranks) for function in functions}

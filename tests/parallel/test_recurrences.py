@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rooftile.recurrent.split.part import shares_of
-from rooftile.recurrent.split.plan import DeltaSizes, plan_delta
+from rooftile.recurrent.split.plan import DeltaSizes, plan_delta, plan_ssd
 from tests.parallel import recurrence_cases
 from tests.parallel.processes import run_on
 
@@ -56,6 +56,24 @@ def test_refusals_are_sentences_on_every_rank(answers):
             assert part in sentence
 
 
+def test_no_rank_waits_for_one_that_refuses(answers):
+    due = [
+        "rank 1 was given x (1, any, 12) in bfloat16; rank 0 was given x (1, any, 12) in float32, and all must agree",
+        "rank 1 refused its arguments: weight is (12, 4), so W is 12; W must be 5",
+        "rank 1 was given a call of gated_delta; rank 0 was given a call of gated_delta by heads",
+        "rank 1 was given gradients False; rank 0 was given gradients True",
+        "rank 1 refused its arguments: linear attention with a group under FULL",
+        "rank 1 was given weight (12, 3) in float32; rank 0 was given weight (12, 4) in float32",
+        "",
+        "",
+        "validate is 'yes'",
+    ]
+    for rank, answer in enumerate(answers):
+        for sentence, part in zip(answer["agreed"], due, strict=True):
+            assert part.removeprefix("rank 1 refused its arguments: " if rank == 1 else "") in sentence
+            assert bool(part) == bool(sentence), sentence
+
+
 def test_nan_of_one_sequence_stays_there(answers):
     for answer in answers:
         for name, split, alone in answer["nan_stays"]:
@@ -95,8 +113,21 @@ def test_the_plan_takes_what_costs_less():
     assert (plan.method, plan.bytes_sent) == ("heads", 750 * (2 * 2 * (16 + 32) * 128 + 32 * (4 + 2)))
     scan = plan_delta(sizes, "scan")
     # the second rank sends a state and a matrix to two ranks
-    assert (scan.bytes_sent, scan.runs) == (2 * 32 * (128 * 128 + 128 * 128) * 4, 3)
+    assert scan.bytes_sent == 2 * 32 * (128 * 128 + 128 * 128) * 4
+    assert plan.share == 1 / 4 < scan.share < 0.4
+    assert plan_delta(replace(sizes, ranks=1)).share == 1
+    # plain operations find states in whole passes: a middle rank has three
+    assert plan_delta(replace(sizes, by_channel=True), "scan").share == 3 / 4
     assert str(plan_delta(replace(sizes, ranks=3))).startswith("scan: sends")
     assert "16 key heads are not a multiple of 3 ranks" in str(plan_delta(replace(sizes, ranks=3)))
-    # small heads have little to compute again
+    # heads that are small have little to compute twice
     assert plan_delta(replace(sizes, Dk=16, Dv=16)).method == "scan"
+
+
+def test_a_plan_of_states_counts_what_ranks_compute_twice():
+    one, two, four = (plan_ssd(ranks, rows=3, H=64, P=64, N=128, G=1) for ranks in (1, 2, 4))
+    assert (one.bytes_sent, one.share) == (0, 1)
+    # a pass over states is a sixth of forward and backward
+    assert 1.15 < 2 * two.share == 4 * four.share < 1.2
+    # the first rank sends its state to each of the others
+    assert (two.bytes_sent, four.bytes_sent) == (3 * 64 * 64 * 128 * 4, 3 * 3 * 64 * 64 * 128 * 4)

@@ -55,6 +55,7 @@ def linear(
     group: Any = None,
     normalise: bool = True,
     state: Sums | None = None,
+    validate: bool = False,
 ) -> Tensor:
     """Linear attention, phi(q_i)^T S_i / phi(q_i)^T z_i, with S_i = sum phi(k_j) v_j^T and z_i = sum phi(k_j) over j <= i.
 
@@ -78,6 +79,7 @@ def linear(
         normalise: whether to divide by phi(q_i)^T z_i. A row for which that is below 2^-110 gives 0.
         state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs), F the number
             of features (D, for a name), as `linear_with_state` returns them. Gradients flow to it.
+        validate: with a group: check over it that every rank was given the same problem; costs a small all-gather.
 
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q.
@@ -94,7 +96,7 @@ def linear(
     The class is strict and decodable: no row depends on later tokens, and `linear_step` gives the same rows one by one.
     Katharopoulos et al., arXiv:2006.16236.
     """
-    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, False)[0]
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, validate, False)[0]
 
 
 @follows_context("q", "k", "v")
@@ -112,11 +114,12 @@ def linear_with_state(
     group: Any = None,
     normalise: bool = True,
     state: Sums | None = None,
+    validate: bool = False,
 ) -> tuple[Tensor, Sums]:
     """Computes `linear` and also returns the sums after the last key, from which a later call goes on.
 
     Args:
-        q, k, v, mask, backend, cu, deterministic, feature, group, normalise, state: as in `linear`.
+        q, k, v, mask, backend, cu, deterministic, feature, group, normalise, state, validate: as in `linear`.
 
     Returns:
         o (B, T, H, Dv), and (S, z) with S (B, Hk, F, Dv) and z (B, Hk, F), float32 (float64 for float64 inputs). Gradients flow
@@ -128,12 +131,12 @@ def linear_with_state(
         >>> linear(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, state=state).shape
         torch.Size([1, 28, 8, 64])
     """
-    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, True)
+    return _attended(q, k, v, mask, backend, cu, deterministic, feature, normalise, state, group, validate, True)
 
 
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, backend: str | None, cu: Tensor | None, deterministic: bool | None,
-    feature: Feature, normalise: bool, state: Sums | None, group: Any, keeps: bool,
+    feature: Feature, normalise: bool, state: Sums | None, group: Any, validate: bool, keeps: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Linear attention, and the sums after the last key; None where a group keeps none."""
     q, k, v, cu = check_qkv(q, k, v, cu, group is not None)
@@ -143,6 +146,7 @@ def _attended(
         check_causal_lengths("linear attention", q, k)
     normalise, chosen = check_flag("normalise", normalise), check_backend(backend, BACKENDS)
     check_deterministic(deterministic)
+    check_flag("validate", validate)
     q, k, kind = _mapped(q, k, feature)
     B = q.shape[0] if cu is None else cu.shape[0] - 1
     S = z = None

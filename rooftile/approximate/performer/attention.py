@@ -30,7 +30,7 @@ from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.linear.step import read_token
 from rooftile.recurrent.split.context import follows_context
 from rooftile.recurrent.split.part import part_of
-from rooftile.runtime.arguments import check_backend, check_deterministic, shown
+from rooftile.runtime.arguments import check_backend, check_deterministic, check_flag, shown
 from rooftile.runtime.words import answers_foreign_words, answers_with
 
 # the recurrence's names of the maps; a hyperbolic one is the positive one of W and -W
@@ -55,6 +55,7 @@ def performer(
     group: Any = None,
     scale: float | None = None,
     state: Sums | None = None,
+    validate: bool = False,
 ) -> Tensor:
     """Performer's attention: sum_j A_ij v_j / sum_j A_ij, with A_ij = phi(q_i) . phi(k_j) for random features phi.
 
@@ -78,6 +79,7 @@ def performer(
         scale: of the scores, above 0; 1 / sqrt(D) if None.
         state: the sums over earlier keys: S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
             (float64 for float64 inputs), as `performer_with_state` returns them. Gradients flow to S and z.
+        validate: with a group: check over it that every rank was given the same problem; costs a small all-gather.
 
     Returns:
         o (B, T, H, Dv), contiguous, in the dtype of q.
@@ -93,7 +95,7 @@ def performer(
 
     The class is strict and decodable, and `performer_step` gives the same rows one by one. Choromanski et al., arXiv:2009.14794.
     """
-    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, False)[0]
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, validate, False)[0]
 
 
 @follows_context("q", "k", "v")
@@ -111,11 +113,12 @@ def performer_with_state(
     group: Any = None,
     scale: float | None = None,
     state: Sums | None = None,
+    validate: bool = False,
 ) -> tuple[Tensor, Sums]:
     """Computes `performer` and also returns the sums after the last key, from which a later call goes on.
 
     Args:
-        q, k, v, mask, features, backend, cu, deterministic, group, scale, state: as in `performer`.
+        q, k, v, mask, features, backend, cu, deterministic, group, scale, state, validate: as in `performer`.
 
     Returns:
         o (B, T, H, Dv), and (S, z, largest) with S (B, Hk, m, Dv), z (B, Hk, m) and the largest exponent so far (B, Hk), float32
@@ -128,7 +131,7 @@ def performer_with_state(
         >>> performer(q[:, 100:], k[:, 100:], v[:, 100:], CAUSAL, features=features, state=state).shape
         torch.Size([1, 28, 8, 64])
     """
-    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, True)
+    return _attended(q, k, v, mask, features, backend, cu, deterministic, scale, state, group, validate, True)
 
 
 @answers_foreign_words
@@ -173,7 +176,7 @@ def performer_step(
 
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, features: Features, backend: str | None, cu: Tensor | None,
-    deterministic: bool | None, scale: float | None, state: Sums | None, group: Any, keeps: bool,
+    deterministic: bool | None, scale: float | None, state: Sums | None, group: Any, validate: bool, keeps: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Performer's attention, and the sums after the last key; None where a group keeps none."""
     q, k, v, cu = check_qkv(q, k, v, cu, group is not None)
@@ -183,6 +186,7 @@ def _attended(
         check_causal_lengths("Performer", q, k)
     chosen = check_backend(backend, BACKENDS)
     check_deterministic(deterministic)
+    check_flag("validate", validate)
     projection = _projection_for(features, q)
     number = check_positive_scale(scale, q.shape[-1])
     B = q.shape[0] if cu is None else cu.shape[0] - 1

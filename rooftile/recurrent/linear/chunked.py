@@ -178,6 +178,35 @@ def run_backward(arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     return _run_backward(*arguments)
 
 
+def run_end(
+    q: Tensor, k: Tensor, v: Tensor, state: RunningSums, projection: Tensor | None, problem: Recurrence
+) -> RunningSums | None:  # fmt: skip
+    """Returns the sums behind keys (B, S, Hk, D), and no outputs; None where only a whole pass finds them."""
+    if watched(q, k, v) or q.is_meta or not k.shape[1] or not runs_kernels(q, v, problem):
+        return None
+    from rooftile.recurrent.linear import kernels
+
+    with device_of(q):
+        return kernels.end(q, k, v, state, projection, problem)
+
+
+def run_begin(
+    do: Tensor, ds: Tensor, dz: Tensor, kept: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, state: RunningSums,
+    projection: Tensor | None, problem: Recurrence,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Returns the gradients of S and z before the keys, and no other one; None where only a whole backward finds them.
+
+    kept: o and the sums of weights.
+    """
+    if watched(q, k, v, do) or q.is_meta or not k.shape[1] or not runs_kernels(q, v, problem):
+        return None
+    from rooftile.recurrent.linear import kernels
+
+    with device_of(q):
+        o, den = kept
+        return kernels.begin(do, RunningSums(ds, dz, state.largest), o, den, q, k, v, state, projection, problem)
+
+
 class _RecurrenceBackward(torch.autograd.Function):
     """The backward as autograd sees it when a graph of it is asked for: it runs, and a second derivative is refused."""
 

@@ -10,6 +10,7 @@ from rooftile.recurrent.linear import chunked
 from rooftile.recurrent.linear.by_chunks import RunningSums, exp_of_difference
 from rooftile.recurrent.linear.problem import Recurrence
 from rooftile.recurrent.rule import Given, Run
+from rooftile.recurrent.split.meeting import agree
 from rooftile.recurrent.split.part import Part
 from rooftile.recurrent.split.run import Problem, run
 
@@ -30,6 +31,8 @@ def recur_on_ranks(
         # without exponents nothing is relative to a largest one
         first = first._replace(largest=torch.zeros_like(first.largest))
     sizes = first.s.shape[-2], first.s.shape[-1]
+    shared = {**first._asdict(), "projection": projection}
+    agree(part, "linear attention", {"q": q, "k": k, "v": v}, shared, options=problem, keeps=keeps)
     o, last = run(Problem(LinearOnRank(problem, sizes), part, keeps), (q, k, v, projection), packed(first))
     if last is None:
         return o, None
@@ -72,9 +75,23 @@ class LinearOnRank:
         )
         return [dq, dk, dv, None], packed(RunningSums(ds, dz, torch.zeros_like(sums.largest)))
 
-    def map(self, tensors: Given, state: Tensor) -> Tensor:
+    def end(self, tensors: Given, state: Tensor) -> Tensor:
+        q, k, v, projection = tensors
+        last = chunked.run_end(q, k, v, unpacked(state, self._sizes), projection, self._problem)
+        return self.forward(tensors, state, None)[1] if last is None else packed(last)
+
+    def end_with_map(self, tensors: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         # the state itself has the largest
-        return state.new_ones(self.carry.shape(tuple(state.shape)))
+        return state.new_ones(self.carry.shape(tuple(state.shape))), self.end(tensors, state)
+
+    def begin(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, kept: Given) -> Tensor:
+        q, k, v, projection = tensors
+        ds, dz, _ = unpacked(d_last, self._sizes)
+        first = unpacked(state, self._sizes)
+        found = chunked.run_begin(dy, ds, dz, kept, q, k, v, first, projection, self._problem)
+        if found is None:
+            return self.backward(dy, d_last, tensors, state, None, kept)[1]
+        return packed(RunningSums(*found, torch.zeros_like(first.largest)))
 
 
 class SumsCarry:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.recurrent.split.meeting import met
 from rooftile.runtime.operators import in_backward
 
 P = ParamSpec("P")
@@ -64,7 +65,7 @@ def follows_context(*tokens: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if given.get("group") is not None:
                 from rooftile.runtime.uncompiled import uncompiled
 
-                found: R = uncompiled(function, arguments, given)
+                found: R = uncompiled(met, (function, arguments, given))
                 return found
             if ENTERED.call is not None and (answer := ENTERED.call(function, tokens, arguments, given)) is not None:
                 return answer
@@ -99,7 +100,7 @@ def _call(function: Any, tokens: tuple[str, ...], arguments: tuple[Any, ...], gi
         )
     bound = {**signature(function).bind(*arguments, **given).arguments, "group": current.group, "cu": current.cu}
     if current.cu is None:
-        return function(**bound)
+        return met(function, (), bound)
     for argument in tokens:
         x = bound.get(argument)
         if isinstance(x, Tensor):
@@ -108,7 +109,7 @@ def _call(function: Any, tokens: tuple[str, ...], arguments: tuple[Any, ...], gi
                     f"{argument} is {tuple(x.shape)} inside rooftile.parallel.context(cu=...); a pack has a batch of 1"
                 )
             bound[argument] = x.squeeze(0)
-    found = function(**bound)
+    found = met(function, (), bound)
     return (found[0].unsqueeze(0), *found[1:]) if isinstance(found, tuple) else found.unsqueeze(0)
 
 

@@ -21,6 +21,10 @@ class Operators(Protocol):
 
     def run_backward(self, arguments: Given) -> list[Tensor]: ...
 
+    def run_end(self, arguments: Given, with_map: bool) -> Any: ...
+
+    def run_begin(self, dy: Tensor, d_last: Tensor, arguments: Given) -> Tensor | None: ...
+
 
 class RuleOnRank:
     """A rule on the tokens of one rank.
@@ -61,13 +65,31 @@ class RuleOnRank:
         grads = iter(others)
         return [None if x is None else next(grads) for x in tensors], d_first
 
-    def map(self, tensors: Given, state: Tensor) -> Tensor:
+    def end(self, tensors: Given, state: Tensor) -> Tensor:
+        found = None if self._by_token is not None else self._operators.run_end(self._given(tensors, state), False)
+        return self.forward(tensors, state, None)[1] if found is None else found
+
+    def end_with_map(self, tensors: Given, state: Tensor) -> tuple[Tensor, Tensor]:
         tokens, constants = self._parted(tensors)
+        if self._by_token is None and tokens[self.like].shape[1]:
+            found = self._operators.run_end(self._given(tensors, state), True)
+            if found is not None:
+                return found
+        end = self.end(tensors, state)
 
-        def end(tokens: Given, first: Tensor) -> Tensor:
-            return self.forward((*tokens, *constants), first, None)[1]
+        def run(tokens: Given, first: Tensor) -> Tensor:
+            return self.end((*tokens, *constants), first)
 
-        return self.carry.map(end, tokens, constants, state, self._options)
+        return self.carry.map(run, tokens, constants, state, self._options), end
+
+    def begin(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, kept: Given) -> Tensor:
+        found = None
+        if self._by_token is None:
+            found = self._operators.run_begin(dy, d_last, self._given(tensors, state))
+        return self.backward(dy, d_last, tensors, state, None, kept)[1] if found is None else found
+
+    def _given(self, tensors: Given, state: Tensor) -> Given:
+        return (*tensors, state, None, *self._options, self._backend)
 
     def _parted(self, tensors: Given) -> tuple[Any, Any]:
         return tensors[: self.tokens], tensors[self.tokens :]

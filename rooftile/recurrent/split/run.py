@@ -1,12 +1,13 @@
 """A recurrence over a sequence that several ranks hold in contiguous parts, forward and backward.
 
-Forward: each rank runs its tokens from a zero state, for the state alone; the states travel, each with the map that the rank's
-tokens are; then each rank runs its tokens from the state that is due. So outputs are rounded once, as on one device.
+Forward: each rank finds the state that its tokens reach from zero, without outputs; the states travel, each with the map that the
+rank's tokens are; then each rank runs its tokens from the state that is due. So outputs are rounded once, as on one device.
 
 Backward: the same in the opposite order, with gradients of states. The backward of the tokens between the true state before them
 and the true gradient behind them is one device's, so nothing is differentiated through the maps.
 
-A rank whose sequences begin or end on it runs once: with two ranks no rank runs twice.
+A rank that no other waits for finds no state first. Ranks that others wait for send theirs before they compute more, so all ranks
+compute outputs, and later gradients, at the same time.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ class Recurrence(Protocol):
     ) -> tuple[list[Tensor | None], Tensor]:
         """Returns the gradients of the tensors, None for those that are not there, and of the first states."""
 
-    def map(self, tensors: Given, state: Tensor) -> Tensor:
-        """Returns the map of tokens (rows, c, ...)."""
+    def end(self, tensors: Given, state: Tensor) -> Tensor:
+        """Returns the states behind tokens (rows, c, ...)."""
+
+    def end_with_map(self, tensors: Given, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the map of tokens (rows, c, ...), too."""
+
+    def begin(self, dy: Tensor, d_last: Tensor, tensors: Given, state: Tensor, kept: Given) -> Tensor:
+        """Returns the gradients of the states before tokens (rows, c, ...)."""
 
 
 class Problem(NamedTuple):
@@ -69,21 +76,17 @@ class _Split(torch.autograd.Function):
         first = local.rows_of(state).clone()
         share, carry = problem.part.own, problem.recurrence.carry
         map = turned = None
-        found = None if share.enters else local.forward(first)
         if local.travels:
             message: Message | None = None
-            if share.leaves:
-                own = local.crossing(-1)
-                if share.spans:
-                    zero = carry.nothing(local.shape, state)
-                    map = problem.recurrence.map(own, zero)
-                    message = map, local.end(own, zero)
-                else:
-                    message = None, local.edge(found[1], -1) if found is not None else local.end(own, local.edge(first, -1))
+            if share.spans:
+                message = local.end_with_map(carry.nothing(local.shape, state))
+                map = message[0]
+            elif share.leaves:
+                message = None, local.end(local.edge(first, -1))
             messages = exchange(problem.part, message, local.shapes, local.wide(state), 1)
             if share.enters:
                 local.edge(first, 0).copy_(folded(messages, carry.join))
-        y, last, kept = found if found is not None else local.forward(first)
+        y, last, kept = local.forward(first)
         if map is not None:
             turned = carry.turned(map, local.edge(first, 0), local.edge(last, -1))
         ctx.save_for_backward(first, turned, *tensors, *kept)
@@ -103,25 +106,23 @@ class _Split(torch.autograd.Function):
         d_rows = local.rows_of(total).clone()
         if share.leaves:
             local.edge(d_rows, -1).zero_()
-        found = None if share.leaves else local.backward(dy, d_rows, first)
         if local.travels:
             message = None
             if share.enters:
-                grad = local.edge(found[1], 0) if found is not None else local.begin(dy, local.edge(d_rows, 0), first)
-                message = (turned if share.spans else None), grad
+                message = (turned if share.spans else None), local.begin(dy, local.edge(d_rows, 0), first)
             messages = exchange(part, message, local.shapes, local.wide(first), -1)
             if share.leaves:
                 local.edge(d_rows, -1).copy_(folded(messages, lambda map, grad, own: carry.back(map, grad) + own))
-        found = found if found is not None else local.backward(dy, d_rows, first)
+        grads, d_first = local.backward(dy, d_rows, first)
         d_state = first.new_zeros(ctx.shape)
-        local.rows_of(d_state).copy_(found[1])
+        local.rows_of(d_state).copy_(d_first)
         if share.enters:
             # the state that came from another rank is not the caller's
             local.edge(local.rows_of(d_state), 0).zero_()
         if part.cu is not None:
             empty = empty_rows(part, first.device)
             d_state[empty] = d_last[empty]
-        return None, d_state, *found[0]
+        return None, d_state, *grads
 
 
 class _Local:
@@ -171,12 +172,23 @@ class _Local:
             return [None if x is None else torch.zeros_like(x) for x in self._tensors], d_last
         return self._recurrence.backward(dy, d_last, self._tensors, first, self._cu, self._kept)
 
-    def end(self, tensors: list[Any], first: Tensor) -> Tensor:
-        """Returns the state behind tokens (rows, c, ...)."""
+    def end(self, first: Tensor) -> Tensor:
+        """Returns the state behind the last sequence here."""
+        tensors, count = self._remembered()
+        return self._recurrence.end(tensors, first) if count else first
+
+    def end_with_map(self, first: Tensor) -> Message:
+        """Returns the map of the last sequence here, and the state behind it."""
+        tensors, _ = self._remembered()
+        return self._recurrence.end_with_map(tensors, first)
+
+    def _remembered(self) -> tuple[list[Any], int]:
+        """Returns the tokens of the last sequence here that a state knows of, and their number."""
+        tensors = self.crossing(-1)
         count = tensors[self._recurrence.like].shape[1]
         if (memory := self._recurrence.carry.memory(self.shape)) is not None:
             tensors = self._sliced(tensors, lambda x: x[:, max(count - memory, 0) :])
-        return self._recurrence.forward(tensors, first, None)[1] if count else first
+        return tensors, count
 
     def begin(self, dy: Tensor, d_last: Tensor, first: Tensor) -> Tensor:
         """Returns the gradient of the state before the first sequence here."""
@@ -187,7 +199,7 @@ class _Local:
             each = [x[None, : self._share.cu[1]] for x in each]
         if (memory := self._recurrence.carry.memory(self.shape)) is not None:
             tensors, each = self._sliced(tensors, lambda x: x[:, :memory]), [x[:, :memory] for x in each]
-        return self._recurrence.backward(each[0], d_last, tensors, self.edge(first, 0), None, each[1:])[1]
+        return self._recurrence.begin(each[0], d_last, tensors, self.edge(first, 0), each[1:])
 
     def _sliced(self, tensors: Given, cut: Any) -> list[Any]:
         n = self._recurrence.tokens

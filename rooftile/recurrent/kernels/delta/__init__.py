@@ -3,6 +3,7 @@
     call             the sizes and tiles of a call, and what its chunks need but the state
     walks            the walks from chunk to chunk, in Triton, or by
     chunks           the forward, by chunks of 64 tokens; `inverse` inverts their systems
+    ends             states behind tokens, and gradients of those before them, without outputs
     gradients        the backward, by the same chunks, whose states are computed again
     launch_hopper, walk_hopper, walk_back_hopper    in Gluon, on Hopper
     steps            one token of each sequence, in place
@@ -18,6 +19,7 @@ import triton
 from torch import Tensor
 
 from rooftile.recurrent.kernels.delta.call import constants_of, prepared, readable
+from rooftile.recurrent.kernels.delta.ends import begin, end, end_with_map
 from rooftile.recurrent.kernels.delta.gradients import (
     _key_gradients,
     _pair_gradients,
@@ -28,6 +30,8 @@ from rooftile.recurrent.kernels.delta.walks import walk, walk_back
 from rooftile.recurrent.linear.kernels.tiles import is_hopper
 from rooftile.recurrent.rule import Given, Tensors
 from rooftile.runtime.launch import Kernel
+
+__all__ = ["backward", "begin", "end", "end_with_map", "forward", "refusal", "step", "step_refusal"]
 
 LARGEST_DIM = 128
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +70,7 @@ def forward(
     chunks, v = prepared(tokens, state, cu, options), tokens[2]
     assert v is not None
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return y, walk(chunks, y, None, None)
+    return y, walk(chunks, y)
 
 
 def backward(

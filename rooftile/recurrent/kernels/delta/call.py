@@ -156,6 +156,11 @@ def prepared(tokens: Tensors, state: Tensor, cu: Tensor | None, options: Given) 
     return chunks
 
 
+def given_or(stand_in: Tensor, *tensors: Tensor | None) -> Tensor:
+    """Returns the tensor that is there, or another in the place of what a kernel does not touch."""
+    return next((x for x in tensors if x is not None), stand_in)
+
+
 def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
     """Returns the strides of sequences, tokens and heads."""
     return (0, x.stride(0), x.stride(1)) if packed else (x.stride(0), x.stride(1), x.stride(2))

@@ -128,10 +128,10 @@ def _walk(
     q_ptr, k_ptr, v_ptr, beta_ptr, x_ptr, pairs_ptr, recall_ptr, left_ptr, reach_ptr, end_ptr, states_ptr, new_ptr, y_ptr,
     state_ptr, last_ptr, cu_ptr, q_strides, k_strides, v_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    OUTPUTS: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
+    OUTPUTS: tl.constexpr, KEEPS: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes the last state, and outputs, or else V' and the state before each chunk."""
+    """Writes the last state, and outputs, or V' and the state before each chunk."""
     b, h = tl.program_id(1), tl.program_id(2)
     batch = b.to(tl.int64)
     length, first, begin, slot = sequence_of(b, cu_ptr, T, PACKED)
@@ -160,7 +160,7 @@ def _walk(
             pairs = tl.load(pairs_ptr + chunk * (CHUNK * CHUNK) + square)
             y = product(q, state, HOW) * reach[:, None] + product(pairs, new, HOW)
             tl.store(y_ptr + row * DV + place, y, mask=there)
-        else:
+        elif KEEPS:
             tl.store(new_ptr + row * DV + place, new, mask=there)
             tl.store(states_ptr + chunk * (D * DV) + own, state, mask=inside)
         state = state * end + product(tl.trans(k), new * left[:, None], HOW)

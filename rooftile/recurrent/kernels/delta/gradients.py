@@ -26,10 +26,10 @@ def _walk_back(
     q_ptr, k_ptr, beta_ptr, dy_ptr, x_ptr, pairs_ptr, recall_ptr, left_ptr, reach_ptr, end_ptr, dr_ptr, dstates_ptr,
     d_last_ptr, d_first_ptr, cu_ptr, q_strides, k_strides, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_LAST: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
+    HAS_LAST: tl.constexpr, KEEPS: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes dR, and the gradients of the first state and of the state after each chunk."""
+    """Writes the gradient of the first state, and with KEEPS dR and those of the states after chunks."""
     b, h = tl.program_id(1), tl.program_id(2)
     batch = b.to(tl.int64)
     length, first, begin, slot = sequence_of(b, cu_ptr, T, PACKED)
@@ -58,10 +58,12 @@ def _walk_back(
         left = tl.load(left_ptr + chunk * CHUNK + n)
         reach = tl.load(reach_ptr + chunk * CHUNK + n)
         end = tl.load(end_ptr + chunk)
-        tl.store(dstates_ptr + chunk * (D * DV) + own, state, mask=inside)
+        if KEEPS:
+            tl.store(dstates_ptr + chunk * (D * DV) + own, state, mask=inside)
         dr = product(tl.trans(pairs), dy, HOW) + product(k, state, HOW) * left[:, None]
         dr = product(tl.trans(x), dr, HOW)
-        tl.store(dr_ptr + row * DV + place, dr, mask=there)
+        if KEEPS:
+            tl.store(dr_ptr + row * DV + place, dr, mask=there)
         state = state * end + product(tl.trans(q), dy * reach[:, None], HOW)
         state -= product(tl.trans(k), dr * (beta * recall)[:, None], HOW)
     tl.store(d_first_ptr + (batch * HEADS + h) * (D * DV) + own, state, mask=inside)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.copies import state_box, token_box
 from rooftile.recurrent.kernels.copies_hopper import described
-from rooftile.recurrent.kernels.delta.call import Chunks
+from rooftile.recurrent.kernels.delta.call import Chunks, given_or
 from rooftile.recurrent.kernels.delta.walk_back_hopper import _walk_columns_back
 from rooftile.recurrent.kernels.delta.walk_hopper import CHUNK, _walk_columns
 from rooftile.runtime.launch import Kernel
@@ -21,44 +21,48 @@ REGISTERS = {"COMPUTE_REGISTERS": 240, "LOAD_REGISTERS": 24}
 SIZE = CHUNK.value
 
 
-def walk(chunks: Chunks, y: Tensor | None, states: Tensor, new: Tensor, last: Tensor) -> None:
-    """Writes y, or else V' and the states before all chunks, and the last states."""
+def walk(chunks: Chunks, y: Tensor | None, states: Tensor | None, new: Tensor | None, last: Tensor) -> None:
+    """Writes the last states, and y, or V' and the states before all chunks, where they are given."""
     heads, group, dim, dim_v, *_ = chunks.shape
-    own = _constants(heads, group, dim, dim_v, chunks.walkers, STAGES, OUTPUTS=y is not None)
+    own = _constants(heads, group, dim, dim_v, chunks.walkers, STAGES, OUTPUTS=y is not None, KEEPS=states is not None)
     q, k, v, *_ = chunks.tokens
     given = (
-        q, k, v, chunks.x, chunks.pairs, new if y is None else y, states, chunks.vectors, chunks.state, last, chunks.end,
-        chunks.length, chunks.slots,
+        q, k, v, chunks.x, chunks.pairs, given_or(v, y, new), given_or(chunks.x, states), chunks.vectors, chunks.state, last,
+        chunks.end, chunks.length, chunks.slots,
     )  # fmt: skip
-    _kernel(dim, y is not None)((dim_v // (SIZE * chunks.walkers), heads, chunks.sequences), given, own)
+    _kernel(dim, states is not None)((dim_v // (SIZE * chunks.walkers), heads, chunks.sequences), given, own)
 
 
-def walk_back(chunks: Chunks, dy: Tensor, dr: Tensor, d_states: Tensor, d_last: Tensor | None, d_first: Tensor) -> None:
-    """Writes dR, and the gradients of the states after all chunks and of the first states."""
+def walk_back(
+    chunks: Chunks, dy: Tensor, dr: Tensor | None, d_states: Tensor | None, d_last: Tensor | None, d_first: Tensor
+) -> None:  # fmt: skip
+    """Writes the gradients of the first states, and dR and those of the states after all chunks, where they are given."""
     heads, group, dim, dim_v, *_ = chunks.shape
     # two warpgroups' tiles and states leave room for no third stage
     stages = STAGES if chunks.walkers == 1 else 2
-    own = _constants(heads, group, dim, dim_v, chunks.walkers, stages, HAS_LAST=d_last is not None)
+    own = _constants(heads, group, dim, dim_v, chunks.walkers, stages, HAS_LAST=d_last is not None, KEEPS=d_states is not None)
     q, k, *_ = chunks.tokens
     given = (
-        q, k, dy, chunks.x, chunks.pairs, dr, d_states, chunks.vectors, chunks.state if d_last is None else d_last, d_first,
-        chunks.end, chunks.length, chunks.slots,
+        q, k, dy, chunks.x, chunks.pairs, given_or(dy, dr), given_or(chunks.x, d_states), chunks.vectors,
+        given_or(chunks.state, d_last), d_first, chunks.end, chunks.length, chunks.slots,
     )  # fmt: skip
-    _kernel_back(dim)((dim_v // (SIZE * chunks.walkers), heads, chunks.sequences), given, own)
+    _kernel_back(dim, d_states is not None)((dim_v // (SIZE * chunks.walkers), heads, chunks.sequences), given, own)
 
 
 @cache
-def _kernel(dim: int, outputs: bool) -> Kernel:
+def _kernel(dim: int, keeps: bool) -> Kernel:
     keys, rows, pairs = token_box(SIZE, dim), token_box(SIZE, SIZE), state_box(SIZE, SIZE)
     return described(
-        _walk_columns, keys, keys, rows, pairs, pairs, rows, pairs if outputs else state_box(dim, SIZE), line=SIZE
+        _walk_columns, keys, keys, rows, pairs, pairs, rows, state_box(dim, SIZE) if keeps else pairs, line=SIZE
     )  # fmt: skip
 
 
 @cache
-def _kernel_back(dim: int) -> Kernel:
+def _kernel_back(dim: int, keeps: bool) -> Kernel:
     keys, rows, pairs = token_box(SIZE, dim), token_box(SIZE, SIZE), state_box(SIZE, SIZE)
-    return described(_walk_columns_back, keys, keys, rows, pairs, pairs, rows, state_box(dim, SIZE), line=SIZE)
+    return described(
+        _walk_columns_back, keys, keys, rows, pairs, pairs, rows, state_box(dim, SIZE) if keeps else pairs, line=SIZE
+    )  # fmt: skip
 
 
 @cache

@@ -56,12 +56,13 @@ def _walk_back(
         pairs = tiles.pairs.index(stage).reshape([CHUNK, CHUNK])
         left = gl.expand_dims(tiles.lines.index(LINES * stage + 2).load(across), 0)
         reach = gl.expand_dims(tiles.lines.index(LINES * stage + 3).load(across), 0)
-        # waits for what the chunk before has written, too
-        wait_for_store()
-        states.index(K).reshape([D, CHUNK]).permute((1, 0)).store(before)
-        fence_async_shared()
-        barrier()
-        tma_store(state_desc, [slot + chunk, h, 0, column + K * CHUNK], states.index(K))
+        if shape.KEEPS:
+            # waits for what the chunk before has written, too
+            wait_for_store()
+            states.index(K).reshape([D, CHUNK]).permute((1, 0)).store(before)
+            fence_async_shared()
+            barrier()
+            tma_store(state_desc, [slot + chunk, h, 0, column + K * CHUNK], states.index(K))
         dr = warpgroup_mma_wait(0, deps=(dr,))
         dr = warpgroup_mma(gl.convert_layout(dy, factor), pairs, dr * left, is_async=True)
         moved = gl.convert_layout((dy.to(gl.float32) * reach).to(dtype), gl.DotOperandLayout(0, wide, 2))
@@ -75,10 +76,11 @@ def _walk_back(
         dr = warpgroup_mma_wait(0, deps=(dr,))
         moved = gl.convert_layout((-dr * gl.expand_dims(written, 0)).to(dtype), gl.DotOperandLayout(0, wide, 2))
         state = warpgroup_mma(moved, key, state, is_async=True)
-        output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(dr.to(dtype))
-        fence_async_shared()
-        barrier()
-        tma_store(row_desc, [sequence, h, chunk * CHUNK, column + K * CHUNK], output)
+        if shape.KEEPS:
+            output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(dr.to(dtype))
+            fence_async_shared()
+            barrier()
+            tma_store(row_desc, [sequence, h, chunk * CHUNK, column + K * CHUNK], output)
         state = warpgroup_mma_wait(0, deps=(state,))
         keys.release(i)
     gl.store(d_first_ptr + place, state)
@@ -89,11 +91,11 @@ def _walk_back(
 @gluon.jit(do_not_specialize=["T", "slots"])
 def _walk_columns_back(
     q_desc, k_desc, dy_desc, x_desc, p_desc, row_desc, state_desc, line_desc, d_last_ptr, d_first_ptr, end_ptr, T, slots,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HAS_LAST: gl.constexpr, WALKERS: gl.constexpr,
-    STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HAS_LAST: gl.constexpr, KEEPS: gl.constexpr,
+    WALKERS: gl.constexpr, STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    """Writes dR, and the gradients of the first state and of the state after each chunk, for 64 columns a warpgroup."""
+    """Writes the gradient of the first state, and with KEEPS dR and those of the states after chunks, for 64 columns a warpgroup."""
     dtype: gl.constexpr = k_desc.dtype
     keys = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout), STAGES, WALKERS)
     values = gl.allocate_shared_memory(dtype, [WALKERS * STAGES, 1, 1, CHUNK, CHUNK], dy_desc.layout)
@@ -102,7 +104,9 @@ def _walk_columns_back(
     rows = gl.allocate_shared_memory(dtype, [WALKERS, 1, 1, CHUNK, CHUNK], row_desc.layout)
     queries = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q_desc.layout)
     pairs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, CHUNK], p_desc.layout)
-    states = gl.allocate_shared_memory(dtype, [WALKERS, 1, 1, D, CHUNK], state_desc.layout)
+    states = rows
+    if KEEPS:
+        states = gl.allocate_shared_memory(dtype, [WALKERS, 1, 1, D, CHUNK], state_desc.layout)
     fence_async_shared()
     tiles = Tiles(queries, values, systems, pairs, lines)
     column = gl.program_id(0) * (WALKERS * CHUNK)
@@ -113,7 +117,7 @@ def _walk_columns_back(
     cell = slot * HEADS + h
     own = (sequence.to(gl.int64) * HEADS + h) * (D * DV) + column
     plane = slots * (HEADS * CHUNK)
-    shape = Shape(D, DV, True, WALKERS)
+    shape = Shape(D, DV, True, KEEPS, WALKERS)
     load = (
         keys, tiles, q_desc, k_desc, dy_desc, x_desc, p_desc, line_desc, sequence, h, h // GROUP, column, slot, chunks,
         cell * CHUNK + FIRST_LINE * plane, HEADS * CHUNK, plane, shape, True,

@@ -11,7 +11,7 @@ With the letters of `chunks.py`, all is transposed, so that neither the state no
     S^T <- exp(G_last) S^T + (exp(G_last - G) V'^T) K
 
 The outputs' products run under what the walk waits for, and a chunk's outputs are written under the next one's first product. Where
-a backward needs them, V' and the states take the place of Y.
+a backward needs them, V' and the states take the place of Y. A walk may also leave the last state alone.
 
 Yang, Kautz and Hatamizadeh, arXiv:2412.06464.
 """
@@ -41,11 +41,12 @@ FIRST_LINE = gl.constexpr(2)
 
 @aggregate
 class Shape:
-    """Numbers of a key and of a value, and whether outputs are written, or else V' and states."""
+    """Numbers of a key and of a value, and whether outputs are written, or V' and states (back: dR and their gradients)."""
 
     D: gl.constexpr
     DV: gl.constexpr
     OUTPUTS: gl.constexpr
+    KEEPS: gl.constexpr
     WALKERS: gl.constexpr
 
 
@@ -129,7 +130,7 @@ def _walk(
             # the outputs of the chunk before, under the product
             if i > 0:
                 _store(late, output, row_desc, sequence, h, (i - 1) * CHUNK, column + K * CHUNK)
-        else:
+        elif shape.KEEPS:
             # waits for what the chunk before has written, too
             wait_for_store()
             states.index(K).reshape([D, CHUNK]).permute((1, 0)).store(before)
@@ -159,7 +160,7 @@ def _walk(
             y = warpgroup_mma(gl.convert_layout(new.to(dtype), factor), pairs, y, is_async=True)
             y = warpgroup_mma_wait(0, deps=(y,))
             late = y.to(dtype)
-        else:
+        elif shape.KEEPS:
             output.reshape([CHUNK, CHUNK]).permute((1, 0)).store(new.to(dtype))
             fence_async_shared()
             barrier()
@@ -176,11 +177,11 @@ def _walk(
 @gluon.jit(do_not_specialize=["T", "slots"])
 def _walk_columns(
     q_desc, k_desc, v_desc, x_desc, p_desc, row_desc, state_desc, line_desc, state_ptr, last_ptr, end_ptr, T, slots,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, OUTPUTS: gl.constexpr, WALKERS: gl.constexpr,
-    STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, OUTPUTS: gl.constexpr, KEEPS: gl.constexpr,
+    WALKERS: gl.constexpr, STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    """Writes the last state, and outputs, or else V' and the state before each chunk, for 64 columns a warpgroup."""
+    """Writes the last state, and outputs, or V' and the state before each chunk, for 64 columns a warpgroup."""
     dtype: gl.constexpr = k_desc.dtype
     keys = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout), STAGES, WALKERS)
     values = gl.allocate_shared_memory(dtype, [WALKERS * STAGES, 1, 1, CHUNK, CHUNK], v_desc.layout)
@@ -190,10 +191,11 @@ def _walk_columns(
     if OUTPUTS:
         queries = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], q_desc.layout)
         pairs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, CHUNK], p_desc.layout)
-        states = rows
     else:
         queries = keys.buffers
         pairs = systems
+    states = rows
+    if KEEPS:
         states = gl.allocate_shared_memory(dtype, [WALKERS, 1, 1, D, CHUNK], state_desc.layout)
     tiles = Tiles(queries, values, systems, pairs, lines)
     fence_async_shared()
@@ -205,7 +207,7 @@ def _walk_columns(
     cell = slot * HEADS + h
     own = (sequence.to(gl.int64) * HEADS + h) * (D * DV) + column
     plane = slots * (HEADS * CHUNK)
-    shape = Shape(D, DV, OUTPUTS, WALKERS)
+    shape = Shape(D, DV, OUTPUTS, KEEPS, WALKERS)
     load = (
         keys, tiles, q_desc, k_desc, v_desc, x_desc, p_desc, line_desc, sequence, h, h // GROUP, column, slot, chunks,
         cell * CHUNK + FIRST_LINE * plane, HEADS * CHUNK, plane, shape,

@@ -24,12 +24,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "apart"])
 def _chunk_adjoints(
-    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B, apart,
+    dy_ptr, dt_ptr, C_ptr, z_ptr, rates_ptr, bias_ptr, part_ptr, total_ptr, cu_ptr, dt_strides, C_strides, z_strides, T, B, apart,
     W: tl.constexpr, N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
+    TOTAL: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Writes r (N, W) before a chunk as its own tokens leave it."""
+    """Writes r (N, W) before a chunk as its own tokens leave it, and with TOTAL the sum of its steps (W,)."""
     slot = tl.program_id(0)
     b, length, first, start = part_of(slot, cu_ptr, T, B, CHUNK, PACKED)
     if start >= length:
@@ -44,7 +44,7 @@ def _chunk_adjoints(
     C_ptr += b * C_strides[0] + row * C_strides[1] + n
     z_ptr += b * z_strides[0] + row * z_strides[1] + w
     dy_ptr += ((0 if PACKED else b * T) + row) * W + w
-    r = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+    r, total = tl.zeros((BLOCK_N, BLOCK_W), tl.float32), tl.zeros((BLOCK_W,), tl.float32)
     # the last token comes first
     count = tl.minimum(CHUNK, length - start)
     for number in range(0, tl.cdiv(count, TOKENS)):
@@ -52,12 +52,16 @@ def _chunk_adjoints(
             t, here = token(count - 1 - number * TOKENS - k, count)
             raw = tl.load(dt_ptr + t * dt_strides[1], mask=in_w, other=0.0).to(tl.float32) + bias
             dt = steps(raw, in_w & here, SOFTPLUS)
+            if TOTAL:
+                total += dt
             dy = tl.load(dy_ptr + t * W, mask=in_w & here, other=0.0).to(tl.float32)
             if HAS_Z:
                 dy *= silu(tl.load(z_ptr + t * z_strides[1], mask=in_w & here, other=0.0).to(tl.float32))
             read = tl.load(C_ptr + t * C_strides[1], mask=in_n, other=0.0)
             r = tl.exp2(dt[None, :] * rates) * (r + dy[None, :] * read[:, None])
     tl.store(part_ptr + (slot.to(tl.int64) * N + n[:, None]) * W + w[None, :], r, mask=inside)
+    if TOTAL:
+        tl.store(total_ptr + slot.to(tl.int64) * W + w, total, mask=in_w)
 
 
 # fmt: off

@@ -8,6 +8,7 @@
     gradients            a chunk's gradients, the heads of a group one after another
     step_gradients       what is summed for the steps and rates of decay
     gate                 the gradient of the gate
+    ends                 the states at the ends of tokens, without outputs
     launch_hopper, outputs_hopper, gradients_hopper    outputs and gradients for heads of 64 on Hopper, in Gluon
 
 Where batch and heads fill the chip, a segment is a whole sequence. C B^T is computed once for a group of heads, not once for a
@@ -22,11 +23,12 @@ from torch import Tensor
 
 from rooftile.recurrent.kernels.parts import unknown_dtype
 from rooftile.recurrent.kernels.state_space.backward_pass import backward
+from rooftile.recurrent.kernels.state_space.ends import begin, end, end_with_map
 from rooftile.recurrent.kernels.state_space.forward_pass import forward
 from rooftile.recurrent.kernels.state_space_step import step, step_refusal
 from rooftile.recurrent.rule import Given, Tensors
 
-__all__ = ["backward", "forward", "refusal", "step", "step_refusal"]
+__all__ = ["backward", "begin", "end", "end_with_map", "forward", "refusal", "step", "step_refusal"]
 
 LARGEST_HEAD = 1024
 

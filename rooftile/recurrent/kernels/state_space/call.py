@@ -132,6 +132,8 @@ class Call:
         assert self.dt is not None
         assert B is not None
         assert C is not None
+        # the sums of exponents of segments
+        self.decay: Tensor | None = None
         self.x, self.B, self.C = (readable(given) for given in (x, B, C))
         self.z = None if z is None else readable(z)
         # the gradient of the output where a backward is called
@@ -217,14 +219,18 @@ class Call:
 
     def prepare(self) -> None:
         """Writes steps, sums of exponents, and C B^T."""
+        self.prepare_steps()
+        kept = self.x.dtype if self.x.dtype == torch.bfloat16 else torch.float32
+        self.cb = self.floats("cb", self.slots, self.chunks, self.G, self.block, self.block, dtype=kept)
+        self.start("products", (self.B, self.C, self.cb, self.cu), self._products)
+
+    def prepare_steps(self) -> None:
+        """Writes steps and sums of exponents."""
         self.steps = self.floats("steps", 2, self.H, self.slots, self.size)
         self.step, self.total = self.steps.unbind()
         self.start(
             "steps", (self.dt, self.A if self.bias is None else self.bias, self.A, self.step, self.total, self.cu), self._steps
         )
-        kept = self.x.dtype if self.x.dtype == torch.bfloat16 else torch.float32
-        self.cb = self.floats("cb", self.slots, self.chunks, self.G, self.block, self.block, dtype=kept)
-        self.start("products", (self.B, self.C, self.cb, self.cu), self._products)
 
     def _steps(self) -> Launch:
         softplus, low, high = self.options
@@ -263,22 +269,29 @@ class Call:
 
     def starts(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
         """Returns the state, or its gradient, with which the walk over each segment begins; `first` is each sequence's."""
-        if self.whole:
-            return first
+        return first if self.whole else self._scanned(first, v, back, first, False)
+
+    def end(self, first: Tensor, v: Tensor, back: bool = False) -> Tensor:
+        """Returns the states behind the tokens, or the gradients of those before them, from the ones at the other end."""
+        found = self.floats("end", *first.shape, dtype=first.dtype)
+        self._scanned(first, v, back, found, True)
+        return found
+
+    def _scanned(self, first: Tensor, v: Tensor, back: bool, found: Tensor, end: bool) -> Tensor:
         part = self.floats("parts", self.slots, self.H, self.P, self.N)
-        decay = self.floats("decay", self.slots, self.H)
+        decay = self.decay = self.floats("decay", self.slots, self.H)
         tensors = (*self.walked(v, back), self.step, self.total, part, decay, self.cu)
-        self.start(("sums", back), tensors, lambda: self._sums(v, back))
-        self.start(("scan", back), (part, first, decay, self.cu), lambda: self._scan(back))
+        self.start(("sums", back, end), tensors, lambda: self._sums(v, back, end))
+        self.start(("scan", back, end), (part, first, decay, found, self.cu), lambda: self._scan(back, end))
         return part
 
-    def _sums(self, v: Tensor, back: bool) -> Launch:
+    def _sums(self, v: Tensor, back: bool, end: bool) -> Launch:
         numbers = (*self.walked_strides(v, back), *self.sizes, self.slots)
         tiles = token_box(self.block, self.columns), token_box(self.block, self.numbers)
-        own = some(_start_sums, self.key, BACK=back)
+        own = some(_start_sums, self.key, BACK=back, END=end)
         return Launch(_start_sums, (self.slots, self.H, self.parts), numbers, own, tiles)
 
-    def _scan(self, back: bool) -> Launch:
+    def _scan(self, back: bool, end: bool) -> Launch:
         size = self.P * self.N
-        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, AHEAD=AHEAD, BACK=back)
+        own = some(_start_scan, self.key, SIZE=size, BLOCK=_SCANNED, AHEAD=AHEAD, BACK=back, END=end)
         return Launch(_start_scan, (triton.cdiv(size, _SCANNED), self.count, self.H), self.sizes, own)

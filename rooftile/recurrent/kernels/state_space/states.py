@@ -4,7 +4,8 @@
     Q <- exp(e_last) Q + (exp(e_t) G)^T C                   back: V = G, the gradient of y before the gate, rows are those of C
 
 A segment's sum is what it adds to a state of zeros. `_scan` makes the state at each segment's beginning of them (or its end, on
-the way back), from which `_chunk_states` walks the segment again and keeps what it has at every chunk.
+the way back), from which `_chunk_states` walks the segment again and keeps what it has at every chunk. With END the sums and the
+scan give the state at the other end of the tokens alone.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ def _segment_sums(
     v_ptr, rows_ptr, step_ptr, total_ptr, part_ptr, decay_ptr, cu_ptr,
     v_strides, rows_strides, T, B, size, slots,
     HEADS: tl.constexpr, SHARE: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, COPIES: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BACK: tl.constexpr, END: tl.constexpr, PACKED: tl.constexpr, COPIES: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Writes what a segment adds to the state, and the sum of its exponents; nothing for the segment that no other follows."""
+    """Writes what a segment adds to the state, and the sum of its exponents; without END nothing for one that no other follows."""
     slot, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, length, first, start = part_of(slot, cu_ptr, T, B, size, PACKED)
     if start >= length:
         return
-    if BACK:
-        if start == 0:
-            return
-    else:
-        if start + size >= length:
-            return
+    if not END:
+        if BACK:
+            if start == 0:
+                return
+        else:
+            if start + size >= length:
+                return
     n, s, p = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N), part * BLOCK_P + tl.arange(0, BLOCK_P)
     state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     place = (h.to(tl.int64) * slots + slot) * size
@@ -67,11 +69,12 @@ def _segment_sums(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B", "size"])
 def _scan(
-    part_ptr, first_ptr, decay_ptr, cu_ptr, T, B, size,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr,
+    part_ptr, first_ptr, decay_ptr, end_ptr, cu_ptr, T, B, size,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, BACK: tl.constexpr, END: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Replaces what each segment adds by the state with which its walk begins."""
+    """Replaces what each segment adds by the state with which its walk begins; with END writes the state at the end instead."""
     block, b, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = block * BLOCK + tl.arange(0, BLOCK)
     if PACKED:
@@ -87,13 +90,16 @@ def _scan(
         read = ()
         for k in tl.static_range(AHEAD):
             head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
-            inner = i + k + 1 < segments
+            inner = i + k + (0 if END else 1) < segments
             added = tl.load(part_ptr + head * SIZE + n, mask=(n < SIZE) & inner, other=0.0)
             read = read + ((added, tl.load(decay_ptr + head, mask=inner, other=0.0)),)
         for k in tl.static_range(AHEAD):
             head = (slot + (segments - 1 - i - k if BACK else i + k)).to(tl.int64) * HEADS + h
-            tl.store(part_ptr + head * SIZE + n, state, mask=(n < SIZE) & (i + k < segments))
+            if not END:
+                tl.store(part_ptr + head * SIZE + n, state, mask=(n < SIZE) & (i + k < segments))
             state = state * tl.exp2(read[k][1]) + read[k][0]
+    if END:
+        tl.store(end_ptr + (b.to(tl.int64) * HEADS + h) * SIZE + n, state, mask=n < SIZE)
 
 
 # fmt: off

@@ -78,7 +78,7 @@ def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-class _Call:
+class Call:
     """The sizes of a call, the largest exponents of its tokens, and the states of its chunks."""
 
     def __init__(
@@ -164,7 +164,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, RunningSums]:
     """o (B, T, H, Dv) in the dtype of q, the sums of weights (B, T, H), and the last state."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    call = _Call(q, k, v, state, projection, cu, problem)
+    call = Call(q, k, v, state, projection, cu, problem)
     o = torch.empty((*q.shape[:-1], call.dim_v), dtype=q.dtype, device=q.device)
     den = call.new(*q.shape[:-1])
     if call.slots_q and o.numel():
@@ -183,7 +183,7 @@ def backward(
     """The gradients of q, k, v, S and z."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     do, o, den = do.contiguous(), o.contiguous(), den.contiguous()
-    call = _Call(q, k, v, state, projection, cu, problem)
+    call = Call(q, k, v, state, projection, cu, problem)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     weight, unit = row_gradients(do, o, den)
     later = call.sums(q, do, call.slots_q, weight, unit)
