@@ -52,7 +52,7 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         runner.forget_graphs()
         group.abort()
         raise SystemExit(0)
-    leader = Leader(config.tensor_parallel_size)
+    leader = Leader(config.ranks)
     try:
         with leader.guarded():
             if given is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rooftile.engine.settings.table import SETTINGS
+from rooftile.engine.settings.table import SETTINGS, ranks_of
 from rooftile.errors import InvalidInput
 from rooftile.server.keys import read_keys
 from rooftile.server.settings import ServerSettings
@@ -78,7 +78,7 @@ def application(settings: ServerSettings) -> Application:
     from rooftile.server.on_ray.engine import Engine
     from rooftile.server.on_ray.ingress import ENGINE, ingress
 
-    gpus = settings.engine.get("tensor_parallel_size", 1)
+    gpus = ranks_of(settings.engine)
     there = ray.cluster_resources() if ray.is_initialized() else {}
     on_cpu = settings.engine.get("device") == "cpu" or (bool(there) and not there.get("GPU"))
     if there:
