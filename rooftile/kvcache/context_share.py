@@ -1,7 +1,7 @@
 """`ContextShare`: which tokens of a sequence lie on one of several ranks (context parallelism).
 
-A block of the pool has `size` tokens on each rank, so `ranks * size` in all, and the same number on every rank. The ranks hold its
-tokens in order:
+A block of the pool has `size` tokens on each rank, so `ranks * size` in all, and the same number on every rank. The ranks hold
+its tokens in order:
 
     positions      0 .. size - 1     size .. 2 size - 1     ...     of the first block of the table, and of each further one
     rank           0                 1                      ...

@@ -42,8 +42,8 @@ def kind_of(name: str, *, approximate: bool = False, context_ranks: int = 1) -> 
     if context_ranks > 1:
         if name not in CONTEXT:
             raise Unsupported(
-                f"context_parallel_size is {context_ranks}, and the model has layers of the kind {name!r}; it deals out the cache "
-                "of exact attention only: leave it out, or take tensor_parallel_size"
+                f"context_parallel_size is {context_ranks}, and the model has layers of the kind {name!r}; it deals out keys of "
+                "exact attention only: leave it out, or take tensor_parallel_size"
             )
         return CONTEXT[name]
     return APPROXIMATE.get(name, MIXERS[name]) if approximate else MIXERS[name]

@@ -138,13 +138,11 @@ def _check_ranks(model: Model, config: EngineConfig, device: torch.device) -> No
     setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
     if isinstance(model, Decoder):
         raise InvalidInput(
-            f"{setting} is {ranks} and a decoder is given, which is whole; give a checkpoint's folder, of which each rank reads its "
-            "part"
+            f"{setting} is {ranks} and a decoder is given, which is whole; give a checkpoint's folder, of which each rank reads "
+            "its part"
         )
     if isinstance(model, ModelConfig) and quantiser_of(config.weights) is not None:
-        raise Unsupported(
-            f"{setting} is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits"
-        )
+        raise Unsupported(f"{setting} is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits")
     torchrun = Torchrun.of_environment()
     if torchrun is not None and torchrun.ranks != ranks:
         raise InvalidInput(f"{setting} is {ranks}, and torchrun has started {torchrun.ranks} ranks; make them equal")

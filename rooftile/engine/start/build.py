@@ -152,6 +152,7 @@ def start_compiling(blueprint: Blueprint) -> Compilation | None:
     return Compilation(
         blueprint.shape, dtype, device, size=config.block_size, kv_dtype=config.cache_dtype(dtype),
         longest=min(config.max_batched_tokens, blueprint.max_len), deterministic=config.deterministic,
+        context_ranks=config.context_parallel_size,
     )  # fmt: skip
 
 

@@ -24,9 +24,10 @@ class ContextMixer(ExactMixer):
         self.windows = tuple(None if window is None or window >= longest else window for window in shape.windows)
         misfit = next((window for window in self.windows if window is not None and window % block), None)
         if misfit is not None:
+            ranks, size = config.context_parallel_size, config.block_size
             raise Unsupported(
-                f"context_parallel_size is {config.context_parallel_size}, and a layer's window of {misfit:,} tokens is no multiple "
-                f"of {block:,}, that number of blocks of {config.block_size} (block_size); choose numbers whose product divides it"
+                f"context_parallel_size is {ranks} and block_size {size}, and a layer has a window of {misfit:,} tokens; the "
+                f"product, {block:,}, must divide it: choose smaller numbers"
             )
 
     def begin(self, decoder: Decoder, caches: Caches, settings: CallSettings) -> None:

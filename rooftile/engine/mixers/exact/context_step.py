@@ -1,17 +1,17 @@
 """Exact attention in one step to a cache whose tokens lie on several ranks.
 
-Each rank attends to the keys that it holds. What it finds, o in fp32 and lse, is gathered from all ranks and merged, with the same
-bits on each. A single token sees all keys before it, wherever they lie. The tokens of a chunk see
+Each rank attends to the keys that it holds. What it finds, o in fp32 and lse, is gathered from all ranks and merged, in the same
+order on each. A single token sees all keys of its sequence, wherever they lie. The tokens of a chunk see
 
-    the keys before the chunk     each rank those that it holds, all of them visible
-    the chunk's own keys          every rank has computed all of them; each attends to those of some heads, under the causal mask
+    the keys before the chunk     each rank attends to those that it holds; all are visible
+    the chunk's own keys          every rank has computed all; each attends to those of some heads, under the causal mask
 
-so no mask depends on which keys a rank holds. Behind a window it does: see `window_runs`.
+so no mask depends on which keys a rank holds. With a window it does: see `window_runs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ class ContextStep:
         self._chunks = None if step.chunks is None else OwnChunks.of(step, share, layers.own)
         self._single = None if step.single is None else (step.single[0], share.held(step.single[1]).int())
         self._runs: dict[int, WindowRuns] = {}
-        self._prepared: dict[tuple[object, ...], object] = {}
+        self._prepared: dict[tuple[object, Mask], Callable[..., tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, *more: Tensor) -> Tensor:
         """Computes the attention of one layer; see `rooftile.models.Attend`."""

@@ -1,7 +1,7 @@
-"""The own keys of chunks, which every rank computes all of: a small cache, apart from the blocks, for one layer at a time.
+"""The own keys of chunks, all of which every rank computes: a small cache apart from the blocks, for one layer at a time.
 
-It has the dtype of the cache and is written and read by the same kernels, so that attention sees the same numbers as in the blocks.
-Each rank has the key heads that it attends with.
+It has the dtype of the cache and is written and read by the same kernels, so attention sees the same numbers as in the blocks.
+Each rank keeps the key heads that it attends with.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.kvcache.context_share import ContextShare
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.kvcache import PagedKV, Pages, Rotation
+from rooftile.kvcache.context_share import ContextShare
 
 
 class OwnChunks(NamedTuple):
@@ -42,9 +42,9 @@ class OwnChunks(NamedTuple):
         table = np.minimum(first[:, None] + np.arange(blocks.max()), own.blocks - 1)
         starts = host.chunk_lengths - torch.from_numpy(lengths)
         packed = torch.cat([share.held(starts), torch.from_numpy(np.concatenate((lengths, table.ravel(), cells)))])
-        before, taken, table, cells = step.send(packed).split([len(lengths), len(lengths), table.size, len(cells)])
-        table = table.view(len(lengths), -1)
-        return cls(bool(starts.any()), before.int(), cells, table.int(), taken.int(), step.chunks.cu_q)
+        before, taken, places, slots = step.send(packed).split([len(lengths), len(lengths), table.size, len(cells)])
+        places = places.view(table.shape)
+        return cls(bool(starts.any()), before.int(), slots, places.int(), taken.int(), step.chunks.cu_q)
 
 
 class OwnKeys:
@@ -67,16 +67,12 @@ class OwnKeys:
     ) -> None:  # fmt: skip
         self._keys = slice(share.rank * heads // share.ranks, (share.rank + 1) * heads // share.ranks)
         self.heads = self._keys.stop - self._keys.start
-        """How many key heads this rank attends with; of more ranks than heads some have none."""
+        """How many key heads this rank attends with; where there are more ranks than heads, some have none."""
         self.queries = slice(self._keys.start * group, self._keys.stop * group)
         """Their query heads."""
         self.size, self.blocks = share.size, most_blocks(tokens, chunks, share.size)
-        self._pages = Pages(self.blocks if self.heads else 1, 1, max(self.heads, 1), dim, block_size=self.size, dtype=dtype, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of keys and values."""
-        return self._pages.nbytes
+        blocks, kept = (self.blocks, self.heads) if self.heads else (1, 1)
+        self._pages = Pages(blocks, 1, kept, dim, block_size=self.size, dtype=dtype, device=device)
 
     def write(self, k: Tensor, v: Tensor, cells: Tensor, rotation: Rotation | None) -> None:
         """Writes this rank's heads of a layer's keys and values (n, Hk, D), and rotates keys."""

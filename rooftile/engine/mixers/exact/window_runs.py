@@ -1,7 +1,7 @@
 """Chunks behind a window, over the keys of one of several ranks.
 
-A window sees the last w keys up to a query's own. Where w is a multiple of a block's tokens on all ranks, w / ranks of them are on
-each rank, at every position. So the tokens of a chunk fall into runs of two kinds, each an ordinary problem on this rank:
+A query sees the last w keys up to its own. Where w is a multiple of a block's tokens on all ranks together, each rank holds
+w / ranks of them, whatever the query's position. So the tokens of a chunk fall into runs of two kinds, each an ordinary problem:
 
     held      tokens that this rank holds: they are its last keys, under a causal mask and a window of w / ranks keys
     others    tokens between them: all see the same keys, the last w / ranks before them, which are whole blocks
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.kvcache.context_share import ContextShare
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.kvcache.context_share import ContextShare
 
 
 class Runs(NamedTuple):
@@ -29,7 +28,7 @@ class Runs(NamedTuple):
 
 
 class WindowRuns(NamedTuple):
-    """The runs of a step's chunks."""
+    """The runs of a step's chunks; None where there are none of a kind."""
 
     held: Runs | None
     others: Runs | None
@@ -43,35 +42,36 @@ class WindowRuns(NamedTuple):
             share: which tokens are this rank's.
             window: how many keys a query sees, a multiple of `share.block`.
         """
-        host = step.known()
-        positions, slots = host.positions[: step.split], host.slots[: step.split]
-        lengths = share.held(positions + 1)
-        place = positions % share.block - share.rank * share.size
-        is_held = (place >= 0) & (place < share.size)
-        columns = window // share.block
-        found = []
-        for kind in (is_held, ~is_held):
-            rows = kind.nonzero()[:, 0]
-            if not len(rows):
-                found.append(None)
-                continue
-            # a run ends with its sequence, or before a token of the other kind; others' runs see one number of keys
-            jumps = (rows.diff() != 1) | (slots[rows].diff() != 0)
-            ends = torch.cat([jumps.nonzero()[:, 0] + 1, torch.tensor([len(rows)])])
-            cu_q = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-            last = rows[ends - 1]
-            its = lengths[last]
-            if kind is is_held:
-                first = torch.zeros_like(its)
-                width = -(-int(its.max()) // share.size)
-            else:
-                first = torch.div((its - window // share.ranks).clamp(min=0), share.size, rounding_mode="floor")
-                its, width = its - first * share.size, columns
-            width = max(width, 1)
-            packed = torch.cat([rows, its, cu_q, slots[last], first])
-            sent = step.send(packed).split([len(rows), len(its), len(cu_q), len(its), len(its)])
-            rows, its, cu_q, its_slots, first = sent
-            spots = (first[:, None] + torch.arange(width, device=rows.device)).clamp(max=step.table.shape[1] - 1)
-            table = step.table[its_slots[:, None], spots]
-            found.append(Runs(rows, table, its.int(), cu_q.int()))
-        return cls(*found)
+        positions = step.known().positions[: step.split]
+        is_held = share.cells(torch.zeros_like(positions), positions) >= 0
+        visible = share.held(positions + 1)
+        # these see whole blocks: the ones before a window's first are left out of their table
+        first = torch.div((visible - window // share.ranks).clamp(min=0), share.size, rounding_mode="floor")
+        held = _runs(step, is_held, visible, torch.zeros_like(first), share.size)
+        return cls(held, _runs(step, ~is_held, visible - first * share.size, first, share.size))
+
+
+def _runs(step: StepTokens, kind: Tensor, visible: Tensor, first: Tensor, size: int) -> Runs | None:
+    """Returns the runs of one kind of tokens.
+
+    Args:
+        step: the step.
+        kind: (n,) whether a token of the chunks is of this kind.
+        visible: (n,) how many keys there are up to a token's last one, from block `first` of its sequence on.
+        first: (n,) that block.
+        size: tokens of a block here.
+    """
+    rows, slots = kind.nonzero()[:, 0], step.known().slots
+    if not len(rows):
+        return None
+    # a run ends before a token of the other kind, and with its sequence
+    jumps = (rows.diff() != 1) | (slots[rows].diff() != 0)
+    ends = torch.cat([jumps.nonzero()[:, 0] + 1, torch.tensor([len(rows)])])
+    last = rows[ends - 1]
+    columns = max(-(-int(visible[last].max()) // size), 1)
+    packed = torch.cat([rows, torch.zeros(1, dtype=torch.int64), ends, visible[last], first[last], slots[last]])
+    n = len(ends)
+    rows, cu_q, lengths, begins, slots = step.send(packed).split([len(rows), n + 1, n, n, n])
+    # behind a sequence's last block nothing is read
+    places = (begins[:, None] + torch.arange(columns, device=rows.device)).clamp(max=step.table.shape[1] - 1)
+    return Runs(rows, step.table[slots[:, None], places], lengths.int(), cu_q.int())
