@@ -44,7 +44,7 @@ LENGTHS = (129, 206, 67, 2)
 
 
 class Ranks:
-    """What ranks that are threads exchange."""
+    """The exchange between ranks that are threads."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.barrier, self.given = ranks, threading.Barrier(ranks), [torch.empty(0)] * ranks
