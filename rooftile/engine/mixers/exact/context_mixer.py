@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
 from rooftile.engine.mixers.exact.context_step import ContextLayers, ContextStep, merged_bytes
+from rooftile.engine.mixers.exact.merging import merge
 from rooftile.engine.mixers.exact.mixer import ExactMixer
 from rooftile.engine.mixers.exact.own_keys import OwnKeys, most_blocks
 from rooftile.engine.mixers.mixer import Largest
 from rooftile.engine.mixers.step import StepTokens
+from rooftile.engine.mixers.trial import TrialSetup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.errors import Unsupported
 from rooftile.exact.spec import CallSettings
@@ -45,6 +52,10 @@ class ContextMixer(ExactMixer):
     def on(self, step: StepTokens) -> Attend:
         return ContextStep(self.shared, step)
 
+    @classmethod
+    def trials(cls, trial: TrialSetup) -> Sequence[Callable[[], None]]:
+        return [*super().trials(trial), partial(_try_merge, trial)]
+
     def working_bytes(self, largest: Largest) -> int:
         shape, ranks = self.shape, self.config.context_parallel_size
         heads = -(-shape.kv_heads // ranks)
@@ -53,3 +64,11 @@ class ContextMixer(ExactMixer):
         # a rank's longest part of a sequence
         here = largest._replace(length=-(-largest.length // ranks) + self.config.block_size)
         return super().working_bytes(here) + kept + merged_bytes(largest.tokens, shape.heads, shape.head_dim, ranks)
+
+
+def _try_merge(trial: TrialSetup) -> None:
+    """Runs the merge, so that its kernel is compiled."""
+    config = trial.config
+    parts = torch.zeros(trial.context_ranks, 1, config.heads, config.head_dim + 1, device=trial.device)
+    sinks = torch.zeros(config.heads, dtype=trial.dtype, device=trial.device) if config.sinks else None
+    merge(parts, sinks, trial.dtype)

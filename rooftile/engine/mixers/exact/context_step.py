@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.engine.mixers.exact.merging import merge
 from rooftile.engine.mixers.exact.own_keys import OwnChunks, OwnKeys
 from rooftile.engine.mixers.exact.window_runs import WindowRuns
 from rooftile.engine.mixers.step import StepTokens
@@ -79,7 +80,7 @@ class ContextStep:
         if self._single is not None:
             found.append(self._attend_single(layer, window, q_rotated[split:]))
         o, lse = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-        return self._merge(o, lse, self.layers.sinks.get(layer)).to(q.dtype)
+        return self._merge(o, lse, self.layers.sinks.get(layer), q.dtype)
 
     def _attend_single(self, layer: int, window: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
         """Returns o (n, H, D) and lse (n, H) of single tokens over this rank's keys."""
@@ -128,11 +129,11 @@ class ContextStep:
             attend = self._prepared[name, mask] = prepare_paged(q, cache, mask, NO_OPTIONS, self.layers.settings)
         return attend(q, cache)
 
-    def _merge(self, o: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    def _merge(self, o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Returns o (n, H, D) over the keys of all ranks, from o and lse (n, H) over this rank's."""
         both = torch.cat((o, lse[..., None]), -1)
         rows = max(MOST_GATHERED // (self.share.ranks * both[0].nbytes), 1)
-        found = [_merged(self.share.gather(part), sinks) for part in both.split(rows)]
+        found = [merge(self.share.gather(part), sinks, dtype) for part in both.split(rows)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -141,10 +142,3 @@ def merged_bytes(tokens: int, heads: int, dim: int, ranks: int) -> int:
     part = tokens * heads * (dim + 1) * torch.float32.itemsize
     # o, and o with its lse; all ranks' parts of some rows, and as much again while they are merged
     return 2 * part + 2 * min(ranks * part, MOST_GATHERED)
-
-
-def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns o (n, H, D) of the parts of all ranks, (ranks, n, H, D + 1), each with its lse behind it."""
-    o, lse = reference.merge([(part[..., :-1], part[..., -1].T) for part in parts])
-    # a sink is one more score, with a value of 0
-    return o if sinks is None else o * torch.sigmoid(lse.T - sinks.float())[..., None]
