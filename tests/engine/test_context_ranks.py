@@ -43,6 +43,8 @@ def test_two_ranks_with_windows(tmp_path: Path) -> None:
     # half of each block's bytes
     assert two.pages.nbytes == one.pages.nbytes // 2
     assert (two.engine.pool.total, two.engine.pool.size) == (11, 16)
+    # parts are not rounded before they are merged
+    assert two.engine.runner.layers.mixers[0].shared.settings.partial  # type: ignore[attr-defined]
     asked = prompts(16)
     for _ in range(2):
         assert_same(two.generate(asked, ASKED * 2), one.generate(asked, ASKED * 2))

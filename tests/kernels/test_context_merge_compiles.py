@@ -19,8 +19,9 @@ def test_merging(sm: int, dim: int, has_sinks: bool) -> None:
     warps, names = constants.pop("num_warps"), merge_kernels._merge.arg_names
     pointers = {"parts_ptr": "*fp32", "sinks_ptr": "*bf16", "o_ptr": "*bf16"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    known = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(
-        fn=merge_kernels._merge, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()},
+        fn=merge_kernels._merge, signature=signature, constexprs=known,
         attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name in pointers},
     )  # fmt: skip
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
