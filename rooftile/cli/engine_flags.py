@@ -14,7 +14,7 @@ from rooftile.engine.settings.table import SETTINGS, Setting, check_settings
 from rooftile.errors import InvalidInput
 
 # short spellings, the first of them vLLM's
-_SHORT = {"tensor_parallel_size": ("-tp", "--tp")}
+_SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "context_parallel_size": ("--context-parallel", "--cp")}
 
 
 def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,6 +11,7 @@ import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
 from rooftile.engine.ranks.place import Place
+from rooftile.engine.settings.table import ranks_of
 from rooftile.engine.start.checkpoint import is_hub_name
 from rooftile.errors import InvalidInput
 from rooftile.weights.files.folder import check_folder
@@ -77,7 +78,7 @@ def serve(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
     place = Place.found()
-    if place is not None and place.rank and settings.get("tensor_parallel_size", 1) > 1:
+    if place is not None and place.rank and ranks_of(settings) > 1:
         from rooftile.engine import LLM
 
         # rank 0 answers HTTP; this rank serves it until it ends

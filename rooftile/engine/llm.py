@@ -72,6 +72,9 @@ class LLM:
             its own; without a GPU they compute on the CPU. They are started here, on this machine; under torchrun they are
             those that it has started, also on several machines. There, an LLM of a rank other than 0 serves rank 0 until that
             closes its own, and then raises SystemExit.
+        context_parallel_size: the ranks that deal out the tokens of each sequence in the KV cache, a power of two: each holds the
+            whole model and 1 / N of each sequence, for contexts that one GPU does not hold. Each block of the cache then has N
+            times block_size tokens. Models whose layers all have exact attention; one of this and tensor_parallel_size.
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
         enable_prefix_caching: whether prompts that begin alike share what is cached.
@@ -120,7 +123,7 @@ class LLM:
         device: torch.device | str | None = None, max_model_len: int | None = None, block_size: int = 16,
         num_blocks: int | None = None, max_batched_tokens: int = 8192, gpu_memory_utilization: float = 0.9,
         kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged", tensor_parallel_size: int = 1,
-        *, max_num_seqs: int = 256, enforce_eager: bool = False,
+        *, context_parallel_size: int = 1, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
@@ -130,7 +133,8 @@ class LLM:
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
-            allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
+            allocator=allocator, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size,
+            max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
@@ -296,7 +300,7 @@ class LLM:
     def _build(self, model: str | Path | Decoder | ModelConfig) -> tuple[Engine, Callable[[], None]]:
         """Returns the engine, and what ends the other ranks."""
         blueprint = Blueprint.of(model, self.config)
-        if self.config.tensor_parallel_size > 1:
+        if self.config.ranks > 1:
             # here and not above: most engines have one rank
             from rooftile.engine.ranks.opening import lead
 

@@ -9,6 +9,7 @@ from rooftile.engine.settings.table import SETTINGS
 from rooftile.runtime.words import Refused
 
 _RANKS = "tensor_parallel_size alone splits a model, over processes that are started here or by torchrun"
+_CONTEXT = "context_parallel_size deals out contexts, to GPUs of their own and not to those of tensor_parallel_size"
 _TEXT = "an LLM reads text and tokens"
 _LOGITS = "choose tokens with structured, allowed_token_ids, bad_words or logit_bias"
 _OUTPUTS = "stream yields whole outputs, and generate the last ones"
@@ -38,7 +39,7 @@ LLM_REFUSED = {
     "data_parallel_backend": Refused(("mp",), _RANKS),
     "data_parallel_rank": Refused((), _RANKS),
     "data_parallel_size": Refused((1,), "an LLM is one model; rooftile serve has --replicas"),
-    "decode_context_parallel_size": Refused((1,), _RANKS),
+    "decode_context_parallel_size": Refused((1,), _CONTEXT),
     "default_mm_loras": Refused((), _LORA),
     "disable_async_output_proc": Refused((False,), "the next step always runs while outputs are read"),
     "disable_cascade_attn": Refused((False, True), "prompts share memory, and each is read by its own queries"),
@@ -111,7 +112,7 @@ LLM_REFUSED = {
     "pipeline_parallel_size": Refused((1,), _RANKS),
     "pooler_config": Refused((), "an LLM generates text"),
     "preemption_mode": Refused(("recompute",), "a preempted request is computed again, and nothing is swapped"),
-    "prefill_context_parallel_size": Refused((1,), _RANKS),
+    "prefill_context_parallel_size": Refused((1,), _CONTEXT),
     "prefix_caching_hash_algo": Refused(("builtin", "sha256"), "prefixes are found by a keyed hash; their tokens are compared"),
     "profiler_config": Refused((), "profile with torch.profiler, which sees every kernel"),
     "pt_load_map_location": Refused(("cpu",), "weights are read from safetensors"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kvcache.blocks import Copy
+from rooftile.kvcache.context_share import ContextShare
 from rooftile.kvcache.pages import Pages
 from rooftile.kvcache.states import States
 
@@ -23,6 +24,8 @@ class Caches:
 
     def __init__(self, pages: Pages, places: Mapping[int, int], states: States | None = None) -> None:
         self.pages, self.places, self.states = pages, places, states
+        self.share: ContextShare | None = None
+        """The tokens that lie here, where those of a sequence are dealt out to several ranks; None if all do."""
         self.rows: Tensor | None = None
         """(blocks,) int32: the row of each block; None if each block is its own row."""
         blocks, window_pages = pages.storage.shape[0], pages.window_pages

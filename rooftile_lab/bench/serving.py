@@ -15,6 +15,7 @@ from torch import Tensor
 from rooftile.cost.decoder import DecoderCost
 from rooftile.cost.session import Session
 from rooftile.engine.llm import LLM
+from rooftile.engine.settings.table import ranks_of
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder, ModelConfig
@@ -56,7 +57,7 @@ def measure(
     began = clock.now()
     settings = dict(settings or {})
     subject: Decoder | ModelConfig | Path
-    if settings.get("tensor_parallel_size", 1) > 1:
+    if ranks_of(settings) > 1:
         # ranks make their parts by themselves
         subject = shared_named(model, session.device)
         config = subject if isinstance(subject, ModelConfig) else ModelConfig.from_folder(subject)

@@ -39,6 +39,7 @@ def serving(
     kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype: fp8; left out, the model's.")] = None,
     weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, 2:4; auto takes the model's.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", help="GPUs that share the model.", min=1)] = 1,
+    cp: Annotated[int, typer.Option("--cp", help="GPUs that deal out the tokens of each sequence.", min=1)] = 1,
     runs: Annotated[int, typer.Option(help="How often each workload is run; the median is shown.")] = 3,
     url: Annotated[str, typer.Option(help="Measure a running server instead, such as http://127.0.0.1:8000.")] = "",
     api_key: Annotated[str, typer.Option(help="The key of that server.", envvar="ROOFTILE_API_KEY")] = "",
@@ -63,8 +64,8 @@ def serving(
         return
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in asked.items() if value is not None} | {"weights": weights}
-    if tp > 1:
-        settings |= {"tensor_parallel_size": tp, "device": target.type}
+    if tp > 1 or cp > 1:
+        settings |= {"tensor_parallel_size": tp, "context_parallel_size": cp, "device": target.type}
     model = model or ("1b" if target.type == "cuda" else "tiny")
 
     def rows(session: Session, say: Progress) -> Iterator[Row]:

@@ -42,8 +42,9 @@ class CacheLayout:
     """The caches of a model.
 
     Args:
-        size: tokens per block.
+        size: tokens per block, on each rank.
         specs: what its kinds of layers keep.
+        ranks: how many ranks hold a part of the tokens of each block (context parallelism).
 
     Raises:
         InvalidInput: layers keep keys of different sizes, or windows of different lengths.
@@ -51,6 +52,7 @@ class CacheLayout:
 
     size: int
     specs: tuple[CacheSpec, ...]
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         pages = {(spec.heads, spec.dim) for spec in self._of(PagedKeys)}
@@ -61,6 +63,11 @@ class CacheLayout:
 
     def _of(self, kind: type[Spec]) -> list[Spec]:
         return [spec for spec in self.specs if isinstance(spec, kind)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per block, of all ranks together."""
+        return self.size * self.ranks
 
     @property
     def places(self) -> dict[int, int]:
@@ -150,13 +157,13 @@ class CacheLayout:
             longest: the longest sequence in tokens.
         """
         if not load.paged:
-            return ReservedPool(blocks, self.size, reserve=longest)
+            return ReservedPool(blocks, self.tokens, reserve=longest)
         rows, prefixes = self.rows(blocks, load), load.prefixes
         pool: BlockPool
         if rows < blocks and self.window is not None:
-            pool = WindowPool(blocks, self.size, rows=rows, window=self.window, prefixes=prefixes)
+            pool = WindowPool(blocks, self.tokens, rows=rows, window=self.window, prefixes=prefixes)
         else:
-            pool = BlockPool(blocks, self.size, prefixes=prefixes)
+            pool = BlockPool(blocks, self.tokens, prefixes=prefixes)
         if self.has_states and prefixes:
             pool.snapshots = Snapshots(load.kept)
         return pool

@@ -70,7 +70,8 @@ def what_fits(
         load = replace(load, kept=kept if num_blocks is None else min(kept, num_blocks))
         # one answer may leave no more than its pages
         load = replace(load, answers=max(layout.answers_in(left, load), 1))
-    least, useful = -(-longest // layout.size), load.answers * -(-longest // layout.size)
+    least = -(-longest // layout.tokens)
+    useful = load.answers * least
     fit = layout.blocks_in(room, dtype, load)
     if num_blocks is not None:
         blocks = num_blocks

@@ -26,6 +26,7 @@ class TrialSetup(NamedTuple):
         kv_dtype: the dtype of the cache.
         longest: the most tokens of one prompt that a step reads.
         deterministic: whether an engine is (see `batch_invariant`).
+        context_ranks: among how many ranks the tokens of a sequence are dealt out.
     """
 
     config: ModelConfig
@@ -35,6 +36,7 @@ class TrialSetup(NamedTuple):
     kv_dtype: torch.dtype
     longest: int
     deterministic: bool = False
+    context_ranks: int = 1
 
     def small(self, mixer: str = "attention") -> ModelConfig:
         """Returns the configuration with one layer: all layers of a kind have the same kernels.

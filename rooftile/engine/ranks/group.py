@@ -63,8 +63,10 @@ class RankGroup:
         else:
             self._devices = _gloo(of_devices, rank, ranks, address=address, limit=limit)
         self._sum, self._join = dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.AllgatherOptions()
+        self._lead = dist.distributed_c10d.BroadcastOptions()
         # on the current stream, and not on one of NCCL's that the current one waits for
-        self._sum.asyncOp = self._join.asyncOp = False
+        self._sum.asyncOp = self._join.asyncOp = self._lead.asyncOp = False
+        self._lead.rootRank = self._lead.rootTensor = 0
         self._aborting: threading.Thread | None = None
         self._lock = threading.Lock()
         self._peers: Any = None
@@ -82,7 +84,7 @@ class RankGroup:
             return summed
         if self.ordered:
             # as the kernel of `PeerSums` adds: an answer's sums may come from both
-            total, *others = self._all(x).float()
+            total, *others = self.stack(x).float()
             for part in others:
                 total = total + part
             return x.copy_(total)
@@ -91,7 +93,18 @@ class RankGroup:
 
     def gather(self, x: Tensor) -> Tensor:
         """Joins the columns (n, w) of all ranks to (n, ranks w), the columns of rank 0 first."""
-        return self._all(x).transpose(0, 1).reshape(x.shape[0], self.ranks * x.shape[1])
+        return self.stack(x).transpose(0, 1).reshape(x.shape[0], self.ranks * x.shape[1])
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, (ranks, *shape)."""
+        found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
+        _wait(self._group()._allgather_base(found, x.contiguous(), self._join))
+        return found.view(self.ranks, *x.shape)
+
+    def first(self, x: Tensor) -> Tensor:
+        """Overwrites a tensor with rank 0's, and returns it."""
+        _wait(self._group().broadcast([x], self._lead))
+        return x
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Returns, place by place, the least of what the ranks give."""
@@ -177,12 +190,6 @@ class RankGroup:
         if devices is None:
             raise RuntimeError("the ranks were let go of")
         return devices
-
-    def _all(self, x: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, (ranks, *shape)."""
-        found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        _wait(self._group()._allgather_base(found, x.contiguous(), self._join))
-        return found.view(self.ranks, *x.shape)
 
 
 def _wait(work: Any) -> None:

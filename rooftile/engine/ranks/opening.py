@@ -52,7 +52,7 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         runner.forget_graphs()
         group.abort()
         raise SystemExit(0)
-    leader = Leader(config.tensor_parallel_size, told=given is None or given.watched)
+    leader = Leader(config.ranks, told=given is None or given.watched)
     try:
         with leader.guarded():
             if given is not None:

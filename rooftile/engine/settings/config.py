@@ -46,6 +46,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     allocator: Literal["paged", "contiguous"] = "paged"
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
     max_num_seqs: int = 256
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
@@ -72,6 +73,16 @@ class EngineConfig:
         self._check_device()
         check_words(self.weights)
         check_approximation(self.approximate)
+
+    @property
+    def ranks(self) -> int:
+        """The processes that an engine has."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, of all ranks together."""
+        return self.block_size * self.context_parallel_size
 
     def cache_dtype(self, computed: torch.dtype) -> torch.dtype:
         """Returns the dtype of the KV cache for a model that computes in `computed`.

@@ -66,6 +66,12 @@ def _whole(least: int, most: int | None = None, *, optional: bool = False) -> Ch
     return check
 
 
+def _power_of_two(name: str, value: Any) -> None:
+    _whole(1, MOST_RANKS)(name, value)
+    if value & (value - 1):
+        raise InvalidInput(f"{name} is {value}; must be a power of two")
+
+
 def _seed(name: str, value: Any) -> None:
     if value is not None and not (is_whole(value) and 0 <= value <= MOST_SEED):
         raise InvalidInput(f"{name} is {value!r}; must be a whole number from 0 to {MOST_SEED}, or None")
@@ -170,6 +176,9 @@ SETTINGS = {
         Setting("state_share", float, 0.1, "Share of the caches' memory for kept states; 0 keeps none.", _share_below_one),
         Setting("allocator", str, "paged", "paged, or contiguous for comparison.", _one_of("paged", "contiguous")),
         Setting("tensor_parallel_size", int, 1, "GPUs that share the model.", _whole(1, MOST_RANKS)),
+        Setting(
+            "context_parallel_size", int, 1, "GPUs that deal out the tokens of each sequence in the KV cache.", _power_of_two
+        ),
         Setting("max_num_seqs", int, 256, "Most answers that run at once.", _whole(1, MOST_SEQS)),
         Setting("enforce_eager", bool, False, "Run without CUDA graphs.", _switch),
         Setting("enable_prefix_caching", bool, True, "Let prompts that begin alike share what is cached.", _switch),
@@ -201,6 +210,28 @@ def check_settings(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         SETTINGS[name].check(name, value)
     check_approximate(given, fp8=is_fp8(given.get("kv_dtype")))
+    _check_context(given)
+
+
+def _check_context(given: Mapping[str, Any]) -> None:
+    """Refuses settings that do not go with a sequence on several ranks."""
+    ranks = given.get("context_parallel_size", 1)
+    if ranks == 1:
+        return
+    if given.get("tensor_parallel_size", 1) > 1:
+        raise Unsupported(
+            f"context_parallel_size is {ranks} and tensor_parallel_size is {given['tensor_parallel_size']}; an engine has one of "
+            "them at a time: leave one out"
+        )
+    for name in ("approximate", "deterministic"):
+        if given.get(name):
+            raise Unsupported(f"context_parallel_size is {ranks} and {name} is given; it has none with it: leave one out")
+
+
+def ranks_of(settings: Mapping[str, Any]) -> int:
+    """Returns how many ranks an engine with these settings has, each on a GPU of its own."""
+    ranks: int = settings.get("tensor_parallel_size", 1) * settings.get("context_parallel_size", 1)
+    return ranks
 
 
 def is_fp8(kv_dtype: object) -> bool:

@@ -64,12 +64,13 @@ class Blueprint(NamedTuple):
         shape = whole.config if isinstance(whole, Decoder) else whole.part(config.tensor_parallel_size)
         max_len = longest_sequence(shape, config)
         if config.max_model_len is None and config.num_blocks is not None:
-            max_len = min(max_len, config.num_blocks * config.block_size)
+            max_len = min(max_len, config.num_blocks * config.block_tokens)
         # a state may have the dtype that the model computes in, which need not be the checkpoint's
         shape = replace(shape, dtype=_computed(model, shape, config))
         mixers = mixers_of(shape, config)
         config.cache_dtype(shape.dtype)
-        layout = CacheLayout(config.block_size, tuple(spec for mixer in mixers for spec in mixer.specs()))
+        specs = tuple(spec for mixer in mixers for spec in mixer.specs())
+        layout = CacheLayout(config.block_size, specs, config.context_parallel_size)
         _check_caches(layout, config)
         _check_weights(model, config, device)
         return cls(model, config, device, shape, max_len, mixers, layout)
@@ -101,7 +102,7 @@ def find_device(model: Model, config: EngineConfig, place: int = 0) -> torch.dev
         return wanted
     if not torch.cuda.is_available():
         raise InvalidInput(f'device is {str(wanted)!r}, and PyTorch finds no GPU; has "cpu"')
-    if config.tensor_parallel_size > 1:
+    if config.ranks > 1:
         return torch.device("cuda", place)
     # each thread has its own current device, so the number is fixed here
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
@@ -131,29 +132,28 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 def _check_ranks(model: Model, config: EngineConfig, device: torch.device) -> None:
     """Refuses ranks that cannot be there."""
-    ranks = config.tensor_parallel_size
+    ranks = config.ranks
     if ranks == 1:
         return
+    setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
     if isinstance(model, Decoder):
         raise InvalidInput(
-            f"tensor_parallel_size is {ranks} and a decoder is given, which is whole; give a checkpoint's folder, of which each "
-            "rank reads its part"
+            f"{setting} is {ranks} and a decoder is given, which is whole; give a checkpoint's folder, of which each rank reads "
+            "its part"
         )
     if isinstance(model, ModelConfig) and quantiser_of(config.weights) is not None:
-        raise Unsupported(
-            f"tensor_parallel_size is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits"
-        )
+        raise Unsupported(f"{setting} is {ranks}, and weights are to be quantised; ranks share random weights in 16 bits")
     given = Place.found()
     if given is not None and given.ranks != ranks:
-        raise InvalidInput(f"tensor_parallel_size is {ranks}, and torchrun has started {given.ranks} ranks; make them equal")
+        raise InvalidInput(f"{setting} is {ranks}, and torchrun has started {given.ranks} ranks; make them equal")
     if device.type == "cuda":
         wanted = config.device
         if wanted is not None and torch.device(wanted).index is not None:
-            raise InvalidInput(f"device is {wanted} and tensor_parallel_size is {ranks}: rank r takes cuda:r; leave device out")
+            raise InvalidInput(f"device is {wanted} and {setting} is {ranks}: rank r takes cuda:r; leave device out")
         here, there = ranks if given is None else given.local_ranks, torch.cuda.device_count()
         if here > there:
             raise InvalidInput(
-                f"tensor_parallel_size is {ranks}, so {here} GPUs are needed on this machine, and PyTorch finds {there}: give at "
+                f"{setting} is {ranks}, so {here} GPUs are needed on this machine, and PyTorch finds {there}: give at "
                 "most that many, or run torchrun on several machines"
             )
 

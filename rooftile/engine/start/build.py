@@ -24,6 +24,7 @@ from rooftile.engine.steps.runner import Runner
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.caches import Caches
+from rooftile.kvcache.context_share import ContextShare
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.placement import Placement
@@ -68,8 +69,10 @@ def build_runner(
     load = replace(load, answers=fit.answers, kept=fit.kept)
     max_len = blueprint.max_len
     if config.max_model_len is None:
-        max_len = min(max_len, fit.blocks * config.block_size)
+        max_len = min(max_len, fit.blocks * layout.tokens)
     caches = allocate_caches(decoder, layout, config, load, fit.blocks)
+    if group is not None and layout.ranks > 1:
+        caches.share = ContextShare(group.rank, group.ranks, layout.size, group.stack, group.first)
     runner = make(
         decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic
     )
@@ -108,7 +111,7 @@ def load_decoder(blueprint: Blueprint, group: RankGroup | None = None) -> Decode
     compilation = start_compiling(blueprint)
     try:
         placement = Placement(blueprint.shape.dtype, blueprint.device)
-        if group is not None:
+        if group is not None and config.tensor_parallel_size > 1:
             placement = Placement(*placement[:2], group.rank, group.ranks, group.add, group.gather)
         if isinstance(model, Decoder | ModelConfig):
             decoder = model if isinstance(model, Decoder) else Decoder.random(model, placement=placement)
@@ -149,12 +152,13 @@ def start_compiling(blueprint: Blueprint) -> Compilation | None:
     return Compilation(
         blueprint.shape, dtype, device, size=config.block_size, kv_dtype=config.cache_dtype(dtype),
         longest=min(config.max_batched_tokens, blueprint.max_len), deterministic=config.deterministic,
+        context_ranks=config.context_parallel_size,
     )  # fmt: skip
 
 
 def count_blocks(decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None) -> memory.Fit:
     """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
-    config, max_len, size = blueprint.config, blueprint.max_len, blueprint.config.block_size
+    config, max_len, size = blueprint.config, blueprint.max_len, blueprint.layout.tokens
     with current_device(decoder.embedding.device):
         fit = memory.what_fits(
             decoder, blueprint.layout, blueprint.mixers, config.cache_dtype(decoder.embedding.dtype), load,

@@ -32,11 +32,12 @@ class Compilation:
         kv_dtype: the dtype of the KV cache.
         longest: the most tokens of one prompt that a step reads.
         deterministic: whether an engine is (see `batch_invariant`).
+        context_ranks: among how many ranks the tokens of a sequence are dealt out.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
-        deterministic: bool = False,
+        deterministic: bool = False, context_ranks: int = 1,
     ) -> None:  # fmt: skip
         self._device, self._longest, self._deterministic = device, longest, deterministic
         self._threads = ThreadPoolExecutor(THREADS)
@@ -52,7 +53,7 @@ class Compilation:
                 # this makes Triton's driver, once, before threads use it
                 import_module("triton").runtime.driver.active.get_current_target()
                 words = {"size": size, "kv_dtype": kv_dtype, "longest": longest, "deterministic": deterministic}
-                for job in jobs(config, dtype, device, **words):  # type: ignore[arg-type]
+                for job in jobs(config, dtype, device, context_ranks=context_ranks, **words):  # type: ignore[arg-type]
                     self._jobs.append(self._threads.submit(self._run, job))
             # the largest kernels of attention take longest: products that came meanwhile begin after them
             with self._lock:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rooftile.engine.settings.table import ranks_of
 from rooftile.errors import InvalidInput
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -29,7 +30,7 @@ def share_machine(count: int, settings: Mapping[str, Any], given: str | None) ->
     """
     import torch
 
-    gpus = settings.get("tensor_parallel_size", 1)
+    gpus = ranks_of(settings)
     if settings.get("device") != "cpu":
         if torch.cuda.device_count() >= gpus:
             return

@@ -44,13 +44,13 @@ KERNELS = (
 
 def jobs(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
-    deterministic: bool = False,
+    deterministic: bool = False, context_ranks: int = 1,
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
-    trial = TrialSetup(config, dtype, device, size, kv_dtype, longest, deterministic)
+    trial = TrialSetup(config, dtype, device, size, kv_dtype, longest, deterministic, context_ranks)
     decoder = Decoder(trial.small(config.mixers[0]), dtype=dtype, device=device)
     # the kernels of what `approximate=` puts in the place of exact layers are compiled at their first step
-    mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name).trials(trial)]
+    mixing = [job for name in dict.fromkeys(config.mixers) for job in kind_of(name, context_ranks=context_ranks).trials(trial)]
     multiply = linear if deterministic else functional.linear
     # products of one row have kernels for the shapes of each kind of layer
     alone = [

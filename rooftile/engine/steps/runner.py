@@ -116,7 +116,7 @@ class Runner:
         )  # fmt: skip
         if self._tile_by_tile:
             max_len = -(-max_len // TILE) * TILE
-        self.size = self.pages.storage.shape[3]
+        self.size = self.pages.storage.shape[3] if caches.share is None else caches.share.block
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
         self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
@@ -226,8 +226,9 @@ class Runner:
         size = self.size
         tokens = torch.where(tokens >= 0, tokens, self.sampling.last.index_select(0, slots))
         places = positions.clamp(min=0)
-        blocks = self.table[slots, places // size].long()
-        cells = torch.where(positions >= 0, blocks * size + places % size, -1)
+        blocks, share = self.table[slots, places // size].long(), self.caches.share
+        cells = blocks * size + places % size if share is None else share.cells(blocks, places)
+        cells = torch.where(positions >= 0, cells, -1)
         split = chunks.tokens if chunks is not None else 0
         single = None
         if split < len(tokens):
@@ -250,7 +251,12 @@ class Runner:
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
         compute = partial(sample, state=self.sampling, features=features)
-        return row_by_row(compute, logits, slots, positions) if self._tile_by_tile else compute(logits, slots, positions)
+        tokens = row_by_row(compute, logits, slots, positions) if self._tile_by_tile else compute(logits, slots, positions)
+        if self.caches.share is not None:
+            # each rank has computed the logits by itself; one that has rounded otherwise must not go on with another token
+            tokens = self.caches.share.first(tokens)
+            self.sampling.last.index_copy_(0, slots, tokens.clamp(min=0))
+        return tokens
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""

@@ -19,7 +19,7 @@ from rooftile.engine.loop.pauses import freeze_garbage
 from rooftile.engine.ranks.meeting import hosted
 from rooftile.engine.ranks.parent_watch import exit_with
 from rooftile.engine.ranks.place import placed
-from rooftile.engine.settings.table import FLAGS
+from rooftile.engine.settings.table import FLAGS, ranks_of
 from rooftile.engine.start.replica import share_machine
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
@@ -67,7 +67,7 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     # where a cluster's scheduler starts the other ranks
     listener = settings.pop("listener", None)
-    place = None if listener is None else hosted(socket.socket(fileno=listener), settings["tensor_parallel_size"])
+    place = None if listener is None else hosted(socket.socket(fileno=listener), ranks_of(settings))
     with reporting_progress(report_progress), placed(place):
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)

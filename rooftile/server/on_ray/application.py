@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rooftile import __version__
-from rooftile.engine.settings.table import SETTINGS
+from rooftile.engine.settings.table import SETTINGS, ranks_of
 from rooftile.errors import InvalidInput
 from rooftile.server.keys import read_keys
 from rooftile.server.on_ray.nodes import STRATEGIES, check_room
@@ -92,7 +92,7 @@ def application(
     from rooftile.server.on_ray.engine import Engine
     from rooftile.server.on_ray.ingress import ENGINE, ingress
 
-    ranks = settings.engine.get("tensor_parallel_size", SETTINGS["tensor_parallel_size"].default)
+    ranks = ranks_of(settings.engine)
     most = settings.engine.get("max_num_seqs", SETTINGS["max_num_seqs"].default)
     least = largest = settings.replicas
     options: dict[str, Any] = {"num_replicas": settings.replicas}

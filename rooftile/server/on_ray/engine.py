@@ -110,7 +110,7 @@ class Engine:
     def _start(self, settings: dict[str, Any], rooftile: str) -> None:
         """Starts the engine's process, and actors of its other ranks."""
         self._ranks: RankActors | None = None
-        if settings.get("tensor_parallel_size", 1) == 1:
+        if ranks_of(settings) == 1:
             self._engine = RemoteEngine(settings, stall_s=self._stall_s)
             return
         with open_port(node_address()) as listener:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rooftile.engine.ranks.meeting import joined
 from rooftile.engine.ranks.place import placed
+from rooftile.engine.settings.table import ranks_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.observe.log import log
 from rooftile.server.on_ray.nodes import check_rooftile, check_version, node_address, torch_version
@@ -60,7 +61,7 @@ class Rank:
             check_rooftile(order.rooftile)
             check_version("torch", torch_version(), order.torch, "on rank 0's node")
             model = find_folder(order.settings["model"], download=own.get("download", False))
-            with placed(joined(order.address, order.port, rank, own["tensor_parallel_size"], node_address())):
+            with placed(joined(order.address, order.port, rank, ranks_of(own), node_address())):
                 LLM(model, **own)
         except SystemExit:
             pass
@@ -87,7 +88,7 @@ class RankActors:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ranks, self._ended = order.settings["tensor_parallel_size"], ended
+        self._ranks, self._ended = ranks_of(order.settings), ended
         group = ray.util.get_current_placement_group()
         on_cpu = "GPU" not in group.bundle_specs[0]
         self._actors = []

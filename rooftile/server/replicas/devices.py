@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rooftile.engine.settings.table import ranks_of
 from rooftile.engine.start.replica import VISIBLE, asked
 from rooftile.errors import InvalidInput
 
@@ -20,7 +21,7 @@ def environments(count: int, settings: Mapping[str, Any], given: str | None) -> 
     Raises:
         InvalidInput: the replicas ask for more GPUs than are named, or for one GPU together.
     """
-    device, gpus = settings.get("device"), settings.get("tensor_parallel_size", 1)
+    device, gpus = settings.get("device"), ranks_of(settings)
     if count == 1 or device == "cpu" or given in ("", "-1"):
         return [{} for _ in range(count)]
     if device is not None and ":" in device:

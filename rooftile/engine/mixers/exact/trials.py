@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.engine.mixers.exact.masks import masks_of
 from rooftile.engine.mixers.trial import ROWS, SHORT, USUAL, TrialSetup
 from rooftile.exact.api import prepare_paged
-from rooftile.exact.masks import Mask
+from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.paged_route import LONG_PROMPT, Route, route
 from rooftile.exact.spec import CallSettings, Options
 from rooftile.kvcache import Copy, PagedKV, Pages
@@ -25,27 +25,32 @@ def trials(trial: TrialSetup) -> list[Callable[[], None]]:
     # one block to read and write, and one to copy it to
     pages = Pages(2, 1, config.kv_heads, config.head_dim, block_size=size, dtype=trial.kv_dtype, device=trial.device)
     masks = tuple(dict.fromkeys(masks_of(config)))
+    settings = CallSettings(
+        config.scale, config.softcap, deterministic=trial.deterministic or None, partial=trial.context_ranks > 1
+    )
     if trial.deterministic:
         # one kernel reads chunks of any length, and no other attention runs
-        read = partial(_read_prompts, decoder, pages, settings=CallSettings(config.scale, config.softcap, deterministic=True))
+        read = partial(_read_prompts, decoder, pages, settings=settings)
         return [
             *(partial(read, mask, (SHORT,), room=room) for mask in masks for room in (0, trial.longest)),
-            partial(_decode_alone, decoder, pages, ()),
+            partial(_decode_alone, decoder, pages, (), settings),
         ]
     # lengths that take the same route share their kernels, so they are one job
     together: dict[Route, list[int]] = {}
     for tokens in (trial.longest, USUAL, SHORT):
         way = route(tokens, 1, size, fp8=trial.kv_dtype == torch.float8_e4m3fn, copy_bytes=0)
         together.setdefault(way, []).append(tokens)
+    # the keys before a chunk, of which a rank has some, are seen by all of its tokens
+    read, seen = partial(_read_prompts, decoder, pages, settings=settings), (*masks, FULL) if settings.partial else masks
     return [
-        *(partial(_read_prompts, decoder, pages, mask, tuple(lengths)) for lengths in together.values() for mask in masks),
-        *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
-        partial(_decode_alone, decoder, pages, masks),
+        *(partial(read, mask, tuple(lengths)) for lengths in together.values() for mask in seen),
+        *(partial(read, mask, (SHORT,), room=LONG_PROMPT) for mask in seen),
+        partial(_decode_alone, decoder, pages, masks, settings),
     ]
 
 
 def _read_prompts(
-    decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, settings: CallSettings | None = None, room: int = 0
+    decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, settings: CallSettings, room: int = 0
 ) -> None:
     """Runs attention of prompts, all of them in the first block, since the values do not matter.
 
@@ -60,7 +65,7 @@ def _read_prompts(
         _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends), settings)
 
 
-def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
+def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...], settings: CallSettings) -> None:
     """Runs cache writes, copies of blocks, and attention of single tokens."""
     pages.copy([Copy(0, 1)])
     q, k, v = _projected(decoder, ROWS)
@@ -68,7 +73,7 @@ def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> No
     q = pages.write_and_rotate(0, q, k, v, padding, decoder.rotation(padding.clamp(min=0)))
     table = torch.zeros(ROWS, 1, dtype=torch.int32, device=decoder.embedding.device)
     for mask in masks:
-        _attend(decoder, mask, q[:, None], pages.view(0, table, padding.int() + 1))
+        _attend(decoder, mask, q[:, None], pages.view(0, table, padding.int() + 1), settings)
 
 
 def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +85,9 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, settings: CallSettings | None = None) -> None:
+def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, settings: CallSettings) -> None:
     config = decoder.config
-    sinks = torch.zeros(config.heads, dtype=q.dtype, device=q.device) if config.sinks else None
-    prepare_paged(q, cache, mask, Options(sinks=sinks), settings or CallSettings(config.scale, config.softcap))(q, cache)
+    # over a part of the keys there are none: they are added when parts are merged
+    has_sinks = config.sinks and not settings.partial
+    sinks = torch.zeros(config.heads, dtype=q.dtype, device=q.device) if has_sinks else None
+    prepare_paged(q, cache, mask, Options(sinks=sinks), settings)(q, cache)

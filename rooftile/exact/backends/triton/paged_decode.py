@@ -32,7 +32,7 @@ from rooftile.exact.backends.device.split_kv import (
 from rooftile.exact.backends.device.visibility import MaskNumbers
 from rooftile.exact.backends.triton.call import constants_of, padded
 from rooftile.exact.backends.triton.paged_fwd import _walk, paged_spec, spec_of
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import Options, Spec, output_dtype
 from rooftile.kvcache import PagedKV
 from rooftile.runtime.dependent_launch import has_dependent_launches
 from rooftile.runtime.launch import Kernel
@@ -125,7 +125,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     B, T, H, _ = q.shape
     rows = q.flatten(0, 1)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
-    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
+    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=output_dtype(q, spec), device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
     constants = _constants(spec, cache.size, T, max(BATCH, triton.next_power_of_2(B)))
     known = constants["SPEC"]

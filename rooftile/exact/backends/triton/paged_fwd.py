@@ -24,7 +24,7 @@ from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, la
 from rooftile.exact.backends.triton.call import KernelSpec, constants_of, padded
 from rooftile.exact.backends.triton.schedule import packed_tile
 from rooftile.exact.backends.triton.scores import LOG2E, nan_if_non_finite, scaled_tanh, zero_non_finite
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import Options, Spec, output_dtype
 from rooftile.kvcache import PagedKV
 from rooftile.runtime.launch import Kernel
 
@@ -282,7 +282,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     rows = (q if packed else q.flatten(0, 1)).contiguous()
     total, H, _ = rows.shape
     B, T = cache.table.shape[0], total if packed else q.shape[1]
-    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
+    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=output_dtype(q, spec), device=q.device)
     lse = torch.empty((H, total) if packed else (B, H, T), dtype=torch.float32, device=q.device)
     if not lse.numel():
         return o, lse

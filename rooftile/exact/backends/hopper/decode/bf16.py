@@ -161,9 +161,8 @@ def _compute(
             share, lse = close_softmax(m, l, sinks_ptr + head + row, in_group, config.SINKS)
             gl.store(lse_ptr + line + row, lse, mask=in_group)
             o = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, config.o_layout)), 1)
-            gl.store(
-                o_ptr + (gl.expand_dims((line + o_row) * config.DV, 1) + gl.expand_dims(e, 0)), o.to(dtype), mask=in_group_2d
-            )  # fmt: skip
+            o_tile = o_ptr + (gl.expand_dims((line + o_row) * config.DV, 1) + gl.expand_dims(e, 0))
+            gl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_group_2d)
         else:
             # a program's partials: one for a sequence that began before it, and of one that goes on after it
             program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)

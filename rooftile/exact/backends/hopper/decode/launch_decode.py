@@ -13,7 +13,7 @@ from rooftile.exact.backends.device.split_kv import BATCH, MergeSpec, start_merg
 from rooftile.exact.backends.hopper.decode import bf16, fp8
 from rooftile.exact.backends.hopper.plan import flags_of, numbers_of, processors
 from rooftile.exact.backends.hopper.tma import box_of_pages, of_pages, steps_of_pages
-from rooftile.exact.spec import Options, Spec
+from rooftile.exact.spec import Options, Spec, output_dtype
 from rooftile.kvcache import PagedKV
 from rooftile.runtime.launch import Kernel
 
@@ -30,11 +30,11 @@ PROGRAMS = 2
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o (B, 1, H, D) and lse (B, H, 1), of q (B, 1, H, D)."""
     B, _, H, dim = q.shape
-    if not q.numel():
-        return torch.zeros_like(q), torch.full((B, H, 1), -torch.inf, dtype=torch.float32, device=q.device)
-    q = q if q.stride(3) == 1 else q.contiguous()
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty(q.shape, dtype=output_dtype(q, spec), device=q.device)
     lse = torch.empty((B, H, 1), dtype=torch.float32, device=q.device)
+    if not q.numel():
+        return o, lse.fill_(-torch.inf)
+    q = q if q.stride(3) == 1 else q.contiguous()
     constants = constants_of(spec, cache.size, max(BATCH, triton.next_power_of_2(B)))
     heads = H // spec.group
     teams = max(PROGRAMS * processors(q.device) // heads, 1)
