@@ -14,7 +14,7 @@ MUTATIONS = {
         ("tests/engine/test_step.py", "-k", "all_of_its_plan"),
     ),
     "ranks, columns in another order": Mutation(
-        "engine/ranks/group.py", "self._all(x).transpose(0, 1).reshape", "self._all(x).reshape",
+        "engine/ranks/group.py", "self.stack(x).transpose(0, 1).reshape", "self.stack(x).reshape",
         ("tests/engine/test_rank_group.py", "-k", "columns"),
     ),
     "ranks, a bias on each": Mutation(

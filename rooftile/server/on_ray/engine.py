@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rooftile.engine.ranks.meeting import open_port
+from rooftile.engine.settings.table import ranks_of
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import FAILED, Add, Failed, Ready, Report, RequestRefused, StepNews
 from rooftile.server.engine.remote import RemoteEngine
