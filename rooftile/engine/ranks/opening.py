@@ -7,16 +7,14 @@ each rank is a process of its own that makes the LLM; those other than 0 serve r
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from rooftile.engine.engine import Engine
 from rooftile.engine.ranks.following import follow
 from rooftile.engine.ranks.group import LOOPBACK, RankGroup, dist
+from rooftile.engine.ranks.late_group import LateGroup
 from rooftile.engine.ranks.leader import Leader
 from rooftile.engine.ranks.leading_runner import LeadingRunner
 from rooftile.engine.ranks.orders import SocketOrders
@@ -26,9 +24,6 @@ from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, Model
 from rooftile.engine.start.build import build_runner, engine_of
 from rooftile.models.checkpoints.weights import reporting_progress
-
-# how often it is looked whether all ranks have met
-_PULSE_S = 0.01
 
 
 def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
@@ -46,8 +41,8 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
     config = blueprint.config
     given = Place.found()
     if given is not None and given.rank:
-        group = _joined(given, config, blueprint.device)
-        runner = build_runner(blueprint, group)[0]
+        late = LateGroup(given.rank, given.ranks, partial(_joined, given, config, blueprint.device))
+        runner, group = build_runner(blueprint, late)[0], late.ready()
         follow(runner, group)
         runner.forget_graphs()
         group.abort()
@@ -56,14 +51,20 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
     try:
         with leader.guarded():
             if given is not None:
-                leader.group = _joined(given, config, blueprint.device)
+                make = partial(_joined, given, config, blueprint.device)
             else:
                 leader.processes = WorkerProcesses(leader.ranks, (blueprint.model, config), leader.fail)
                 meeting = str(leader.processes.meeting)
                 orders = SocketOrders(leader.processes.orders)
-                leader.group = _unless_failed(leader, partial(_met, meeting, 0, leader.ranks, config, blueprint.device, orders))
+                make = partial(_met, meeting, 0, leader.ranks, config, blueprint.device, orders)
+
+            def meet() -> RankGroup:
+                leader.group = make()
+                return leader.group
+
+            late = LateGroup(0, leader.ranks, meet, leader.check)
             with reporting_progress(lambda share: leader.check()):
-                built = build_runner(blueprint, leader.group, partial(LeadingRunner, leader))
+                built = build_runner(blueprint, late, partial(LeadingRunner, leader))
             return engine_of(blueprint, built), leader
     except BaseException:
         leader.close()
@@ -73,8 +74,9 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
 def work(model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str, orders: socket.socket) -> None:
     """Builds another rank's part in a process that rank 0 has started, and runs rank 0's orders."""
     blueprint = Blueprint.of(model, config, rank)
-    group = _met(meeting, rank, ranks, config, blueprint.device, SocketOrders([orders]))
-    follow(build_runner(blueprint, group)[0], group)
+    late = LateGroup(rank, ranks, partial(_met, meeting, rank, ranks, config, blueprint.device, SocketOrders([orders])))
+    runner = build_runner(blueprint, late)[0]
+    follow(runner, late.ready())
 
 
 def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device, orders: SocketOrders) -> RankGroup:
@@ -86,24 +88,3 @@ def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torc
 def _joined(given: Place, config: EngineConfig, device: torch.device) -> RankGroup:
     """Returns the group of ranks that are there already."""
     return RankGroup(given.meet(), given.rank, given.ranks, device, address=given.address, ordered=config.deterministic)
-
-
-def _unless_failed(leader: Leader, make: Callable[[], RankGroup]) -> RankGroup:
-    """Makes the group in a thread: a rank that has ended is waited for in vain."""
-    made: list[Any] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:
-            made.append(error)
-
-    thread = threading.Thread(target=run, name="rooftile meeting", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        leader.check()
-        thread.join(_PULSE_S)
-    if isinstance(made[0], Exception):
-        raise made[0]
-    group: RankGroup = made[0]
-    return group

@@ -17,6 +17,7 @@ from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
 from rooftile.engine.ranks.group import RankGroup
+from rooftile.engine.ranks.late_group import LateGroup
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, Model, current_device
 from rooftile.engine.start.compilation import Compilation
@@ -49,22 +50,24 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
 
 
 def build_runner(
-    blueprint: Blueprint, group: RankGroup | None = None, make: Callable[..., Runner] = Runner
+    blueprint: Blueprint, late: LateGroup | None = None, make: Callable[..., Runner] = Runner
 ) -> tuple[Runner, Sizes]:
     """Builds what runs steps: reads the weights, compiles kernels and allocates the caches.
 
     Args:
         blueprint: what to build.
-        group: the ranks among which the model is shared; all of them build it at the same time. None for one process.
+        late: the ranks among which the model is shared; all of them build it at the same time. None for one process.
         make: makes the runner.
     """
     config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
-    decoder = load_decoder(blueprint, group)
+    decoder = load_decoder(blueprint, late)
     for mixer in mixers:
         mixer.check_decoder(decoder)
     # without a state that was kept no prefix can begin
     prefixes = config.enable_prefix_caching and (config.state_share > 0 or not layout.has_states)
     load = PeakLoad(config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=prefixes)
+    # before memory is measured: what connects the ranks takes some
+    group = None if late is None else late.ready()
     fit = count_blocks(decoder, blueprint, load, group)
     load = replace(load, answers=fit.answers, kept=fit.kept)
     max_len = blueprint.max_len
@@ -105,14 +108,14 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
     )
 
 
-def load_decoder(blueprint: Blueprint, group: RankGroup | None = None) -> Decoder:
+def load_decoder(blueprint: Blueprint, late: LateGroup | None = None) -> Decoder:
     """Loads the weights; on a GPU the kernels are compiled meanwhile, and are ready when this returns."""
     model, config = blueprint.model, blueprint.config
     compilation = start_compiling(blueprint)
     try:
         placement = Placement(blueprint.shape.dtype, blueprint.device)
-        if group is not None and config.tensor_parallel_size > 1:
-            placement = Placement(*placement[:2], group.rank, group.ranks, group.add, group.gather)
+        if late is not None and config.tensor_parallel_size > 1:
+            placement = Placement(*placement[:2], late.rank, late.ranks, late.add, late.gather)
         if isinstance(model, Decoder | ModelConfig):
             decoder = model if isinstance(model, Decoder) else Decoder.random(model, placement=placement)
             quantiser = quantiser_of(config.weights)
