@@ -36,7 +36,8 @@ PROMPT, TOKENS = 256, 8
 def on_ray(run: Run) -> Row:
     """Compares the seconds to the first token through Ray with the direct server's, a request to each in turn."""
     rng, vocabulary = random.Random(0), MODELS[run.options.model].vocab_size
-    direct, through = [], []
+    direct: list[float] = []
+    through: list[float] = []
     with run.server(*ROOM) as server, served(run) as port:
         for turn in range(20 * run.options.runs + FIRST):
             prompt = [rng.randrange(vocabulary) for _ in range(PROMPT)]
