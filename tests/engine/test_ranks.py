@@ -24,6 +24,9 @@ from rooftile.engine import LLM, AsyncEngine, RequestOutput, SamplingParams
 from rooftile.engine.ranks import group, opening
 from rooftile.engine.ranks.failures import RankEnded
 from rooftile.engine.ranks.leader import Leader
+from rooftile.engine.ranks.leading_runner import LeadingRunner
+from rooftile.engine.ranks.meeting import hosted, open_port
+from rooftile.engine.ranks.place import Place, placed
 from rooftile.engine.start import build
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
@@ -248,6 +251,35 @@ def test_ranks_that_torchrun_has_started(folder: Path) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
     due = LLM(folder, **ROOMY).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
     assert said == [f"{[due[0].outputs[0].token_ids]}\n", ""]
+
+
+def test_ranks_that_somebody_else_starts_and_watches(folder: Path) -> None:
+    """A cluster's scheduler would: rank 0 waits for its word when a rank has broken a collective."""
+    lines = f"""
+        import sys
+        from rooftile.engine import LLM
+        from rooftile.engine.ranks.meeting import joined
+        from rooftile.engine.ranks.place import placed
+        with placed(joined("127.0.0.1", int(sys.argv[1]), 1, 2, "127.0.0.1")):
+            LLM({str(folder)!r}, tensor_parallel_size=2, **{ROOMY})
+    """
+    with open_port("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(lines), str(port)])
+        with placed(hosted(listener, 2)):
+            llm = LLM(folder, tensor_parallel_size=2, **ROOMY)
+    assert Place.found() is None
+    asked, runner = prompts(4), llm.engine.runner
+    assert isinstance(runner, LeadingRunner)
+    assert runner.leader.processes is None
+    assert_same(llm.generate(asked, ASKED[:4]), LLM(folder, **ROOMY).generate(asked, ASKED[:4]))
+    other.kill()
+    assert other.wait() == -signal.SIGKILL
+    word = threading.Timer(0.5, runner.leader.fail, [RankEnded("rank 1 of 2 has ended (its machine has)")])
+    word.start()
+    with pytest.raises(RankEnded, match=r"^rank 1 of 2 has ended \(its machine has\)$"):
+        llm.generate(asked, ASKED[0])
+    word.join()
 
 
 def test_what_several_ranks_refuse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,10 @@ def test_nodes_with_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) 
     order = RankOrder({"tensor_parallel_size": 2}, "127.0.0.1", 1, __version__, "1.13")
     due = r"^torch is \S+ on the node 10.0.0.2, and 1.13 on rank 0's node; install the same on all nodes$"
     assert re.match(due, Rank().run(order, 1))
+    # a node without the model's folder is no reason to try again either
+    assert "/nowhere" in Rank().run(
+        order._replace(settings=order.settings | {"model": "/nowhere"}, torch=nodes.torch_version()), 1
+    )
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")

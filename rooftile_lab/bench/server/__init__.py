@@ -5,5 +5,6 @@ process       the server's process
 client        requests that take little time of the client
 run           the options, the engine and the server of one run
 bars, lag     the costs of HTTP
+on_ray        a server on a Ray cluster beside one without
 overload      twice as many requests as the server can answer
 """

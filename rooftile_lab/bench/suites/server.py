@@ -6,6 +6,7 @@ lag           the event loop's lag, and what running streams lose, while others 
 constrained   64 running answers, 8 of them with a grammar: the time between tokens of both kinds beside 64 without
 start         seconds from the command to listening, and of --help
 replicas      two replicas beside one, and their cached tokens beside two servers chosen at random: needs two GPUs
+ray           a server on a Ray cluster of this machine, beside one without: seconds to the first token
 overload      twice as many requests as the server can answer, for ten minutes
 
 Weights are random. On a CPU the engine has one thread, in this process and in the server's: the server's other process needs the
@@ -24,6 +25,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.server.bars import constrained, first_token, start, throughput
 from rooftile_lab.bench.server.lag import lag
+from rooftile_lab.bench.server.on_ray import on_ray
 from rooftile_lab.bench.server.overload import overload
 from rooftile_lab.bench.server.replicas import replicas
 from rooftile_lab.bench.server.run import Run, ServerOptions
@@ -31,9 +33,9 @@ from rooftile_lab.bench.threads import one_thread
 
 CASES: dict[str, Callable[[Run], Row]] = {
     "throughput": throughput, "first-token": first_token, "lag": lag, "constrained": constrained, "start": start,
-    "replicas": replicas, "overload": overload,
+    "replicas": replicas, "ray": on_ray, "overload": overload,
 }  # fmt: skip
-ASKED = ("replicas", "overload")
+ASKED = ("replicas", "ray", "overload")
 GPU = CPU = tuple(name for name in CASES if name not in ASKED)
 QUICK = ("first-token", "start")
 
