@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.rope import Rotation, rotated_as_defined
+from rooftile.recurrent.split.context import places_in_context
 
 
 class RotaryPositions(nn.Module):
@@ -23,10 +24,13 @@ class RotaryPositions(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotates x, in fp32, and rounds once."""
+        """Rotates x, in fp32, and rounds once. Inside of `rooftile.parallel.context` x has this rank's tokens of a text."""
         T, length = x.shape[1], self.table.shape[0]
-        if length < T:
+        places = places_in_context(T)
+        needed = T if places is None else int(places.max()) + 1 if T else 0
+        if length < needed:
             due = "make it with a larger max_len"
-            raise InvalidInput(f"the text has {T:,} tokens; this model has positions for {length:,}: {due}")
-        cos, sin = self.table[:T].chunk(2, dim=-1)
+            raise InvalidInput(f"the text has {needed:,} tokens; this model has positions for {length:,}: {due}")
+        rows = self.table[:T] if places is None else self.table[places.to(self.table.device)]
+        cos, sin = rows.chunk(2, dim=-1)
         return rotated_as_defined(x, Rotation(cos, sin))

@@ -19,9 +19,10 @@ from rooftile.exact.spec import Call
 from rooftile.parallel.arguments import METHODS
 from rooftile.parallel.attention import context_attention
 from rooftile.parallel.layouts import LAYOUTS
+from rooftile.parallel.sharding import positions
 from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
-from rooftile.runtime.ranks import ranks_of
+from rooftile.runtime.ranks import Ranks, ranks_of
 
 # behind nn.MultiheadAttention and nn.TransformerEncoderLayer
 _MODULES_OF_TORCH = (
@@ -57,8 +58,21 @@ def context(
         if value not in has:
             raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
     attend = partial(_attend, group=ranks.group, layout=layout, method=method, cu=cu, tokens=tokens)
-    with _entered(attend, SplitSequence(ranks.group, layout, cu)):
+    places = partial(_places, ranks=ranks, layout=layout, cu=cu, tokens=tokens)
+    with _entered(attend, SplitSequence(ranks.group, layout, cu, places)):
         yield
+
+
+def _places(held: int, *, ranks: Ranks, layout: str, cu: Tensor | None, tokens: int | None) -> Tensor:
+    """Returns the places of this rank's tokens, of which it holds some."""
+    total = int(cu[-1]) if cu is not None else held * ranks.count if tokens is None else tokens
+    found = positions(total, ranks.group, layout, cu)
+    if len(found) != held:
+        raise InvalidInput(
+            f"rank {ranks.rank} has {held} tokens inside rooftile.parallel.context; the layout {layout!r} gives it {len(found)} "
+            f"of {total}: give the context tokens= where the ranks' lengths differ"
+        )
+    return found
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -11,7 +11,7 @@ Copies before and behind a transfer, and the merges of a ring, move their bytes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -28,6 +28,7 @@ from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.link import Link
 from rooftile.parallel.gathered import groups_of
 from rooftile.parallel.layouts import LAYOUTS, ranges
+from rooftile.parallel.memory import Memory
 from rooftile.parallel.pieces import Share, share_of
 from rooftile.parallel.traffic import WIDE_BYTES, Sequence, bytes_sent
 
@@ -67,6 +68,7 @@ class Plan:
     why: str
     estimates: tuple[Estimate, ...]
     refusals: tuple[tuple[str, str], ...] = ()
+    memories: tuple[Memory, ...] = ()  # of what else makes the sequence fit
 
     @property
     def chosen(self) -> Estimate:
@@ -76,12 +78,12 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.ranks} ranks, {self.one_us / 1e3:.3g} ms on one", *map(str, self.estimates)]
         lines += [f"{method}: {reason}" for method, reason in self.refusals]
-        return "\n".join([*lines, self.why])
+        return "\n".join([*lines, self.why, *map(str, self.memories)])
 
 
 def plan(
     problem: Problem, ranks: int, link: Link, machine: Machine, *, layout: str = "zigzag", phase: str = "fwd",
-    one_us: float | None = None, most_bytes: float = float("inf"),
+    one_us: float | None = None, most_bytes: float = float("inf"), memories: Iterable[Memory] = (),
 ) -> Plan:  # fmt: skip
     """Returns the predicted time, bytes and memory of each method, and the method to take.
 
@@ -94,6 +96,7 @@ def plan(
         phase: "fwd", "bwd" (the backward alone) or "fwd+bwd".
         one_us: the time of one device, if it is known; else it follows from FLOPs and the matrix rate.
         most_bytes: memory that a method may take.
+        memories: lines of `rooftile.parallel.memory` for a loss over ranks, tiles and offload; the plan prints them, too.
 
     Example:
         >>> print(plan(CASES["d128-causal-16k"].problem("sm90"), 2, Link(ranks=2, gbs=350, latency_us=20), chip_named("H200")))
@@ -125,7 +128,7 @@ def plan(
     fitting = [each for each in found if each.memory_bytes <= most_bytes] or [min(found, key=lambda each: each.memory_bytes)]
     return Plan(
         method=fitting[0].method, ranks=ranks, one_us=one, why=_why(fitting[0], found, one, ranks), estimates=tuple(found),
-        refusals=refusals,
+        refusals=refusals, memories=tuple(memories),
     )  # fmt: skip
 
 

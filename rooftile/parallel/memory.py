@@ -83,11 +83,12 @@ def offload(tokens: int, *, dim: int, blocks: int, itemsize: int = 2) -> Memory:
 
     Example:
         >>> print(offload(131_072, dim=4096, blocks=32))
-        offload: 5.0 GiB on the device, 32.0 GiB without; 32.0 GiB on the host, copied there and back
+        offload: 6.0 GiB on the device, 32.0 GiB without; 32.0 GiB on the host, copied there and back
     """
     each = tokens * dim * itemsize
+    # in the backward: the input of a block, the one before, and those that are on their way
     return Memory(
-        name="offload", device_bytes=min(AHEAD + 1, blocks) * each, without_bytes=blocks * each, host_bytes=blocks * each
+        name="offload", device_bytes=min(AHEAD + 2, blocks) * each, without_bytes=blocks * each, host_bytes=blocks * each
     )
 
 

@@ -35,7 +35,9 @@ def offload(*, min_bytes: int = 1 << 20) -> Iterator[None]:
             that are on no GPU and no CPU.
 
     The host needs pinned memory for all that is saved: for L blocks under checkpoints L T D numbers. A saved tensor that is
-    changed in place before its copy has ended raises in the backward, as it would without this context.
+    changed in place before its copy has ended raises in the backward, as it would without this context. A compiled function
+    that enters the context runs its part inside of it without compilation; one that is called inside of it stays compiled.
+    `torch.func.grad` takes no hooks of saved tensors, these or others.
 
     Example:
         >>> with offload():                                                                   # doctest: +SKIP
@@ -55,14 +57,14 @@ class _Saved:
     """A saved tensor: its copy on the host, and the tensor itself until the copy has ended."""
 
     def __init__(self, x: Tensor, copy: Tensor, number: int) -> None:
-        self.x: Tensor | None = x
-        self.copy, self.device, self.version, self.number = copy, x.device, x._version, number
-        self.copied: Any = None
-        self.changed = False
         # the tensor that came back, with the event after which it is there
         self.back: weakref.ref[Tensor] | None = None
         self.held: Tensor | None = None
         self.arrived: Any = None
+        self.x: Tensor | None = x
+        self.copy, self.device, self.version, self.number = copy, x.device, x._version, number
+        self.copied: Any = None
+        self.changed = False
 
     def release(self) -> None:
         """Lets the tensor go; later work of the current stream may have its memory."""
@@ -90,6 +92,8 @@ class _Host:
         # a tensor that three projections read is saved once, and comes back once
         self.recent: deque[Tensor] = deque(maxlen=2)
 
+    # a compiler that traces into the context knows neither streams nor weak references
+    @torch.compiler.disable
     def pack(self, x: Tensor) -> Any:
         if not self._moves(x):
             return x
@@ -110,6 +114,7 @@ class _Host:
         self.settle(AHEAD)
         return saved
 
+    @torch.compiler.disable
     def unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
@@ -130,6 +135,7 @@ class _Host:
                 before.held = self._fetch(before)
         return x
 
+    @torch.compiler.disable
     def settle(self, most: int) -> None:
         """Lets the oldest tensors go until at most some copies are on their way."""
         while len(self.leaving) > most:

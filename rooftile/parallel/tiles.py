@@ -7,7 +7,7 @@ The forward keeps its input alone. The backward runs each tile again. Gradients 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.fused.differentiable import in_transform
 from rooftile.runtime.arguments import shown, whole
-from rooftile.runtime.operators import transformed
 
 
 @torch.compiler.disable
@@ -35,22 +35,26 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, *, tile: int, dim: in
     tiles, as with activation checkpointing. Wrap no module in a checkpoint as well. Compiled modules may be tiled.
 
     Raises:
-        InvalidInput: the function returns no tensor of its tile's tokens.
-        Unsupported: it reads a tensor that requires a gradient and is no parameter, or a second derivative is asked for.
+        InvalidInput: the function returns no tensor of its tile's tokens, or of another width or dtype for another tile.
+        Unsupported: it reads a tensor that requires a gradient and is no parameter, it changes its tile in place, or a second
+            derivative or a transform of torch.func is asked for.
 
     Example:
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> tiled(mlp, torch.randn(2, 100, 8), tile=16).shape
         torch.Size([2, 100, 8])
     """
-    if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
-        raise InvalidInput(f"x is {shown(x)} and dim {dim}; must be a tensor with that axis, its axis of tokens")
+    if not callable(function):
+        raise InvalidInput(f"function is {shown(function)}; must be a module or another callable that takes a tile of tokens")
+    axis = whole(dim)
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or axis is None or not -x.ndim <= axis < x.ndim:
+        raise InvalidInput(f"x is {shown(x)} and dim {shown(dim)}; must be a dense tensor with that axis, its axis of tokens")
     size = whole(tile)
     if size is None or size < 1:
         raise InvalidInput(f"tile is {shown(tile)}; must be a number of tokens, at least 1")
-    if transformed():
+    if in_transform():
         raise Unsupported("tiled under torch.func; has autograd: call backward(), or torch.autograd.grad")
-    tiles = _Tiles(function, x.shape[dim], size, dim % x.ndim, x.device.type)
+    tiles = _Tiles(function, x.shape[axis], size, axis % x.ndim, x.device.type)
     y, leaves = tiles.forward(x)
     if not leaves and not (x.requires_grad and torch.is_grad_enabled()):
         return y
@@ -64,7 +68,9 @@ class _Tiles:
     def __init__(self, function: Callable[[Tensor], Tensor], tokens: int, tile: int, dim: int, device: str) -> None:
         self.function, self.tokens, self.tile, self.dim, self.device = function, tokens, tile, dim, device
         self.cast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in dict.fromkeys((device, "cpu"))
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys((device, "cpu"))
+            if torch.amp.is_autocast_available(kind)
         ]
         self.states: list[tuple[Tensor, tuple[list[int], list[Tensor]]]] = []
 
@@ -95,11 +101,22 @@ class _Tiles:
             if torch.is_grad_enabled():
                 self.states.append((torch.get_rng_state(), get_device_states(part)))
             part = part.detach().requires_grad_(x.requires_grad)
+            version = None if part.is_inference() else part._version
             y = self.run(part)
+            if version is not None and torch.is_grad_enabled() and part._version != version:
+                raise Unsupported(
+                    "the tiled function changes its tile in place; it runs again in the backward: leave inplace=True"
+                )
             leaves |= dict.fromkeys(_leaves_of(y, part, start))
             y = y.detach()
             if found is None:
                 found = y.new_empty((*y.shape[: self.dim], self.tokens, *y.shape[self.dim + 1 :]))
+            due = (*found.shape[: self.dim], y.shape[self.dim], *found.shape[self.dim + 1 :])
+            if (tuple(y.shape), y.dtype) != (due, found.dtype):
+                raise InvalidInput(
+                    f"the function returned {tuple(y.shape)} in {y.dtype} for tokens from {begin} on; must be {due} in "
+                    f"{found.dtype}, as for the first tile"
+                )
             found.narrow(self.dim, begin, y.shape[self.dim]).copy_(y)
             begin += y.shape[self.dim]
         assert found is not None
@@ -157,12 +174,27 @@ class _Tiled(torch.autograd.Function):
                 y = tiles.again(n, one)
             inputs = [*([one] if wants_dx else []), *needed]
             # a tile may have no gradient at all, as where no token goes to an expert
-            given = torch.autograd.grad(y, inputs, dy, allow_unused=True) if y.requires_grad else (None,) * len(inputs)
+            with _without_hooks(needed):
+                given = torch.autograd.grad(y, inputs, dy, allow_unused=True) if y.requires_grad else (None,) * len(inputs)
             if dx is not None:
                 own = dx.narrow(tiles.dim, n * tiles.tile, part.shape[tiles.dim])
                 own.zero_() if given[0] is None else own.copy_(given[0])
             _add(sums, [i for i, wants in enumerate(wanted) if wants], given[wants_dx:])
         return None, None, dx, *(None if g is None else g.to(leaf.dtype) for g, leaf in zip(sums, leaves, strict=True))
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps hooks of parameters from a tile's part of a gradient: they see the sum once, as without tiles."""
+    hooks = [x._backward_hooks for x in leaves if x._backward_hooks]
+    kept = [dict(its) for its in hooks]
+    for its in hooks:
+        its.clear()
+    try:
+        yield
+    finally:
+        for its, before in zip(hooks, kept, strict=True):
+            its.update(before)
 
 
 def _add(sums: list[Tensor | None], places: list[int], found: Sequence[Tensor | None]) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile import parallel
 from rooftile import recurrent as rec
+from rooftile.models import TrainableDecoder
 from rooftile.recurrent.split import carries
 from rooftile.runtime.ranks import contiguous
 from tests.parallel.context_model_cases import sentence
@@ -173,6 +175,42 @@ def layers(rank: int, ranks: int) -> list[tuple[str, float]]:
     return found
 
 
+def hybrid(rank: int, ranks: int) -> list[float]:
+    """Returns the worst difference of losses and weights from one process's in five steps of a hybrid with rotary positions."""
+    found = []
+    mamba = {"name": "mamba2", "head_dim": 8, "state_size": 6}
+    for cu, T in ((None, 37), (None, 3), ((0, 1, 20, 37), 37)):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = TrainableDecoder(31, hidden=16, heads=2, layers=3, mixers=[mamba, "attention", mamba], max_len=40)
+            models.append((model.double(), torch.optim.SGD(model.parameters(), lr=0.1)))
+        (split, optimizer), (alone, other) = models
+        offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+        ends, worst = (0, T) if cu is None else cu, 0.0
+        for step in range(5):
+            ids = torch.randint(31, (1 if cu else 2, T + 1), generator=torch.Generator().manual_seed(step))
+            tokens, targets = (parallel.shard(x, layout="contiguous") for x in (ids[:, :-1], ids[:, 1:]))
+            with parallel.context(None, layout="contiguous", cu=offsets, tokens=T):
+                logits = split(tokens)
+            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            logits = torch.cat([alone(ids[:, a:b]) for a, b in pairwise(ends)], 1)
+            due = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+            for x, steps in ((loss, optimizer), (due, other)):
+                steps.zero_grad()
+                (x / ids.numel()).backward()
+            for weight in split.parameters():
+                dist.all_reduce(weight.grad)
+            optimizer.step()
+            other.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            worst = max(worst, float((total - due.detach()).abs()))
+        pairs = zip(split.parameters(), alone.parameters(), strict=True)
+        found.append(max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs)))
+    return found
+
+
 def refused(rank: int, ranks: int) -> list[str]:
     """Returns the sentence of each refusal, which every rank gives by itself and without waiting."""
     x, layer = torch.randn(1, 6, 12), rt.nn.Mamba(12, state_size=3)
@@ -295,5 +333,5 @@ def broken(rank: int, ranks: int) -> list[float]:
 
 def every(rank: int, ranks: int) -> dict[str, Any]:
     """Returns the answers of all functions here: processes start once."""
-    functions = (agreement, layers, refused, agreed, nan_stays, bytes_sent, broken)
+    functions = (agreement, layers, hybrid, refused, agreed, nan_stays, bytes_sent, broken)
     return {function.__name__: function(rank, ranks) for function in functions}

@@ -114,3 +114,21 @@ def test_nested_hooks_compiled_blocks_and_another_thread() -> None:
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="min_bytes is -1"), offload(min_bytes=-1):
         pass
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_functions_inside_of_the_context_and_around_it(inside):
+    module, x = model(), torch.randn(3, 8, requires_grad=True)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        with offload(min_bytes=0):
+            return module(x).square().sum()
+
+    if inside:
+        with offload(min_bytes=0):
+            loss = torch.compile(module, backend="aot_eager")(x).square().sum()
+    else:
+        loss = torch.compile(moved, backend="aot_eager")(x)
+    leaves = [x, *module.parameters()]
+    for found, due in zip(torch.autograd.grad(loss, leaves), gradients(module, x), strict=True):
+        torch.testing.assert_close(found, due)

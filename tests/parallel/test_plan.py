@@ -10,7 +10,7 @@ from rooftile.exact.masks import CAUSAL, FULL, Window
 from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.hardware.chips import chip_named
 from rooftile.hardware.link import Link
-from rooftile.parallel import plan
+from rooftile.parallel import memory, plan
 from rooftile.parallel.estimates import choose
 from rooftile.parallel.traffic import Sequence
 from tests.parallel import plan_cases
@@ -136,3 +136,10 @@ def test_auto_takes_the_plan_s_method_and_gather_where_nothing_is_known():
     assert choose(sequence, spec, link, "NVIDIA H200", **known) == due
     assert choose(sequence, spec, None, "NVIDIA H200", **known) == "gather"
     assert choose(sequence, spec, link, "a chip of tomorrow", **known) == "gather"
+
+
+def test_a_plan_prints_the_bytes_of_what_else_makes_a_sequence_fit():
+    lines = memory.loss(32_768, vocabulary=1_000, dim=64, ranks=2, split="tokens"), memory.offload(32_768, dim=64, blocks=32)
+    found = plan(problem(), 2, NVLINK, H200, memories=iter(lines))
+    assert found.memories == lines
+    assert str(found).endswith("\n".join(map(str, lines)))

@@ -35,6 +35,13 @@ def test_layers_follow_the_context(answers):
         assert [(name, error) for name, error in answer["layers"] if not error < 1e-11] == []
 
 
+def test_a_hybrid_trains_as_one_process_does(answers):
+    """Mamba-2, attention and rotary positions in the context, whose lengths differ between ranks, or are documents."""
+    for answer in answers:
+        assert len(answer["hybrid"]) == 3
+        assert max(answer["hybrid"]) < 1e-10
+
+
 def test_refusals_are_sentences_on_every_rank(answers):
     due = [
         "causal_conv inside rooftile.parallel.context with layout 'zigzag'; a recurrence needs consecutive tokens",

@@ -160,3 +160,37 @@ def test_refusals_are_sentences() -> None:
     y = tiled(module, x, tile=4).sum()
     with pytest.raises(Unsupported, match="a second derivative"):
         torch.autograd.grad(y, module.up.weight, create_graph=True)
+
+
+def test_hooks_of_parameters_see_the_gradient_once():
+    mlp, x = SwiGLU(), torch.randn(2, 20, 6)
+    seen = []
+    for _ in range(2):
+        mlp.up.weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+    mlp(x).square().sum().backward()
+    due, mlp.up.weight.grad = mlp.up.weight.grad, None
+    tiled(mlp, x, tile=6).square().sum().backward()
+    assert len(seen) == 4
+    torch.testing.assert_close(mlp.up.weight.grad, due)
+    assert len(mlp.up.weight._backward_hooks) == 2
+
+
+def test_what_cannot_be_tiled_is_refused():
+    mlp, x = SwiGLU(), torch.randn(2, 20, 6)
+    for given, words in (
+        (lambda: tiled("mlp", x, tile=6), "function is 'mlp'"),
+        (lambda: tiled(mlp, x, tile=6, dim="1"), "dim '1'"),
+        (lambda: tiled(mlp, x, tile=6, dim=1.0), r"dim 1\.0"),
+        (lambda: tiled(mlp, torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged), tile=2), "must be a dense tensor"),
+        # a last tile of one column would be stretched over the others' columns
+        (lambda: tiled(lambda t: t[..., :1] if t.shape[1] < 6 else t, x, tile=6), r"returned \(2, 2, 1\) .*must be \(2, 2, 6\)"),
+        (lambda: tiled(lambda t: t.double() if t.shape[1] < 6 else t, x, tile=6), "in torch.float64 for tokens from 18 on"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            given()
+    with pytest.raises(Unsupported, match="changes its tile in place"):
+        tiled(lambda t: mlp(t.mul_(2)), x.clone(), tile=6)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Unsupported, match=r"under torch\.func"):
+        tiled(mlp, x, tile=6)
+    meta = SwiGLU().to("meta")
+    assert tiled(meta, x.to("meta"), tile=6).shape == x.shape

@@ -24,11 +24,13 @@ R = TypeVar("R")
 
 
 class SplitSequence(NamedTuple):
-    """The sequence of a context: its group, its layout, and the offsets of packed documents."""
+    """The sequence of a context: its group, its layout, the offsets of packed documents, and the places of this rank's tokens."""
 
     group: Any
     layout: str
     cu: Tensor | None
+    # takes the number of this rank's tokens
+    places: Callable[[int], Tensor]
 
 
 # the sequence that this thread's calls share with other ranks; None outside of any context, False where a caller has left it
@@ -39,6 +41,7 @@ class _Entered:
     """Holds `call` once a thread of the process has entered a context; a compiled graph guards on it."""
 
     call: Callable[..., Any] | None = None
+    places: Callable[[int], Tensor | None] | None = None
 
 
 ENTERED = _Entered()
@@ -48,7 +51,7 @@ def enter(sequence: SplitSequence | bool) -> Token[SplitSequence | bool | None]:
     """Makes calls of this thread share a sequence, or False share none; `CURRENT.reset` takes the token."""
     if ENTERED.call is None:
         # no graph may keep what a thread's context was; the decorator at the top of a module would import Dynamo
-        ENTERED.call = torch.compiler.disable(_call)
+        ENTERED.call, ENTERED.places = torch.compiler.disable(_call), torch.compiler.disable(_places)
     return CURRENT.set(sequence)
 
 
@@ -111,6 +114,21 @@ def _call(function: Any, tokens: tuple[str, ...], arguments: tuple[Any, ...], gi
             bound[argument] = x.squeeze(0)
     found = met(function, (), bound)
     return (found[0].unsqueeze(0), *found[1:]) if isinstance(found, tuple) else found.unsqueeze(0)
+
+
+def places_in_context(tokens: int) -> Tensor | None:
+    """Returns the places (tokens,) of this rank's tokens in the sequence of a context, on the CPU; None outside of any."""
+    return None if ENTERED.places is None else ENTERED.places(tokens)
+
+
+def _places(tokens: int) -> Tensor | None:
+    current = CURRENT.get()
+    if current is None and in_backward():
+        raise Unsupported(
+            "rotary positions ran again in a backward, outside of the rooftile.parallel.context that the process has entered; "
+            "pass context_fn=rooftile.parallel.checkpoint_contexts to torch.utils.checkpoint, with use_reentrant=False"
+        )
+    return current.places(tokens) if isinstance(current, SplitSequence) else None
 
 
 def refuse_step(name: str) -> None:
