@@ -68,7 +68,7 @@ class Plan:
     why: str
     estimates: tuple[Estimate, ...]
     refusals: tuple[tuple[str, str], ...] = ()
-    memories: tuple[Memory, ...] = ()  # of what else makes the sequence fit
+    memories: tuple[Memory, ...] = ()  # lines beside it: a loss over ranks, tiles, offload
 
     @property
     def chosen(self) -> Estimate:

@@ -29,7 +29,7 @@ def _walk_back(
     HAS_LAST: tl.constexpr, KEEPS: tl.constexpr, PACKED: tl.constexpr, HOW: tl.constexpr,
 ):
     # fmt: on
-    """Writes the gradient of the first state, and with KEEPS dR and those of the states after chunks."""
+    """Writes the gradient of the first state, and with KEEPS dR and the gradients of states after chunks."""
     b, h = tl.program_id(1), tl.program_id(2)
     batch = b.to(tl.int64)
     length, first, begin, slot = sequence_of(b, cu_ptr, T, PACKED)

@@ -36,7 +36,7 @@ def walk(chunks: Chunks, y: Tensor | None, states: Tensor | None, new: Tensor | 
 def walk_back(
     chunks: Chunks, dy: Tensor, dr: Tensor | None, d_states: Tensor | None, d_last: Tensor | None, d_first: Tensor
 ) -> None:  # fmt: skip
-    """Writes the gradients of the first states, and dR and those of the states after all chunks, where they are given."""
+    """Writes the gradients of the first states, and dR and the gradients of states after all chunks, where they are given."""
     heads, group, dim, dim_v, *_ = chunks.shape
     # two warpgroups' tiles and states leave room for no third stage
     stages = STAGES if chunks.walkers == 1 else 2

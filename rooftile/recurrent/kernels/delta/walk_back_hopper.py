@@ -95,7 +95,7 @@ def _walk_columns_back(
     WALKERS: gl.constexpr, STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):
     # fmt: on
-    """Writes the gradient of the first state, and with KEEPS dR and those of the states after chunks, for 64 columns a warpgroup."""
+    """Writes the gradient of the first state, and with KEEPS dR and the gradients of states after chunks, for 64 columns a warpgroup."""
     dtype: gl.constexpr = k_desc.dtype
     keys = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, CHUNK, D], k_desc.layout), STAGES, WALKERS)
     values = gl.allocate_shared_memory(dtype, [WALKERS * STAGES, 1, 1, CHUNK, CHUNK], dy_desc.layout)

@@ -35,7 +35,7 @@ def walk(chunks: Chunks, y: Tensor | None = None, states: Tensor | None = None, 
 def walk_back(
     chunks: Chunks, dy: Tensor, dr: Tensor | None, d_states: Tensor | None, d_last: Tensor | None, d_first: Tensor
 ) -> None:  # fmt: skip
-    """Writes the gradients of the first states, and dR and those of the states after all chunks, where they are given."""
+    """Writes the gradients of the first states, and dR and the gradients of states after all chunks, where they are given."""
     if not d_first.numel():
         return
     last = None if d_last is None else d_last.contiguous()
