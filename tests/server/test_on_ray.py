@@ -29,6 +29,7 @@ from rooftile.errors import InvalidInput
 from rooftile.server.engine.messages import FAILED, Add, Failed, StepNews
 from rooftile.server.on_ray import app, nodes
 from rooftile.server.on_ray.application import settings_of
+from rooftile.server.on_ray.command import reason_of
 from rooftile.server.on_ray.engine import Engine, read, read_facts
 from rooftile.server.on_ray.nodes import STRATEGIES, check_rooftile, check_room
 from rooftile.server.on_ray.ranks import Rank, RankOrder
@@ -66,6 +67,12 @@ def test_options_are_those_of_the_server_and_of_the_engine() -> None:
         settings_of({"model": "m", "blocksize": 32})
     with pytest.raises(InvalidInput, match="tensor_parallel_size is 0"):
         settings_of({"model": "m", "tensor_parallel_size": 0})
+
+
+def test_the_reason_is_the_end_of_a_traceback() -> None:
+    """Ray itself says "Failed to update the deployments ['Engine']"."""
+    assert reason_of("It failed. Error:\n  File 'a.py'\nrooftile.errors.InvalidInput: m is 0: make it 1\n") == "m is 0: make it 1"
+    assert reason_of("no room for it") == "no room for it"
 
 
 def test_what_an_application_refuses() -> None:

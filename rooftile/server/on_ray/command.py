@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 
@@ -36,7 +37,10 @@ def run(settings: ServerSettings) -> int:
     try:
         serve.run(made, name=NAME, route_prefix="/")
     except RuntimeError as error:
-        log.error("the application could not be started: %s", error)
+        failed = serve.status().applications[NAME].deployments.values()
+        reasons = [reason_of(each.message) for each in failed if each.message]
+        log.error("the application could not be started: %s", "; ".join(reasons) or error)
+        serve.delete(NAME)
         return FAILED
     log.info("ready: http://%s:%d; model %s on a cluster", settings.host, settings.port, settings.served_model_name)
     stop.wait()
@@ -44,3 +48,8 @@ def run(settings: ServerSettings) -> int:
     serve.delete(NAME)
     log.info("stopped")
     return 0
+
+
+def reason_of(message: str) -> str:
+    """Returns the sentence of an exception, at whose traceback's end Ray has it."""
+    return re.sub(r"^[\w.]+: ", "", message.strip().rpartition("\n")[2])
