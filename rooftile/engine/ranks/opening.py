@@ -19,8 +19,11 @@ from rooftile.engine.ranks.following import follow
 from rooftile.engine.ranks.group import RankGroup, dist
 from rooftile.engine.ranks.leader import Leader
 from rooftile.engine.ranks.leading_runner import LeadingRunner
+from rooftile.engine.ranks.lines import Line
+from rooftile.engine.ranks.machines import lines_to_all, store_of_ranks
 from rooftile.engine.ranks.orders import SocketOrders
 from rooftile.engine.ranks.processes import WorkerProcesses
+from rooftile.engine.ranks.serving import serve_rank_0
 from rooftile.engine.ranks.torchrun import Torchrun
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, Model
@@ -46,22 +49,21 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
     config = blueprint.config
     given = Torchrun.of_environment()
     if given is not None and given.rank:
-        group = _joined(given, config, blueprint.device)
-        runner = build_runner(blueprint, group)[0]
-        follow(runner, group)
-        runner.forget_graphs()
-        group.abort()
-        raise SystemExit(0)
+        serve_rank_0(given, lambda store, line: _work(blueprint, _joined(store, given, config, blueprint.device), line))
     leader = Leader(config.tensor_parallel_size)
     try:
         with leader.guarded():
             if given is not None:
-                leader.group = _joined(given, config, blueprint.device)
+                store = store_of_ranks()
+                leader.lines = lines_to_all(store, given, leader.note_end)
+                make = partial(_joined, store, given, config, blueprint.device)
             else:
                 leader.processes = WorkerProcesses(leader.ranks, (blueprint.model, config), leader.fail)
+                leader.lines = leader.processes.lines
                 meeting = str(leader.processes.meeting)
                 orders = SocketOrders(leader.processes.orders)
-                leader.group = _unless_failed(leader, partial(_met, meeting, 0, leader.ranks, config, blueprint.device, orders))
+                make = partial(_met, meeting, 0, leader.ranks, config, blueprint.device, orders)
+            leader.group = _unless_failed(leader, make)
             with reporting_progress(lambda share: leader.check()):
                 built = build_runner(blueprint, leader.group, partial(LeadingRunner, leader))
             return engine_of(blueprint, built), leader
@@ -70,11 +72,21 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
         raise
 
 
-def work(model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str, orders: socket.socket) -> None:
+def work(
+    model: Model, config: EngineConfig, rank: int, ranks: int, meeting: str, orders: socket.socket, line: Line
+) -> None:  # fmt: skip
     """Builds another rank's part in a process that rank 0 has started, and runs rank 0's orders."""
     blueprint = Blueprint.of(model, config, rank)
-    group = _met(meeting, rank, ranks, config, blueprint.device, SocketOrders([orders]))
-    follow(build_runner(blueprint, group)[0], group)
+    _work(blueprint, _met(meeting, rank, ranks, config, blueprint.device, SocketOrders([orders])), line)
+
+
+def _work(blueprint: Blueprint, group: RankGroup, line: Line) -> None:
+    # gloo must be given back before the interpreter ends: the line's thread would keep it
+    with line.reporting(group.progress):
+        runner = build_runner(blueprint, group)[0]
+        follow(runner, group)
+    runner.forget_graphs()
+    group.abort()
 
 
 def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device, orders: SocketOrders) -> RankGroup:
@@ -83,13 +95,8 @@ def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torc
     return RankGroup(store, rank, ranks, device, loopback=True, ordered=config.deterministic, orders=orders)
 
 
-def _joined(given: Torchrun, config: EngineConfig, device: torch.device) -> RankGroup:
+def _joined(store: Any, given: Torchrun, config: EngineConfig, device: torch.device) -> RankGroup:
     """Returns the group of torchrun's ranks."""
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    else:
-        store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore("rooftile", store)
     return RankGroup(store, given.rank, given.ranks, device, loopback=False, ordered=config.deterministic)
 
 
