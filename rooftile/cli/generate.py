@@ -12,6 +12,7 @@ import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
 from rooftile.cli.output import JsonOption, print_json, progress
+from rooftile.engine.ranks.machines import telling_ranks
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         beam_width=beam_width, stop=stop or (),
     )  # fmt: skip
-    folder = find_folder(model, download=settings.get("download", False))
+    with telling_ranks(settings.get("tensor_parallel_size", 1)):
+        folder = find_folder(model, download=settings.get("download", False))
     # all that can be refused without torch is refused by now, before its import and the model's
     from rooftile.engine import LLM
     from rooftile.engine.start.build import TOKENIZER_FILES

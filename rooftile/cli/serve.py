@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
+from rooftile.engine.ranks.machines import telling_ranks
 from rooftile.engine.ranks.place import Place
 from rooftile.engine.settings.table import ranks_of
 from rooftile.engine.start.checkpoint import is_hub_name
@@ -68,8 +69,15 @@ def serve(
         raise InvalidInput(f"--cluster is {cluster[:40]!r}; must be ray")
     if not model:
         raise InvalidInput("serve got no model; give a checkpoint's folder or name")
+    ranks, place = ranks_of(settings), Place.found()
+    if place is not None and place.rank and ranks > 1:
+        from rooftile.engine import LLM
+
+        # rank 0 answers HTTP; this rank serves it until it ends
+        LLM(model, **settings)
     if not is_hub_name(model):
-        check_folder(model)
+        with telling_ranks(ranks):
+            check_folder(model)
     try:
         from rooftile.server.server_run import run
         from rooftile.server.settings import ServerSettings, origins_of
@@ -77,12 +85,6 @@ def serve(
         raise InvalidInput(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
-    place = Place.found()
-    if place is not None and place.rank and ranks_of(settings) > 1:
-        from rooftile.engine import LLM
-
-        # rank 0 answers HTTP; this rank serves it until it ends
-        LLM(model, **settings)
     served = ServerSettings(
         model=model, host=host, port=port, served_model_name=served_model_name,
         keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY"), api_key or ()), open=open,
@@ -95,4 +97,5 @@ def serve(
         from rooftile.server.on_ray.command import run as run_on_ray
 
         sys.exit(run_on_ray(served))
-    sys.exit(run(served))
+    with telling_ranks(ranks):
+        sys.exit(run(served))

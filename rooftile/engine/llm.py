@@ -14,6 +14,7 @@ import torch
 from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.approximation import Approximation
 from rooftile.engine.process_lock import ProcessLock
+from rooftile.engine.ranks.machines import telling_ranks
 from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.requests.progress import progress_bar
 from rooftile.engine.requests.request import Request
@@ -142,12 +143,13 @@ class LLM:
         )  # fmt: skip
         self.model = str(model) if isinstance(model, str | Path) else "a decoder"
         self._default_params = SamplingParams()
-        if isinstance(model, str | Path):
-            model = find_folder(model, download=download)
-            if generation_config == "auto":
-                self._default_params = recommended_params(model)
+        with telling_ranks(tensor_parallel_size):
+            if isinstance(model, str | Path):
+                model = find_folder(model, download=download)
+                if generation_config == "auto":
+                    self._default_params = recommended_params(model)
+            self.engine, end_ranks = self._build(model)
         self._has_told_defaults = self._default_params == SamplingParams()
-        self.engine, end_ranks = self._build(model)
         # also where nobody closes it, and at the end of the interpreter
         self._end = weakref.finalize(self, end_ranks)
         self.caches, self.pages = self.engine.runner.caches, self.engine.runner.pages

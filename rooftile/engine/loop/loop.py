@@ -19,7 +19,7 @@ from rooftile.errors import InvalidInput, Unsupported
 
 # how often an idle engine looks after grammars that are being compiled
 COMPILING_S = 0.005
-# seconds after which an idle engine checks its books
+# seconds after which an idle engine checks its books, and again its ranks
 IDLE_S = 1.0
 
 News = TypeVar("News")
@@ -105,14 +105,17 @@ class Loop(Generic[News]):
     def turn(self) -> bool:
         """Takes the orders that have come, and runs a step if there is one to run. Returns False at the end of all orders."""
         idle = self.engine.idle
-        wait_s = (None if self._checked else IDLE_S) if idle else 0.0
+        watches = not self._checked or self.engine.runner.has_ranks
+        wait_s = (IDLE_S if watches else None) if idle else 0.0
         orders = self.link.orders(COMPILING_S if idle and self._compiling else wait_s)
         if orders is None:
             self._end()
             return False
         if idle and not orders and not self._compiling:
+            self.engine.runner.check()
             # a leak is found by us, and not by the request that finds no room
-            self.engine.check_idle()
+            if not self._checked:
+                self.engine.check_idle()
             self._checked = True
             return True
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from rooftile.engine.ranks.lines import Progress
 from rooftile.engine.ranks.orders import IDLE, GlooOrders, Order, Orders
 from rooftile.runtime.devices import runs_kernels
 
@@ -50,7 +51,7 @@ class RankGroup:
     ) -> None:  # fmt: skip
         self.rank, self.ranks, self.device = rank, ranks, device
         self.ordered, self.limit_s = ordered, LIMIT_S if limit_s is None else limit_s
-        self._steps = 0
+        self._steps = self._begun = self._collectives = 0
         self._hosts = _gloo(dist.PrefixStore("hosts", store), rank, ranks, address=address, limit=IDLE)
         self._orders: Orders = GlooOrders(self._hosts) if orders is None else orders
         limit, of_devices = timedelta(seconds=self.limit_s), dist.PrefixStore("devices", store)
@@ -79,6 +80,7 @@ class RankGroup:
 
     def add(self, x: Tensor) -> Tensor:
         """Sums a tensor over all ranks, in place, and returns it."""
+        self._collectives += 1
         if self._peers is not None and self._peers.takes(x):
             summed: Tensor = self._peers.add(x)
             return summed
@@ -97,14 +99,20 @@ class RankGroup:
 
     def stack(self, x: Tensor) -> Tensor:
         """Returns the tensors of all ranks, (ranks, *shape)."""
+        self._collectives += 1
         found = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         _wait(self._group()._allgather_base(found, x.contiguous(), self._join))
         return found.view(self.ranks, *x.shape)
 
     def first(self, x: Tensor) -> Tensor:
         """Overwrites a tensor with rank 0's, and returns it."""
+        self._collectives += 1
         _wait(self._group().broadcast([x], self._lead))
         return x
+
+    def progress(self) -> Progress:
+        """Returns how far this rank's host is; any thread may ask."""
+        return Progress(self._begun, self._collectives)
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Returns, place by place, the least of what the ranks give."""
@@ -121,11 +129,14 @@ class RankGroup:
         Args:
             limit_s: seconds until a rank must have taken it; None for the group's own limit.
         """
+        self._begun += 1
         self._orders.send(order, numbers, self.limit_s if limit_s is None else limit_s)
 
     def receive(self) -> tuple[Order, Tensor]:
         """Waits for rank 0's next order."""
-        return self._orders.receive()
+        received = self._orders.receive()
+        self._begun += 1
+        return received
 
     def compare(self, tokens: Tensor) -> Tensor | None:
         """Returns the checksums of all ranks' tokens, (1, ranks), at each COMPARED-th call, and else None.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rooftile.engine.ranks.group import RankGroup
+from rooftile.engine.ranks.lines import Progress
 
 # how often it is looked whether all ranks have met
 _PULSE_S = 0.01
@@ -47,6 +48,10 @@ class LateGroup:
     def gather(self, x: Tensor) -> Tensor:
         """Joins the columns of all ranks, as `RankGroup.gather` does."""
         return self.ready().gather(x) if self._made is None else self._made.gather(x)
+
+    def progress(self) -> Progress:
+        """Returns how far this rank's host is, as `RankGroup.progress` does."""
+        return Progress(0, 0) if self._made is None else self._made.progress()
 
     def _run(self) -> None:
         try:

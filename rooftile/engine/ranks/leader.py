@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rooftile.engine.ranks.failures import RankEnded
+from rooftile.engine.ranks.failures import RankEnded, timed_out
 from rooftile.engine.ranks.group import RankGroup
+from rooftile.engine.ranks.lines import Lines, Told
 from rooftile.engine.ranks.orders import Order
 from rooftile.engine.ranks.processes import WorkerProcesses
 from rooftile.errors import InvalidInput, Unsupported
@@ -21,6 +22,8 @@ from rooftile.errors import InvalidInput, Unsupported
 _NOTICED_S = 2.0
 # seconds in which a rank that is told to end must listen
 _HEARD_S = 3.0
+# seconds in which a rank that is asked how far it is must answer
+_ANSWER_S = 1.0
 # how often it is asked whether a step has ended on the device
 _PAUSE_S = 2e-5
 _NO_NUMBERS = torch.empty(0, dtype=torch.int64)
@@ -40,6 +43,7 @@ class Leader:
         self.processes: WorkerProcesses | None = None
         self.forget_graphs: Callable[[], None] | None = None
         """Lets go of the CUDA graphs of this rank."""
+        self.lines: Lines | None = None
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._lock = threading.Lock()
@@ -61,6 +65,10 @@ class Leader:
             self._failure = reason
         self._failed.set()
         self._end(patient=False)
+
+    def note_end(self, rank: int, told: Told | None) -> None:
+        """Notes the end of a rank that torchrun has started."""
+        self.fail(RankEnded(f"rank {rank} of {self.ranks} has ended") if told is None else told.error(rank, self.ranks))
 
     def close(self) -> None:
         """Ends the other ranks, after the step in flight."""
@@ -84,6 +92,10 @@ class Leader:
         """Ends the other processes, what is under way on the device, and then the file at which the ranks have met."""
         if self.processes is not None:
             self.processes.close(patient=patient)
+        elif self.lines is not None:
+            if self._failure is None:
+                self.lines.say_goodbye()
+            self.lines.close()
         if self.forget_graphs is not None:
             self.forget_graphs()
         left = self.group is None or self.group.abort()
@@ -104,8 +116,8 @@ class Leader:
             self.fail(error)
             raise
         except RuntimeError as error:
-            # a rank that ends breaks the collectives of the others
-            if not self._failed.wait(_NOTICED_S if self._told else 0.0):
+            # a rank that ends breaks the collectives of the others; one that hangs is asked while the others wait for it
+            if timed_out(error) or not self._failed.wait(_NOTICED_S if self._told else 0.0):
                 self.fail(self._named(error))
             self.check()
             raise
@@ -140,13 +152,23 @@ class Leader:
         self.fail(self._late())
 
     def _late(self) -> RankEnded:
+        """Returns which rank has not ended its part of a step: whose host is behind the others, or does not answer."""
         assert self.group is not None
-        return RankEnded(f"a rank of {self.ranks} has not ended its part of a step within {self.group.limit_s:.0f} s")
+        late = f"has not ended its part of a step within {self.group.limit_s:.0f} s"
+        found = {} if self.lines is None else self.lines.progress(_ANSWER_S)
+        silent = [rank for rank in range(1, self.ranks) if rank not in found]
+        if silent:
+            return RankEnded(f"rank {silent[0]} of {self.ranks} {late}: its process does not answer")
+        found[0] = self.group.progress()
+        last, first = min(found, key=lambda rank: found[rank]), max(found.values())
+        if found[last] == first:
+            return RankEnded(f"a rank of {self.ranks} {late}; all have begun the same sum, so a device or the link hangs")
+        pairs = zip(("orders", "sums"), found[last], first, strict=True)
+        word, here, there = next(pair for pair in pairs if pair[1] < pair[2])
+        return RankEnded(f"rank {last} of {self.ranks} {late}: it has begun {here:,} {word}, another rank {there:,}")
 
     def _named(self, error: RuntimeError) -> Exception:
         """Returns why the ranks are lost, if no process of theirs has ended."""
-        if "imed out" in str(error):
+        if timed_out(error):
             return self._late()
-        if self.processes is None:
-            return RankEnded(f"a rank of {self.ranks} has ended or cannot be reached: {error}")
         return RankEnded(f"a step has failed on rank 0 of {self.ranks}: {error}")

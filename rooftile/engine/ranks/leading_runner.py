@@ -25,6 +25,8 @@ class LeadingRunner(Runner):
         given, named: what `Runner` takes.
     """
 
+    has_ranks = True
+
     def __init__(self, leader: Leader, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.leader = leader
@@ -40,6 +42,10 @@ class LeadingRunner(Runner):
             found = super().execute(step)
             self._sums = self.group.compare(self.sampling.last[:-1])
             return found
+
+    def check(self) -> None:
+        """Raises the reason why the ranks compute no more."""
+        self.leader.check()
 
     def capture(self) -> None:
         """Captures graphs on all ranks."""

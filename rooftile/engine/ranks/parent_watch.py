@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -13,10 +14,11 @@ class HasFileNumber(Protocol):
     def fileno(self) -> int: ...
 
 
-def exit_with(connection: HasFileNumber) -> None:
-    """Ends this process as soon as the other end of the connection is closed."""
+def exit_with(connection: HasFileNumber, first: Callable[[], None] = lambda: None) -> None:
+    """Ends this process as soon as the other end of the connection is closed, and calls `first` before."""
     watch = select.poll()
     # with no event asked for, only a hang-up is reported
     watch.register(connection.fileno(), 0)
     watch.poll()
+    first()
     os._exit(0)

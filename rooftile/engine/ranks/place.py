@@ -17,7 +17,8 @@ class Place(NamedTuple):
         local_rank, local_ranks: the same among those that see the same GPUs.
         meet: returns the store of `torch.distributed` where the ranks meet.
         address: the address of this machine at which the others reach it; None lets gloo choose.
-        watched: whether somebody ends rank 0 as soon as another rank ends, and says why; else rank 0 says it.
+        watched: whether somebody ends rank 0 as soon as another rank ends, and says why.
+        lined: whether rank 0 sees that by itself, on lines to the other ranks (see `machines`).
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Place(NamedTuple):
     meet: Callable[[], Any]
     address: str | None = None
     watched: bool = False
+    lined: bool = False
 
     @classmethod
     def found(cls) -> Place | None:
@@ -37,7 +39,7 @@ class Place(NamedTuple):
         # torchrun's variables, or those of whoever else sets them
         rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        return cls(rank, ranks, *local, _torchruns)
+        return cls(rank, ranks, *local, _torchruns, lined=True)
 
 
 _given: ContextVar[Place | None] = ContextVar("rooftile ranks", default=None)

@@ -1,7 +1,7 @@
 """`WorkerProcesses`: the other ranks on this machine, which rank 0 starts and watches.
 
-A socket joins each to this process. A worker ends when the other end closes, whatever ended this process; this process sees a
-worker's end the same way. Nothing of this process is inherited but its environment: no fork, and no second run of a program.
+A line joins each to this process, and each side sees the end of the other. Nothing of this process is inherited but its
+environment: no fork, and no second run of a program.
 """
 
 from __future__ import annotations
@@ -15,24 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 from rooftile.engine.ranks.failures import RankEnded
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.engine.ranks.lines import Lines, Told
 
 # seconds that a worker may take to end by itself
 _PATIENCE_S = 3.0
-_KINDS: dict[str, type[Exception]] = {each.__name__: each for each in (InvalidInput, Unsupported)}
-
-
-class Told(NamedTuple):
-    """A worker's last words: the name of its exception and the sentence."""
-
-    kind: str
-    sentence: str
 
 
 class WorkerProcesses:
@@ -64,7 +54,7 @@ class WorkerProcesses:
             self.close()
             self.remove_meeting()
             raise
-        threading.Thread(target=self._watch, name="rooftile ranks", daemon=True).start()
+        self.lines = Lines(self._sockets, self._note_end)
 
     def close(self, *, patient: bool = False) -> None:
         """Ends all workers; none is left when it returns.
@@ -106,15 +96,11 @@ class WorkerProcesses:
         self._sockets.append(Connection(ours.detach()))
         self.orders.append(sends)
 
-    def _watch(self) -> None:
-        """Waits until a worker ends, and says why."""
-        ready = wait(self._sockets)
+    def _note_end(self, rank: int, told: Told | None) -> None:
+        """Says why a worker has ended."""
         if self._closing:
             return
-        rank = next(n for n, connection in enumerate(self._sockets, 1) if connection in ready)
-        process, told = self._processes[rank - 1], None
-        with suppress(EOFError, OSError):
-            told = self._sockets[rank - 1].recv()
+        process = self._processes[rank - 1]
         with self._lock:
             try:
                 code = process.wait(_PATIENCE_S)
@@ -122,9 +108,8 @@ class WorkerProcesses:
                 process.kill()
                 code = process.wait()
         ranks = len(self._processes) + 1
-        if isinstance(told, Told):
-            kind = _KINDS.get(told.kind, RuntimeError)
-            self._ended(kind(f"rank {rank} of {ranks}: {told.sentence}"))
+        if told is not None:
+            self._ended(told.error(rank, ranks))
         else:
             how = f"signal {-code}" if code < 0 else f"code {code}"
             self._ended(RankEnded(f"rank {rank} of {ranks} has ended ({how})"))

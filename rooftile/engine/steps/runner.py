@@ -98,6 +98,9 @@ class Runner:
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
     """
 
+    has_ranks = False
+    """Whether other processes run its steps, too, and may end."""
+
     def __init__(
         self, decoder: Decoder, caches: Caches, mixers: Sequence[Mixer], max_answers: int, max_len: int, *, graphs: bool = True,
         deterministic: bool = False,
@@ -137,6 +140,9 @@ class Runner:
         with torch.inference_mode():
             found = self._collect(step, *self.execute(step))
         return Result([answer for work in plan.work for answer in work.outputs], self._maker.scored_works(plan.work), found)
+
+    def check(self) -> None:
+        """Raises the reason why no step can run any more, if there is one."""
 
     @torch.inference_mode()
     def execute(self, step: Step) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:

@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from rooftile.engine.loop.pauses import freeze_garbage
+from rooftile.engine.ranks.lines import say_goodbye
 from rooftile.engine.ranks.meeting import hosted
 from rooftile.engine.ranks.parent_watch import exit_with
 from rooftile.engine.ranks.place import placed
@@ -83,7 +84,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     settings = json.load(sys.stdin)
     start_log(as_json=settings.pop("json_log", False), queued=False)
-    threading.Thread(target=exit_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=exit_with, args=(connection, say_goodbye), daemon=True).start()
     link = SocketLink(connection)
     try:
         serve(link, settings)
