@@ -16,12 +16,12 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
-from rooftile.parallel.arguments import METHODS
+from rooftile.parallel.arguments import METHODS, check_method
 from rooftile.parallel.attention import context_attention
 from rooftile.parallel.layouts import LAYOUTS
 from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
-from rooftile.runtime.ranks import ranks_of
+from rooftile.runtime.ranks import Grid, grid_of
 
 # behind nn.MultiheadAttention and nn.TransformerEncoderLayer
 _MODULES_OF_TORCH = (
@@ -40,7 +40,7 @@ def context(
     (`shard`) and their positions (`positions`). Attention to other keys, and what has no form on split sequences, is refused.
 
     Args:
-        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        group: a process group, a DeviceMesh of one or two dimensions, or None for the default group.
         layout, method: as in `context_attention`.
         cu: offsets (B + 1,) of documents in the whole sequence, which do not see each other. The batch is 1 then.
         tokens: the whole length, for lengths that the ranks do not divide.
@@ -52,12 +52,14 @@ def context(
         >>> with parallel.context(mesh["cp"]):                                                        # doctest: +SKIP
         ...     loss = model(shard(ids, mesh["cp"]), position_ids=positions(T, mesh["cp"])[None])     # doctest: +SKIP
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     for name, value, has in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
         if value not in has:
             raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
-    attend = partial(_attend, group=ranks.group, layout=layout, method=method, cu=cu, tokens=tokens)
-    with _entered(attend, SplitSequence(ranks.group, layout, cu)):
+    check_method(method, ranks)
+    shared = group if isinstance(ranks, Grid) else ranks.group
+    attend = partial(_attend, group=shared, layout=layout, method=method, cu=cu, tokens=tokens)
+    with _entered(attend, SplitSequence(shared, layout, cu)):
         yield
 
 
