@@ -274,6 +274,11 @@ FORWARD |= {
     )
 }  # fmt: skip
 FORWARD |= {
+    # over the keys of one of several ranks
+    f"{kernel}-partial": Configuration(128, None, CAUSAL, kernel=kernel, size=16, group=4, wide=True)
+    for kernel in ("paged_decode", "paged_decode_8bit")
+}
+FORWARD |= {
     f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
     for precision in PRESETS
     for dim in (64, 128, 256)
