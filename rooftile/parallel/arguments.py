@@ -20,10 +20,12 @@ from rooftile.parallel.traffic import Sequence
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.devices import arch
 from rooftile.runtime.operators import transformed
-from rooftile.runtime.ranks import Ranks, check_device
+from rooftile.runtime.ranks import Grid, Ranks, check_device
 from rooftile.runtime.tensors import autocast, check_offsets
 
-METHODS = ("auto", "gather", "ulysses", "ring")
+METHODS = ("auto", "gather", "ulysses", "ring", "usp", "usp-gather")
+# over a mesh of two dimensions: heads are exchanged within its rows, and keys travel between them
+OF_GRIDS = ("usp", "usp-gather")
 
 
 class Checked(NamedTuple):
@@ -35,7 +37,7 @@ class Checked(NamedTuple):
     mask: Mask
     options: Options  # a bias is (1|B, 1|H, 1|rows, 1|T), or packed (1|H, 1|rows, J)
     settings: CallSettings
-    ranks: Ranks
+    ranks: Ranks | Grid
     layout: str
     method: str
     cu: tuple[int, ...] | None
@@ -58,12 +60,13 @@ class Checked(NamedTuple):
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks, options: Options, settings: CallSettings, *, layout: str,
-    method: str, cu: Tensor | None, tokens: int | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, ranks: Ranks | Grid, options: Options, settings: CallSettings, *,
+    layout: str, method: str, cu: Tensor | None, tokens: int | None,
 ) -> Checked:  # fmt: skip
     """Returns the call. Raises InvalidInput or Unsupported."""
     if method not in METHODS:
         raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
+    check_method(method, ranks)
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
     if transformed():
@@ -87,11 +90,27 @@ def check(
         checks.check_slopes(options.alibi, q, q.shape[0] if offsets is None else len(offsets) - 1)
     if options.bias is not None:
         options = options._replace(bias=_bias(options.bias, q, offsets, total))
+    if isinstance(ranks, Grid):
+        heads.check(q, k, options, ranks.inner, "usp" if method == "auto" else method)
     if method == "auto":
         method = _chosen(q, k, v, mask, options, settings, ranks, layout, offsets, total)
-    if method == "ulysses":
-        heads.check(q, k, options, ranks)
+    if method == "ulysses" and not isinstance(ranks, Grid):
+        heads.check(q, k, options, ranks, method)
     return Checked(q, k, v, mask, options, settings, ranks, layout, method, offsets, total)
+
+
+def check_method(method: str, ranks: Ranks | Grid) -> None:
+    """Raises InvalidInput if a method does not go with a mesh of two dimensions, or with one group."""
+    if isinstance(ranks, Grid) and method not in ("auto", *OF_GRIDS):
+        raise InvalidInput(
+            f"method {method!r} on a mesh of two dimensions; has 'usp', 'usp-gather' and 'auto' there: pass one of its "
+            "dimensions, as in mesh['cp']"
+        )
+    if not isinstance(ranks, Grid) and method in OF_GRIDS:
+        raise InvalidInput(
+            f"method {method!r} on one group of {ranks.count} ranks; needs a DeviceMesh of two dimensions: keys travel along the "
+            "first, and heads are exchanged along the second"
+        )
 
 
 def _bias(bias: Tensor, q: Tensor, cu: tuple[int, ...] | None, total: int) -> Tensor:
@@ -116,12 +135,13 @@ def _bias(bias: Tensor, q: Tensor, cu: tuple[int, ...] | None, total: int) -> Te
 
 
 def _chosen(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings, ranks: Ranks, layout: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings, ranks: Ranks | Grid, layout: str,
     cu: tuple[int, ...] | None, total: int,
 ) -> str:  # fmt: skip
     """Returns the method that "auto" takes; every rank finds the same from the same sizes."""
+    groups = (ranks.outer, ranks.inner) if isinstance(ranks, Grid) else (ranks,)
     if q.device.type != "cuda" or ranks.count == 1 or not isinstance(mask, Mask):
-        return "gather"
+        return "gather" if len(groups) == 1 else "usp-gather"
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     spec = Spec(
         dtype=q.dtype, dim=q.shape[-1], dim_v=v.shape[-1], group=q.shape[-2] // k.shape[-2], mask=mask, scale=1.0,
@@ -131,14 +151,16 @@ def _chosen(
     sequence = Sequence(
         tokens=total, ranks=ranks.count, mask=mask, H=q.shape[-2], Hk=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1],
         B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
+        inner=groups[1].count if len(groups) > 1 else 0,
     )  # fmt: skip
-    device = torch.cuda.get_device_properties(q.device)
-    return choose(
-        sequence, spec, link.known(ranks.group, q.device), device.name, needs_grad=needs_grad, device_bytes=device.total_memory
+    links = tuple(
+        link.known(each.group, q.device) for each in ((ranks.outer, ranks.inner) if isinstance(ranks, Grid) else (ranks,))
     )
+    device = torch.cuda.get_device_properties(q.device)
+    return choose(sequence, spec, links, device.name, needs_grad=needs_grad, device_bytes=device.total_memory)
 
 
-def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks) -> tuple[tuple[int, ...] | None, int]:
+def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks | Grid) -> tuple[tuple[int, ...] | None, int]:
     """Returns the offsets of the whole pack, and the whole length."""
     if cu is not None:
         total = int(cu[-1]) if isinstance(cu, Tensor) and cu.ndim == 1 and len(cu) else 0

@@ -12,9 +12,10 @@ from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options
 from rooftile.parallel import gathered, heads, ring
 from rooftile.parallel.arguments import Checked, check
+from rooftile.parallel.layouts import Held, rows_of
 from rooftile.parallel.options import agreed_seed
 from rooftile.parallel.pieces import share_of
-from rooftile.runtime.ranks import agreed, ranks_of
+from rooftile.runtime.ranks import Grid, Ranks, agreed, grid_of
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -48,11 +49,13 @@ def context_attention(
     Args:
         q, k, v: this rank's tokens, as `shard` deals them out: (B, T / P, H, D), or packed (total / P, H, D) with `cu`.
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`; positions are those of the whole sequence.
-        group: a process group, a one-dimensional DeviceMesh, or None for the default group. Every rank of it calls this.
+        group: a process group, a DeviceMesh of one or two dimensions, or None for the default group. Every rank of it calls this.
         layout: "zigzag" or "contiguous": which tokens a rank holds.
         method: "gather" fetches the keys that a rank's queries see; "ulysses" exchanges tokens for heads by two all-to-alls;
-            "ring" passes keys around, so that no rank ever holds more than two ranks' keys; "auto" takes the method that
-            `plan` predicts to be the fastest where the GPU is known, and "gather" elsewhere.
+            "ring" passes keys around, so that no rank ever holds more than two ranks' keys. On a mesh of two dimensions
+            "usp" exchanges heads within its rows (the second dimension) and passes keys between them, and "usp-gather" fetches
+            keys between them. "auto" takes the method that `plan` predicts to be the fastest where the GPU is known,
+            elsewhere "gather" or "usp-gather".
         cu: offsets (B + 1,) of the *whole* pack's sequences, the same on every rank. They are read, which waits for a GPU if they
             are there.
         tokens: the whole sequence's length, for lengths that P does not divide. None: every rank holds as many tokens.
@@ -80,17 +83,17 @@ def context_attention(
         >>> o = context_attention(q, k, v, rt.CAUSAL, group=group)    # doctest: +SKIP
         >>> o = unshard(o, group, dim=1)                              # doctest: +SKIP
 
-    Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
+    Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509; Fang and Zhao, USP,
+    arXiv:2405.07719.
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     given = CallSettings(scale, softcap, dropout, seed, deterministic, needs_lse=True, backend=backend)
     checked = partial(
         check, q, k, v, mask, ranks, Options(bias, alibi, sinks), given, layout=layout, method=method, cu=cu, tokens=tokens
     )
     call = agreed(ranks, checked, lambda call: call.sizes) if validate else checked()
     call = call._replace(options=call.options._replace(seed=agreed_seed(seed, dropout, q.device, ranks)))
-    is_ring = call.method == "ring"
-    found = _run(call, given._replace(seed=None, partial=is_ring, wide_grads=call.method != "ulysses"))
+    found = _run(call, given._replace(seed=None, wide_grads=call.method != "ulysses"))
     return found if return_lse else found[0]
 
 
@@ -98,9 +101,28 @@ def _run(call: Checked, settings: CallSettings) -> tuple[Tensor, Tensor]:
     """Returns o and lse."""
     q, k, v, mask, options, _, ranks, _, method, cu, _ = call
     held = call.held
+    if isinstance(ranks, Grid):
+        rows, within = rows_of(held, ranks.inner.count)
+        between = _gathered if method == "usp-gather" else _ring
+        along = partial(between, mask, cu, settings, ranks.outer, rows)
+        return heads.attend(q, k, v, options, heads.Problem(ranks.inner, within[ranks.outer.rank]), along)
     if method == "ulysses":
-        return heads.attend(q, k, v, mask, options, heads.Problem(ranks, held, cu, settings))
-    if method == "ring":
-        return ring.attend(q, k, v, options, ring.Problem(ranks, held, cu, mask, settings))
+        return heads.attend(q, k, v, options, heads.Problem(ranks, held), partial(heads.attend_whole, mask, cu, settings))
+    attend = _ring if method == "ring" else _gathered
+    return attend(mask, cu, settings, ranks, held, q, k, v, options)
+
+
+def _ring(
+    mask: Mask, cu: tuple[int, ...] | None, settings: CallSettings, ranks: Ranks, held: Held, q: Tensor, k: Tensor, v: Tensor,
+    options: Options, head: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns o and lse of heads from number `head` on, of this rank's queries."""
+    return ring.attend(q, k, v, options, ring.Problem(ranks, held, cu, mask, settings._replace(partial=True), head))
+
+
+def _gathered(
+    mask: Mask, cu: tuple[int, ...] | None, settings: CallSettings, ranks: Ranks, held: Held, q: Tensor, k: Tensor, v: Tensor,
+    options: Options, head: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     share = share_of(mask, held, ranks.rank, cu, same_first_key=options.bias is not None)
-    return gathered.attend(q, k, v, options, gathered.Problem(share, ranks.group, settings))
+    return gathered.attend(q, k, v, options, gathered.Problem(share, ranks.group, settings, head))

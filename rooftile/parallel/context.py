@@ -16,13 +16,13 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
-from rooftile.parallel.arguments import METHODS
+from rooftile.parallel.arguments import METHODS, check_method
 from rooftile.parallel.attention import context_attention
 from rooftile.parallel.layouts import LAYOUTS
 from rooftile.parallel.sharding import positions
 from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
-from rooftile.runtime.ranks import Ranks, ranks_of
+from rooftile.runtime.ranks import Grid, Ranks, grid_of
 
 # behind nn.MultiheadAttention and nn.TransformerEncoderLayer
 _MODULES_OF_TORCH = (
@@ -41,7 +41,7 @@ def context(
     (`shard`) and their positions (`positions`). Attention to other keys, and what has no form on split sequences, is refused.
 
     Args:
-        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        group: a process group, a DeviceMesh of one or two dimensions, or None for the default group.
         layout, method: as in `context_attention`.
         cu: offsets (B + 1,) of documents in the whole sequence, which do not see each other. The batch is 1 then.
         tokens: the whole length, for lengths that the ranks do not divide.
@@ -53,20 +53,24 @@ def context(
         >>> with parallel.context(mesh["cp"]):                                                        # doctest: +SKIP
         ...     loss = model(shard(ids, mesh["cp"]), position_ids=positions(T, mesh["cp"])[None])     # doctest: +SKIP
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     for name, value, has in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
         if value not in has:
             raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
-    attend = partial(_attend, group=ranks.group, layout=layout, method=method, cu=cu, tokens=tokens)
-    places = partial(_places, ranks=ranks, layout=layout, cu=cu, tokens=tokens)
-    with _entered(attend, SplitSequence(ranks.group, layout, cu, places)):
+    check_method(method, ranks)
+    shared = group if isinstance(ranks, Grid) else ranks.group
+    attend = partial(_attend, group=shared, layout=layout, method=method, cu=cu, tokens=tokens)
+    places = partial(_places, ranks=ranks, group=shared, layout=layout, cu=cu, tokens=tokens)
+    with _entered(attend, SplitSequence(shared, layout, cu, places)):
         yield
 
 
-def _places(held: int, *, ranks: Ranks, layout: str, cu: Tensor | None, tokens: int | None) -> Tensor:
+def _places(
+    held: int, *, ranks: Ranks | Grid, group: Any, layout: str, cu: Tensor | None, tokens: int | None
+) -> Tensor:  # fmt: skip
     """Returns the places of this rank's tokens, of which it holds some."""
     total = int(cu[-1]) if cu is not None else held * ranks.count if tokens is None else tokens
-    found = positions(total, ranks.group, layout, cu)
+    found = positions(total, group, layout, cu)
     if len(found) != held:
         raise InvalidInput(
             f"rank {ranks.rank} has {held} tokens inside rooftile.parallel.context; the layout {layout!r} gives it {len(found)} "

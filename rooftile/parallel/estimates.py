@@ -4,6 +4,7 @@ The attention of a rank takes its share of one device's time. A transfer adds wh
 
     gather     the first of its groups of heads, and in the backward the last group's gradients
     ulysses    everything
+    usp        the exchange of heads within a row, and what a ring or, for usp-gather, a gather between rows adds
     ring       what a hop takes beyond the attention to the keys that are there, and the gradients' way home
 
 Copies before and behind a transfer, and the merges of a ring, move their bytes at the memory's rate.
@@ -12,7 +13,7 @@ Copies before and behind a transfer, and the merges of a ring, move their bytes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -27,7 +28,7 @@ from rooftile.exact.spec import DTYPE_NAMES, Problem, Sizes, Spec
 from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.link import Link
 from rooftile.parallel.gathered import groups_of
-from rooftile.parallel.layouts import LAYOUTS, ranges
+from rooftile.parallel.layouts import LAYOUTS
 from rooftile.parallel.memory import Memory
 from rooftile.parallel.pieces import Share, share_of
 from rooftile.parallel.traffic import WIDE_BYTES, Sequence, bytes_sent
@@ -82,15 +83,16 @@ class Plan:
 
 
 def plan(
-    problem: Problem, ranks: int, link: Link, machine: Machine, *, layout: str = "zigzag", phase: str = "fwd",
-    one_us: float | None = None, most_bytes: float = float("inf"), memories: Iterable[Memory] = (),
+    problem: Problem, ranks: int | tuple[int, int], link: Link | tuple[Link, Link], machine: Machine, *,
+    layout: str = "zigzag", phase: str = "fwd", one_us: float | None = None, most_bytes: float = float("inf"),
+    memories: Iterable[Memory] = (),
 ) -> Plan:  # fmt: skip
     """Returns the predicted time, bytes and memory of each method, and the method to take.
 
     Args:
         problem: self-attention over the whole sequence, dense or packed.
-        ranks: the number of ranks.
-        link: `rooftile.hardware.link.measure(group, device)`, or its numbers from elsewhere.
+        ranks: the number of ranks; or of rows and of ranks in a row, for the methods of a mesh of two dimensions.
+        link: `rooftile.hardware.link.measure(group, device)`, or its numbers from elsewhere; or of both dimensions.
         machine: measured ceilings, or a datasheet's `Chip`.
         layout: "zigzag" or "contiguous".
         phase: "fwd", "bwd" (the backward alone) or "fwd+bwd".
@@ -107,9 +109,12 @@ def plan(
         raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
     if any(queries != keys for queries, keys in problem.sizes.sequences):
         raise InvalidInput(f"the problem has {problem.sizes.T} queries and {problem.sizes.S} keys; a split sequence has as many")
-    if ranks < 1:
-        raise InvalidInput(f"ranks is {ranks}; must be at least 1")
-    sequence = _sequence(problem, ranks, layout)
+    grid = ranks if isinstance(ranks, tuple) else (1, ranks)
+    if len(grid) != 2 or min(grid) < 1:
+        raise InvalidInput(f"ranks is {ranks}; must be at least 1, or rows and ranks in a row for a mesh of two dimensions")
+    count, inner = grid[0] * grid[1], grid[1] if isinstance(ranks, tuple) else 0
+    links = link if isinstance(link, tuple) else (link, link)
+    sequence = _sequence(problem, count, inner, layout)
     rates = machine.rates(DTYPE_NAMES[problem.spec.dtype])
     phases = tuple(phase.split("+"))
     flops_per_us = rates.flops_per_s * (OF_DATASHEET if isinstance(machine, Chip) else 1.0) / 1e6
@@ -120,36 +125,65 @@ def plan(
     parts = {each: one * part / sum(parts.values()) if one else 0.0 for each, part in parts.items()}
     refusals = tuple(_refusals(sequence, problem))
     refused = {method for method, _ in refusals}
-    held = ranges(sequence.tokens, ranks, layout)
-    shares = [share_of(sequence.mask, held, rank, sequence.cu) for rank in range(ranks)]
-    model = _Model(sequence, shares, link, rates.bytes_per_s / 1e6, parts)
-    found = [model.estimate(method) for method in ("gather", "ulysses", "ring") if method not in refused]
+    bytes_per_us = rates.bytes_per_s / 1e6
+    if inner:
+        found = [
+            _of_grid(method, sequence, links, bytes_per_us, parts) for method in ("usp-gather", "usp") if method not in refused
+        ]
+    else:
+        model = _Model(sequence, _shares(sequence), links[0], bytes_per_us, parts)
+        found = [model.estimate(method) for method in ("gather", "ulysses", "ring") if method not in refused]
+    if not found:
+        raise InvalidInput(f"no method runs on {grid[0]} rows of {inner} ranks: {refusals[0][1]}")
     found.sort(key=lambda each: each.time_us)
     fitting = [each for each in found if each.memory_bytes <= most_bytes] or [min(found, key=lambda each: each.memory_bytes)]
     return Plan(
-        method=fitting[0].method, ranks=ranks, one_us=one, why=_why(fitting[0], found, one, ranks), estimates=tuple(found),
+        method=fitting[0].method, ranks=count, one_us=one, why=_why(fitting[0], found, one, count), estimates=tuple(found),
         refusals=refusals, memories=tuple(memories),
     )  # fmt: skip
 
 
-def _sequence(problem: Problem, ranks: int, layout: str) -> Sequence:
+def _shares(s: Sequence) -> list[Share]:
+    """The share of each rank, or of each row."""
+    return [share_of(s.mask, held, rank, s.cu) for held in (s.rows(),) for rank in range(len(held))]
+
+
+def _of_grid(method: str, sequence: Sequence, links: tuple[Link, ...], bytes_per_us: float, one_us: dict[str, float]) -> Estimate:
+    """A mesh of two dimensions: heads are exchanged within a row, then keys travel between rows."""
+    U, rows = sequence.inner, sequence.ranks // sequence.inner
+    between = sequence.between
+    part = {phase: us / U for phase, us in one_us.items()}
+    found = _Model(between, _shares(sequence), links[0], bytes_per_us, part).estimate("ring" if method == "usp" else "gather")
+    within = _Model(
+        replace(sequence, tokens=-(-sequence.tokens // rows), ranks=U, cu=None, inner=0), [], links[1], bytes_per_us, one_us
+    )
+    exchanges = [within._ulysses(phase, 0.0) for phase in one_us]
+    exposed = found.exposed_us + (sum(waits for waits, _ in exchanges) if U > 1 else 0.0)
+    copies = found.copies_us + sum(moved for _, moved in exchanges) / bytes_per_us
+    return replace(
+        found, method=method, time_us=found.attention_us + exposed + copies, exposed_us=exposed, copies_us=copies,
+        bytes_sent=sum(bytes_sent(method, sequence, phase) for phase in one_us),
+        memory_bytes=found.memory_bytes + within._memory("ulysses"),
+    )  # fmt: skip
+
+
+def _sequence(problem: Problem, ranks: int, inner: int, layout: str) -> Sequence:
     spec, sizes = problem.spec, problem.sizes
     cu = (0, *accumulate(keys for _, keys in sizes.lengths)) if sizes.lengths else None
     return Sequence(
         tokens=sizes.T, ranks=ranks, mask=spec.mask, H=sizes.H, Hk=sizes.Hk, D=spec.dim, Dv=spec.dim_v,
         B=1 if cu else sizes.B, itemsize=spec.dtype.itemsize, layout=layout, cu=cu,
+        inner=inner,
     )  # fmt: skip
 
 
 def _refusals(s: Sequence, problem: Problem) -> Iterator[tuple[str, str]]:
-    if s.H % s.ranks or (s.Hk % s.ranks and s.ranks % s.Hk):
-        yield "ulysses", f"{s.H} query heads and {s.Hk} key heads cannot be dealt out to {s.ranks} ranks"
-    elif problem.spec.has_bias:
-        yield "ulysses", "a bias has the rows of a rank; it needs all rows"
-    for name in ("bias", "alibi"):
-        if getattr(problem.spec, f"has_{name}"):
-            yield "ring", f"{name} in a ring; has none"
-            return
+    P = s.inner or s.ranks
+    for method in ("usp-gather", "usp") if s.inner else ("ulysses",):
+        if s.H % P or (s.Hk % P and P % s.Hk):
+            yield method, f"{s.H} query heads and {s.Hk} key heads cannot be dealt out to {P} ranks"
+        elif problem.spec.has_bias:
+            yield method, "a bias has the rows of a rank; it needs all rows"
 
 
 def _why(chosen: Estimate, found: list[Estimate], one_us: float, ranks: int) -> str:
@@ -252,20 +286,24 @@ def _pairs(piece: Piece) -> int:
 
 
 def choose(
-    sequence: Sequence, spec: Spec, link: Link | None, device_name: str, *, needs_grad: bool, device_bytes: int
+    sequence: Sequence, spec: Spec, link: Link | tuple[Link | None, ...] | None, device_name: str, *, needs_grad: bool,
+    device_bytes: int,
 ) -> str:  # fmt: skip
-    """Returns the method of `method="auto"`: the plan's, where the chip and the link are known, else "gather".
+    """Returns the method of `method="auto"`: the plan's, where chip and links are known, else "gather" or "usp-gather".
 
     A method may take a quarter of the device's memory. Every rank of equal devices chooses the same.
     """
     chip = chip_named(device_name)
-    if link is None or chip is None or spec.dtype not in (torch.bfloat16, torch.float16):
-        return "gather"
-    return _chosen(sequence, spec, link, chip, "fwd+bwd" if needs_grad else "fwd", device_bytes / 4)
+    links = tuple(each for each in (link if isinstance(link, tuple) else (link,)) if each is not None)
+    if len(links) < (2 if sequence.inner else 1) or chip is None or spec.dtype not in (torch.bfloat16, torch.float16):
+        return "usp-gather" if sequence.inner else "gather"
+    return _chosen(sequence, spec, links, chip, "fwd+bwd" if needs_grad else "fwd", device_bytes / 4)
 
 
 @lru_cache(maxsize=256)
-def _chosen(s: Sequence, spec: Spec, link: Link, chip: Chip, phase: str, most_bytes: float) -> str:
+def _chosen(s: Sequence, spec: Spec, links: tuple[Link, ...], chip: Chip, phase: str, most_bytes: float) -> str:
     lengths = () if s.cu is None else tuple((b - a, b - a) for a, b in pairwise(s.cu))
     sizes = Sizes(B=len(lengths) or s.B, T=s.tokens, S=s.tokens, H=s.H, Hk=s.Hk, lengths=lengths)
-    return plan(Problem(spec=spec, sizes=sizes), s.ranks, link, chip, layout=s.layout, phase=phase, most_bytes=most_bytes).method
+    ranks = (s.ranks // s.inner, s.inner) if s.inner else s.ranks
+    given = (links[0], links[-1])
+    return plan(Problem(spec=spec, sizes=sizes), ranks, given, chip, layout=s.layout, phase=phase, most_bytes=most_bytes).method

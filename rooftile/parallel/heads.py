@@ -8,6 +8,7 @@ Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +24,15 @@ from rooftile.parallel.layouts import Held, count
 from rooftile.parallel.local import some
 from rooftile.runtime.ranks import Ranks
 
+# attention of some heads to all tokens that were exchanged: from q, k, v, their options and the first head to o and lse
+Attend = Callable[[Tensor, Tensor, Tensor, Options, int], tuple[Tensor, Tensor]]
+
 
 class Problem(NamedTuple):
-    """A call of `context_attention` on one rank."""
+    """The ranks that exchange tokens for heads, and the ranges that each holds of their tokens."""
 
     ranks: Ranks
     held: Held
-    cu: tuple[int, ...] | None
-    settings: CallSettings
 
     @property
     def sizes(self) -> list[int]:
@@ -38,19 +40,19 @@ class Problem(NamedTuple):
         return [count(parts) for parts in self.held]
 
 
-def check(q: Tensor, k: Tensor, options: Options, ranks: Ranks) -> None:
+def check(q: Tensor, k: Tensor, options: Options, ranks: Ranks, method: str) -> None:
     """Raises InvalidInput if the heads cannot be dealt out to the ranks, or for a bias."""
     P, H, Hk = ranks.count, q.shape[-2], k.shape[-2]
     if H % P or (Hk % P and P % Hk):
         raise InvalidInput(
-            f"method 'ulysses' deals {H} query heads and {Hk} key heads out to {P} ranks; the ranks must divide the query heads, "
-            "and divide the key heads or be a multiple of them: use method='gather'"
+            f"method {method!r} deals {H} query heads and {Hk} key heads out to {P} ranks; the ranks must divide the query "
+            "heads, and divide the key heads or be a multiple of them: use method='gather'"
         )
     if options.bias is not None:
-        raise InvalidInput("method 'ulysses' got a bias, whose rows are this rank's; it needs all rows: use method='gather'")
+        raise InvalidInput(f"method {method!r} got a bias, whose rows are this rank's; it needs all rows: use method='gather'")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, problem: Problem) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, problem: Problem, attend_heads: Attend) -> tuple[Tensor, Tensor]:
     """Returns o and lse of this rank's queries."""
     P, rank = problem.ranks.count, problem.ranks.rank
     H, Hk = q.shape[-2], k.shape[-2]
@@ -59,16 +61,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, proble
         k, v = (x.repeat_interleave(P // Hk, dim=-2) for x in (k, v))
     q, k, v = (_TokensToHeads.apply(x, problem) for x in (q, k, v))
     own = slice(rank * (H // P), (rank + 1) * (H // P))
-    alibi, sinks, seed = some(options.alibi, (..., own)), some(options.sinks, own), options.seed
-    if seed is not None:
-        sequences = range(q.shape[0] if problem.cu is None else len(problem.cu) - 1)
-        seed = with_places(seed, tuple(Place(b, own.start, 0, 0) for b in sequences), q.device)
-    cu = None if problem.cu is None else torch.tensor(problem.cu, dtype=torch.int32)
-    own_options = Options(None, alibi, sinks, seed, cu, cu)
-    o, lse = api.attend(q, k, v, mask, own_options, problem.settings, is_packed=cu is not None)
+    own_options = Options(None, some(options.alibi, (..., own)), some(options.sinks, own), options.seed)
+    o, lse = attend_heads(q, k, v, own_options, own.start)
     o = _HeadsToTokens.apply(o, problem)
     lse = _HeadsToTokens.apply(lse.transpose(-1, -2).unsqueeze(-1), problem)
     return o, lse.squeeze(-1).transpose(-1, -2)
+
+
+def attend_whole(
+    mask: Mask, cu: tuple[int, ...] | None, settings: CallSettings, q: Tensor, k: Tensor, v: Tensor, options: Options, head: int
+) -> tuple[Tensor, Tensor]:
+    """Returns o and lse of heads from number `head` on, over a whole sequence."""
+    seed = options.seed
+    if seed is not None:
+        sequences = range(q.shape[0] if cu is None else len(cu) - 1)
+        seed = with_places(seed, tuple(Place(b, head, 0, 0) for b in sequences), q.device)
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    options = options._replace(seed=seed, cu_q=offsets, cu_k=offsets)
+    return api.attend(q, k, v, mask, options, settings, is_packed=cu is not None)
 
 
 class _TokensToHeads(torch.autograd.Function):

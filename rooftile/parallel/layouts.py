@@ -47,3 +47,26 @@ def _laid(sizes: list[int], start: int = 0) -> list[Range]:
 def count(held: tuple[Range, ...]) -> int:
     """Returns the number of tokens in ranges."""
     return sum(stop - start for start, stop in held)
+
+
+def rows_of(held: Held, inner: int) -> tuple[Held, tuple[Held, ...]]:
+    """Returns the ranges that each row of `inner` ranks holds, and for each row the ranges of its ranks within its tokens.
+
+    Example:
+        >>> rows_of(ranges(8, 4, "contiguous"), 2)
+        ((((0, 4),), ((4, 8),)), ((((0, 2),), ((2, 4),)), (((0, 2),), ((2, 4),))))
+    """
+    rows, within = [], []
+    for first in range(0, len(held), inner):
+        parts = sorted((part, n) for n, own in enumerate(held[first : first + inner]) for part in own)
+        ends = list(accumulate((stop - start for (start, stop), _ in parts), initial=0))
+        places = dict(zip(parts, pairwise(ends), strict=True))
+        within.append(tuple(tuple(places[part, n] for part in own) for n, own in enumerate(held[first : first + inner])))
+        joined: list[Range] = []
+        for (start, stop), _ in parts:
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], stop
+            elif start < stop:
+                joined.append((start, stop))
+        rows.append(tuple(joined))
+    return tuple(rows), tuple(within)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rooftile.exact import validate as checks
 from rooftile.exact.places import Place, with_places
 from rooftile.exact.spec import Options
 from rooftile.parallel.layouts import Range
-from rooftile.runtime.ranks import Ranks
+from rooftile.runtime.ranks import Grid, Ranks, broadcast
 
 
 class Start(NamedTuple):
@@ -27,7 +26,7 @@ class Start(NamedTuple):
     key: int
 
 
-def agreed_seed(seed: Any, dropout: float, device: torch.device, ranks: Ranks) -> Tensor | None:
+def agreed_seed(seed: Any, dropout: float, device: torch.device, ranks: Ranks | Grid) -> Tensor | None:
     """Returns the seed (1,) of a dropout, the same on every rank; None without dropout.
 
     Without a seed every rank draws one from PyTorch's generator, as one device would, and takes the first rank's. So generators
@@ -35,7 +34,7 @@ def agreed_seed(seed: Any, dropout: float, device: torch.device, ranks: Ranks) -
     """
     found = checks.check_seed(seed, dropout, device)
     if found is not None and seed is None:
-        dist.broadcast(found, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        broadcast(ranks, found)
     return found
 
 

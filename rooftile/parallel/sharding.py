@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.parallel.layouts import Range, count, ranges
+from rooftile.parallel.layouts import Range, count, ranges, rows_of
 from rooftile.runtime.arguments import shown, whole
-from rooftile.runtime.ranks import Ranks, ranks_of
+from rooftile.runtime.ranks import Grid, Ranks, grid_of
 
 
 def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
@@ -19,7 +19,7 @@ def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") ->
 
     Args:
         x: the whole tensor, the same on every rank; `dim` is its axis of tokens.
-        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        group: a process group, a DeviceMesh of one or two dimensions, or None for the default group.
         layout: "zigzag" (rank r holds ranges r and 2P - 1 - r of 2P, so causal work is even) or "contiguous".
 
     A length that P does not divide is cut unevenly, the first ranks hold one token more. Packed sequences are cut as one.
@@ -27,7 +27,7 @@ def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") ->
     Example:
         >>> shard(tokens, mesh["cp"], dim=1)      # doctest: +SKIP
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     dim = _axis(x, dim)
     held = ranges(x.shape[dim], ranks.count, layout)[ranks.rank]
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in held], dim)
@@ -42,7 +42,7 @@ def unshard(local: Tensor, group: Any = None, dim: int = 1, layout: str = "zigza
 
     Differentiable: a rank's gradient is the sum of what every rank's loss asks of its tokens.
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     dim = _axis(local, dim)
     total = local.shape[dim] * ranks.count if tokens is None else whole(tokens)
     if total is None or total < 0:
@@ -54,7 +54,12 @@ def unshard(local: Tensor, group: Any = None, dim: int = 1, layout: str = "zigza
             f"local has {local.shape[dim]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {own} of {total}: "
             "pass tokens= where the ranks' lengths differ"
         )
-    whole_first: Tensor = _Unsharded.apply(local.movedim(dim, 0), held, ranks)
+    tokens_first = local.movedim(dim, 0)
+    if isinstance(ranks, Grid):
+        # the row's tokens first
+        held, within = rows_of(held, ranks.inner.count)
+        tokens_first, ranks = _Unsharded.apply(tokens_first, within[ranks.outer.rank], ranks.inner), ranks.outer
+    whole_first: Tensor = _Unsharded.apply(tokens_first, held, ranks)
     return whole_first.movedim(0, dim)
 
 
@@ -65,7 +70,7 @@ def positions(tokens: int, group: Any = None, layout: str = "zigzag", cu: Tensor
         tokens: the whole sequence's length.
         cu: offsets (B + 1,) of packed sequences; positions are then those within each sequence.
     """
-    ranks = ranks_of(group)
+    ranks = grid_of(group)
     found = torch.cat([torch.arange(start, stop) for start, stop in ranges(tokens, ranks.count, layout)[ranks.rank]])
     if cu is None:
         return found

@@ -23,6 +23,33 @@ class Ranks:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks of a two-dimensional DeviceMesh: rows of `inner` ranks, and the ranks at this one's place in each row."""
+
+    outer: Ranks
+    inner: Ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, row by row."""
+        return self.outer.rank * self.inner.count + self.inner.rank
+
+    @property
+    def count(self) -> int:
+        """The number of ranks in all rows."""
+        return self.outer.count * self.inner.count
+
+
+def grid_of(group: Any) -> Ranks | Grid:
+    """Returns the ranks of a group as `ranks_of` does, or those of a DeviceMesh of two dimensions."""
+    if getattr(group, "ndim", 1) == 2 and hasattr(group, "get_group") and dist.is_available() and dist.is_initialized():
+        if group.get_coordinate() is None:
+            raise InvalidInput("group does not contain this process; call this on its own ranks alone")
+        return Grid(ranks_of(group.get_group(0)), ranks_of(group.get_group(1)))
+    return ranks_of(group)
+
+
 def ranks_of(group: Any) -> Ranks:
     """Returns the group that a caller gave: a process group, a one-dimensional DeviceMesh, or None for the default group."""
     if not dist.is_available() or not dist.is_initialized():
@@ -46,8 +73,10 @@ def ranks_of(group: Any) -> Ranks:
     return Ranks(group, rank, dist.get_world_size(group))
 
 
-def check_device(name: str, x: Tensor, ranks: Ranks) -> None:
+def check_device(name: str, x: Tensor, ranks: Ranks | Grid) -> None:
     """Raises InvalidInput unless the group can move tensors of x's device."""
+    if isinstance(ranks, Grid):
+        ranks = ranks.inner
     served = {str(kind).split(":")[0] for kind in getattr(ranks.group, "_device_types", ())}
     if served and x.device.type not in served:
         raise InvalidInput(
@@ -70,7 +99,26 @@ def contiguous(tokens: int, ranks: int) -> tuple[tuple[int, int], ...]:
 Checked = TypeVar("Checked")
 
 
-def agreed(ranks: Ranks, check: Callable[[], Checked], problem_of: Callable[[Checked], tuple[Any, ...]]) -> Checked:
+def gathered_objects(ranks: Ranks | Grid, own: Any) -> list[Any]:
+    """Returns what every rank gave, in the order of the ranks."""
+    if isinstance(ranks, Grid):
+        return [x for row in gathered_objects(ranks.outer, gathered_objects(ranks.inner, own)) for x in row]
+    found: list[Any] = [None] * ranks.count
+    dist.all_gather_object(found, own, group=ranks.group)
+    return found
+
+
+def broadcast(ranks: Ranks | Grid, x: Tensor) -> None:
+    """Gives every rank the first rank's tensor, in place."""
+    if isinstance(ranks, Grid):
+        # down the first column, then along each row
+        broadcast(ranks.outer, x)
+        broadcast(ranks.inner, x)
+    else:
+        dist.broadcast(x, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+
+
+def agreed(ranks: Ranks | Grid, check: Callable[[], Checked], problem_of: Callable[[Checked], tuple[Any, ...]]) -> Checked:
     """Returns what `check` returns; raises on every rank if it refuses on one, or if the ranks' problems differ."""
     refusal: InvalidInput | Unsupported | None = None
     problem: tuple[Any, ...] = ()
@@ -79,9 +127,8 @@ def agreed(ranks: Ranks, check: Callable[[], Checked], problem_of: Callable[[Che
         problem = problem_of(call)
     except (InvalidInput, Unsupported) as error:
         refusal = error
-    found: list[Any] = [None] * ranks.count
     # a rank that refuses takes part, so that no other waits for it
-    dist.all_gather_object(found, problem if refusal is None else str(refusal), group=ranks.group)
+    found = gathered_objects(ranks, problem if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
     for rank, other in enumerate(found):

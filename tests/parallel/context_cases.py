@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Window
-from rooftile.parallel import context_attention, positions, shard, unshard
+from rooftile.parallel import context, context_attention, positions, shard, unshard
+from rooftile.recurrent import causal_conv
 
 MASKS = (FULL, CAUSAL, CAUSAL & Window(7), Window(5, 3), Prefix(9), Chunk(6), CAUSAL & Chunk(8), Prefix(20) & Window(11))
 # each form of a piece: ahead of the last query, between keys that are cut away, in two parts, in chunks
@@ -44,7 +46,54 @@ def agreement(rank: int, ranks: int) -> list[tuple[str, float]]:
     return found
 
 
-def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
+def on_grids(rank: int) -> list[tuple[str, float]]:
+    """Returns the worst difference from one process on meshes of two dimensions: rows of two ranks, of one, and one row."""
+    found = []
+    for rows, method in product((2, 4, 1), ("usp", "usp-gather")):
+        mesh = init_device_mesh("cpu", (rows, 4 // rows))
+        for layout, mask, cu, names in (
+            ("zigzag", CAUSAL, None, ("dropout", "alibi2", "sinks")), ("contiguous", Window(5, 3), OFFSETS, ("dropout", "alibi")),
+            ("zigzag", Prefix(9), OFFSETS, ("sinks", "softcap", "scale")), ("zigzag", Chunk(6), None, ()),
+        ):  # fmt: skip
+            difference = _difference(37, 4, 1 if names else 2, mask, cu, layout, method, names, mesh)
+            found.append((f"{rows} rows {method} {layout} {mask} {names}", difference))
+    return found
+
+
+def refused_grids(rank: int) -> list[str]:
+    """Returns the sentences for meshes: of three dimensions, heads that a row cannot share, a bias, and methods of others."""
+    q, five = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 5, 8)
+    mesh = init_device_mesh("cpu", (1, 2))
+    cubic = init_device_mesh("cpu", (1, 1, 2))
+
+    def sentence(x: Tensor, group: Any, **arguments: Any) -> str:
+        try:
+            context_attention(x, x, x, CAUSAL, group=group, **arguments)
+        except (InvalidInput, Unsupported) as error:
+            return str(error)
+        return ""
+
+    def in_context(**arguments: Any) -> str:
+        try:
+            with context(mesh, layout="contiguous", **arguments):
+                causal_conv(torch.randn(1, 6, 4), torch.randn(4, 3))
+        except (InvalidInput, Unsupported) as error:
+            return str(error)
+        return ""
+
+    return [
+        sentence(q, cubic),
+        sentence(five, mesh),
+        sentence(q, mesh, bias=torch.ones(4, 6, 12)),
+        sentence(q, mesh, method="ring"),
+        sentence(q, None, method="usp"),
+        sentence(q, mesh, scale=1.0 + rank, validate=True),
+        in_context(method="ulysses"),
+        in_context(),
+    ]
+
+
+def _difference(T, H, Hk, mask, cu, layout, method, names, group=None) -> float:
     torch.manual_seed(0)
     shape = (T,) if cu else (2, T)
     axis = len(shape) - 1
@@ -55,6 +104,8 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
         options |= {"sinks": torch.randn(H, dtype=torch.float64), "softcap": 2.0, "scale": 0.4}
     if "far" in names:
         options["scale"] = 30.0
+    if "alibi2" in names:
+        options["alibi"] = torch.rand(2, H, dtype=torch.float64)
     if "alibi" in names:
         options["alibi"] = torch.rand((len(cu) - 1 if cu else 2, H) if "dropout" in names else H, dtype=torch.float64)
     if "bias" in names:
@@ -74,7 +125,7 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
     else:
         o, lse = rt.attention_with_lse(*tensors, mask, backend="eager", **rest)
     due = _gradients(o, lse, do, dlse, leaves)
-    own = {n: shard(x.detach(), dim=axis, layout=layout) for n, x in leaves.items() if n in "qkv"}
+    own = {n: shard(x.detach(), group, axis, layout) for n, x in leaves.items() if n in "qkv"}
     if "bias" in leaves:
         whole = leaves["bias"].detach()
         own["bias"] = whole.clone() if whole.shape[-2] == 1 else shard(whole, dim=-2, layout=layout)
@@ -83,16 +134,16 @@ def _difference(T, H, Hk, mask, cu, layout, method, names) -> float:
     own = {n: x.clone().requires_grad_() for n, x in own.items()}
     rest = options | {n: x for n, x in own.items() if n not in "qkv"}
     got = context_attention(
-        own["q"], own["k"], own["v"], mask, group=None, layout=layout, method=method, tokens=T, return_lse=True,
+        own["q"], own["k"], own["v"], mask, group=group, layout=layout, method=method, tokens=T, return_lse=True,
         cu=torch.tensor(cu) if cu else None, **rest,
     )  # fmt: skip
-    found = _gradients(*got, shard(do, dim=axis, layout=layout), shard(dlse, dim=-1, layout=layout), own)
+    found = _gradients(*got, shard(do, group, axis, layout), shard(dlse, group, -1, layout), own)
     shared = [n for n in found if n == "sinks" or (n == "bias" and found[n].shape[-2] == 1)]
     for n in shared:
         dist.all_reduce(found[n])
-    pairs = [(unshard(got[0].detach(), None, axis, layout, T), o), (unshard(got[1].detach(), None, -1, layout, T), lse)]
+    pairs = [(unshard(got[0].detach(), group, axis, layout, T), o), (unshard(got[1].detach(), group, -1, layout, T), lse)]
     for n, x in found.items():
-        whole = x if n in shared else unshard(x, None, -2 if n == "bias" else axis, layout, T)
+        whole = x if n in shared else unshard(x, group, -2 if n == "bias" else axis, layout, T)
         pairs.append((whole, due[n]))
     return max(float((a - b).nan_to_num(neginf=-1.0).abs().max()) for a, b in pairs)
 

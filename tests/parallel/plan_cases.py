@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Window
 from rooftile.hardware import link
@@ -24,7 +25,7 @@ def counted(rank: int, ranks: int) -> list[tuple[str, int, int]]:
     whole, send = dist.all_to_all_single, dist.batch_isend_irecv
 
     def all_to_all_single(got: Tensor, x: Tensor, received: Any, sizes: list[int], **named: Any) -> Any:
-        sent[0] += (sum(sizes) - sizes[rank]) * x.element_size()
+        sent[0] += (sum(sizes) - sizes[dist.get_rank(named.get("group"))]) * x.element_size()
         return whole(got, x, received, sizes, **named)
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> Any:
@@ -39,22 +40,31 @@ def counted(rank: int, ranks: int) -> list[tuple[str, int, int]]:
 
     dist.all_to_all_single, dist.batch_isend_irecv = all_to_all_single, batch_isend_irecv
     found = []
-    for method, mask, cu, tokens in product(("gather", "ulysses", "ring"), MASKS, (None, OFFSETS), (36, 37)):
+    grid = init_device_mesh("cpu", (ranks // 2, 2)) if ranks % 2 == 0 else None
+    methods = ("gather", "ulysses", "ring", "usp", "usp-gather")
+    for method, mask, cu, tokens in product(methods if grid else methods[:3], MASKS, (None, OFFSETS), (36, 37)):
         if (cu and tokens != OFFSETS[-1]) or (method == "ulysses" and (tokens % ranks or 4 % ranks)):
             continue
+        group = grid if "usp" in method else None
+        if group and tokens % ranks:
+            continue
         outer = (tokens,) if cu else (2, tokens)
-        leaves = [shard(torch.randn(*outer, heads, dim), None, len(outer) - 1) for heads, dim in ((4, 8), (2, 8), (2, 16))]
+        leaves = [shard(torch.randn(*outer, heads, dim), group, len(outer) - 1) for heads, dim in ((4, 8), (2, 8), (2, 16))]
         leaves = [x.requires_grad_() for x in leaves]
-        problem = Sequence(tokens=tokens, ranks=ranks, mask=mask, H=4, Hk=2, D=8, Dv=16, B=1 if cu else 2, itemsize=4, cu=cu)
+        problem = Sequence(
+            tokens=tokens, ranks=ranks, mask=mask, H=4, Hk=2, D=8, Dv=16, B=1 if cu else 2, itemsize=4, cu=cu,
+            inner=2 if group else 0,
+        )  # fmt: skip
         sent[0] = 0
-        o = context_attention(*leaves, mask, group=None, method=method, tokens=tokens, cu=torch.tensor(cu) if cu else None)
+        o = context_attention(*leaves, mask, group=group, method=method, tokens=tokens, cu=torch.tensor(cu) if cu else None)
         name = f"{method} {mask} {cu} {tokens}"
         found.append((f"{name} fwd", most(), bytes_sent(method, problem)))
         o.sum().backward()
         back = bytes_sent(method, problem, "bwd")
-        if method == "ulysses":
+        if method == "ulysses" or group:
             # lse has no gradient here
-            back -= tokens // ranks * (ranks - 1) * problem.B * problem.H * 4 // ranks
+            row = 2 if group else ranks
+            back -= tokens // ranks * (row - 1) * problem.B * problem.H * 4 // row
         found.append((f"{name} bwd", most(), back))
     dist.all_to_all_single, dist.batch_isend_irecv = whole, send
     return found

@@ -30,6 +30,28 @@ def test_is_as_exact_as_one_process(dtype, method):
         assert split <= (1.3 if method == "ring" and dtype == torch.float32 else 1.1) * alone
 
 
+def test_meshes_of_two_dimensions_agree_with_one_process():
+    for answers in run_on(4, context_cases.on_grids):
+        assert len(answers) == 24
+        assert [(name, error) for name, error in answers if not error < 1e-12] == []
+
+
+def test_meshes_are_refused_in_sentences():
+    due = [
+        "group is a mesh of 3 dimensions",
+        "method 'usp' deals 5 query heads and 5 key heads out to 2 ranks",
+        "method 'usp' got a bias",
+        "method 'ring' on a mesh of two dimensions",
+        "method 'usp' on one group of 2 ranks",
+        "all must agree",
+        "method 'ulysses' on a mesh of two dimensions",
+        "group is a mesh of 2 dimensions",
+    ]
+    for found in run_on(2, context_cases.refused_grids):
+        for sentence, part in zip(found, due, strict=True):
+            assert part in sentence
+
+
 def test_ranks_may_have_one_token_or_none():
     for found in run_on(4, context_cases.few_tokens):
         assert max(found) < 1e-4

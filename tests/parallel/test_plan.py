@@ -106,6 +106,20 @@ def test_a_window_sends_its_own_keys():
     assert found.why.startswith("gather is the fastest with")
 
 
+def test_a_grid_hides_a_slow_link_between_hosts():
+    """Two hosts of eight: heads stay within a host, and a rank's keys of its own heads travel between them."""
+    slow, fast = replace(NVLINK, ranks=2, gbs=40.0), replace(NVLINK, ranks=8)
+    found = plan(problem(131_072), (2, 8), (slow, fast), H200, phase="fwd+bwd")
+    assert {each.method for each in found.estimates} == {"usp", "usp-gather"}
+    assert found.ranks == 16
+    alone = plan(problem(131_072), 16, replace(NVLINK, ranks=16, gbs=40.0), H200, phase="fwd+bwd")
+    assert found.chosen.time_us < min(each.time_us for each in alone.estimates)
+    one_host = plan(problem(131_072), (1, 8), (slow, fast), H200)
+    ulysses = next(each for each in plan(problem(131_072), 8, fast, H200).estimates if each.method == "ulysses")
+    assert one_host.chosen.bytes_sent == ulysses.bytes_sent
+    assert one_host.chosen.exposed_us == pytest.approx(ulysses.exposed_us)
+
+
 def test_methods_that_cannot_run_have_a_reason():
     found = plan(problem(H=20, Hk=5), 8, replace(NVLINK, ranks=8), H200)
     assert dict(found.refusals) == {"ulysses": "20 query heads and 5 key heads cannot be dealt out to 8 ranks"}
@@ -118,6 +132,8 @@ def test_methods_that_cannot_run_have_a_reason():
         ({"phase": "backward"}, "phase is 'backward'; must be one of 'fwd', 'bwd', 'fwd\\+bwd'"),
         ({"layout": "spiral"}, "layout is 'spiral'; must be one of"),
         ({"ranks": 0}, "ranks is 0; must be at least 1"),
+        ({"ranks": (2, 2, 2)}, "ranks is \\(2, 2, 2\\); must be at least 1, or rows"),
+        ({"ranks": (2, 3)}, "no method runs on 2 rows of 3 ranks: 32 query heads and 8 key heads"),
         ({"problem": Problem(spec=problem().spec, sizes=Sizes(B=1, T=8, S=9, H=32, Hk=8))}, "8 queries and 9 keys"),
     ],
 )
