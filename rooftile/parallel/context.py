@@ -65,7 +65,9 @@ def context(
         yield
 
 
-def _places(held: int, *, ranks: Ranks | Grid, group: Any, layout: str, cu: Tensor | None, tokens: int | None) -> Tensor:
+def _places(
+    held: int, *, ranks: Ranks | Grid, group: Any, layout: str, cu: Tensor | None, tokens: int | None
+) -> Tensor:  # fmt: skip
     """Returns the places of this rank's tokens, of which it holds some."""
     total = int(cu[-1]) if cu is not None else held * ranks.count if tokens is None else tokens
     found = positions(total, group, layout, cu)
