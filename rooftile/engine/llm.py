@@ -76,6 +76,8 @@ class LLM:
         context_parallel_size: the ranks that deal out the tokens of each sequence in the KV cache, a power of two: each holds the
             whole model and 1 / N of each sequence, for contexts that one GPU does not hold. Each block of the cache then has N
             times block_size tokens. Models whose layers all have exact attention; one of this and tensor_parallel_size.
+        enable_expert_parallel: whether each rank holds some of the experts, whole, in place of a slice of each; None does so only
+            where slices do not fit, since a step then reads the fewest bytes of weights.
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
         enable_prefix_caching: whether prompts that begin alike share what is cached.
@@ -124,7 +126,8 @@ class LLM:
         device: torch.device | str | None = None, max_model_len: int | None = None, block_size: int = 16,
         num_blocks: int | None = None, max_batched_tokens: int = 8192, gpu_memory_utilization: float = 0.9,
         kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged", tensor_parallel_size: int = 1,
-        *, context_parallel_size: int = 1, max_num_seqs: int = 256, enforce_eager: bool = False,
+        *, context_parallel_size: int = 1, enable_expert_parallel: bool | None = None, max_num_seqs: int = 256,
+        enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
@@ -135,7 +138,7 @@ class LLM:
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size,
-            max_num_seqs=max_num_seqs,
+            enable_expert_parallel=enable_expert_parallel, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,

@@ -52,7 +52,6 @@ LLM_REFUSED = {
     "download_dir": Refused((), "set HF_HOME, the folder of the Hugging Face Hub's cache"),
     "enable_chunked_prefill": Refused((True,), "prompts are always read in chunks"),
     "enable_eplb": Refused((False,), _EXPERTS),
-    "enable_expert_parallel": Refused((False,), _EXPERTS),
     "enable_log_requests": Refused((False,), "requests are logged by `rooftile serve`, with prompts if --log-prompts is given"),
     "enable_lora": Refused((False,), _LORA),
     "enable_lora_bias": Refused((False,), _LORA),

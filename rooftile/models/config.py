@@ -157,9 +157,14 @@ class ModelConfig:
         """Whether a layer has heads of attention."""
         return any(MIXERS[mixer] for mixer in self.mixers)
 
-    def part(self, ranks: int) -> ModelConfig:
-        """Returns the sizes of what each of `ranks` ranks holds (`rooftile.models.placement`); refuses what does not fit."""
-        return self if ranks == 1 else part_of(self, ranks)
+    def part(self, ranks: int, *, deal_experts: bool = False) -> ModelConfig:
+        """Returns the sizes of what each of `ranks` ranks holds (`rooftile.models.placement`); refuses what does not fit.
+
+        Args:
+            ranks: how many ranks share the model.
+            deal_experts: whether each rank holds some of the experts, whole, in place of a slice of each.
+        """
+        return self if ranks == 1 else part_of(self, ranks, deal_experts=deal_experts)
 
     def norms_of(self, n: int) -> tuple[bool, bool]:
         """Returns whether layer n has norms before its parts, and behind them."""

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.placement = placement = placed(placement, dtype, device)
-        self.config = config.part(placement.ranks)
+        self.config = placement.part(config)
         self.embedding = placement.parameter(config.vocab_size, config.hidden)
         self.positions = placement.parameter(config.max_len, config.hidden) if config.learned_positions else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         computed = config.dtype if asked is None and placement is None else asked
         placement = placed(placement, computed, device)
         # refused before any file of weights is opened
-        config.part(placement.ranks)
+        placement.part(config)
         files = files_of(Path(path))
         reader = plan_of(weights, Path(path))
         check_device(reader, placement.device)

@@ -53,7 +53,7 @@ class DenseFeedForward(FeedForward):
 
     def __init__(self, config: ModelConfig, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, placement)
-        config = config.part(placement.ranks)
+        config = placement.part(config)
         hidden, ffn, bias = config.hidden, config.ffn, config.mlp_bias
         self.activation, self.gated = config.activation, config.gated
         self.up = Projection(2 * ffn if self.gated else ffn, hidden, bias=bias, placement=placement, waits=waits)

@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, n: int, placement: Placement, *, waits: bool = False) -> None:
         super().__init__()
-        self.placement, self.config = placement, config.part(placement.ranks)
+        self.placement, self.config = placement, placement.part(config)
         self.feed_forward = _feed_forward_of(config, n, placement, waits=waits)
 
         def norm(exists: bool) -> Norm | None:

@@ -15,17 +15,29 @@ ModelConfig = Any
 _RANKS = range(1, 17)
 
 
-def part_of(config: ModelConfig, ranks: int) -> ModelConfig:
+def deals_experts(config: ModelConfig, ranks: int) -> bool:
+    """Tells whether whole experts are dealt out by default: only where a slice of each does not fit.
+
+    Slices of all chosen experts are equal work for all ranks. With whole experts the slowest rank has the most chosen ones, so
+    that a step reads more bytes of weights, never fewer.
+    """
+    e = config.experts
+    return e is not None and e.hidden % ranks > 0 and e.experts % ranks == 0
+
+
+def part_of(config: ModelConfig, ranks: int, *, deal_experts: bool = False) -> ModelConfig:
     """Returns the configuration of one of `ranks` equal parts: fewer heads and narrower feed-forwards, and all else as it is.
+
+    Experts are narrower, too; with `deal_experts` they are fewer.
 
     Where there are more ranks than heads of keys (or groups of a recurrence), several ranks hold the same one.
 
     Raises:
         InvalidInput: some number of the model cannot be dealt out to that many ranks.
     """
-    misfit = next(_misfits(config, ranks), None)
+    misfit = next(_misfits(config, ranks, deal_experts), None)
     if misfit is not None:
-        fitting = [str(n) for n in _RANKS if next(_misfits(config, n), None) is None]
+        fitting = [str(n) for n in _RANKS if next(_misfits(config, n, deal_experts), None) is None]
         raise InvalidInput(f"{ranks} ranks are to share the model, which has {misfit}; give it to {' or '.join(fitting)}")
     sizes: dict[str, Any] = {
         "heads": config.heads // ranks,
@@ -33,7 +45,8 @@ def part_of(config: ModelConfig, ranks: int) -> ModelConfig:
         "ffn": config.ffn // ranks,
     }
     if (e := config.experts) is not None:
-        sizes["experts"] = replace(e, hidden=e.hidden // ranks, shared=e.shared // ranks)
+        cut = {"ranks": ranks} if deal_experts else {"hidden": e.hidden // ranks}
+        sizes["experts"] = replace(e, shared=e.shared // ranks, **cut)
     if (m := config.mamba) is not None:
         sizes["mamba"] = replace(m, width=m.width // ranks)
     if (m := config.mamba2) is not None:
@@ -49,7 +62,7 @@ def _shared(count: int, ranks: int) -> int:
     return max(count // ranks, 1)
 
 
-def _misfits(config: ModelConfig, ranks: int) -> Iterator[str]:
+def _misfits(config: ModelConfig, ranks: int, deal_experts: bool) -> Iterator[str]:
     """Yields the numbers that cannot be dealt out, in words."""
     divided: list[tuple[int, str]] = []
     repeated: list[tuple[int, str]] = []
@@ -59,7 +72,8 @@ def _misfits(config: ModelConfig, ranks: int) -> Iterator[str]:
     if "dense" in config.feed_forwards:
         divided.append((config.ffn, "columns in its feed-forwards"))
     if (e := config.experts) is not None:
-        divided += [(e.hidden, "columns in each expert"), (e.shared, "columns in the network that all tokens share")]
+        divided.append((e.experts, "experts") if deal_experts else (e.hidden, "columns in each expert"))
+        divided.append((e.shared, "columns in the network that all tokens share"))
     if (m := config.mamba) is not None:
         divided.append((m.width, "channels of Mamba"))
     if (m := config.mamba2) is not None:

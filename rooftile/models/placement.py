@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rooftile.errors import InvalidInput
+
+# its class is made of what is imported here
+ModelConfig = Any
 
 # rows of a head are dealt out in multiples of it: matrices of another width are slow in 16 bits
 ALIGNED = 8
@@ -29,6 +32,7 @@ class Placement(NamedTuple):
             the model's; a CUDA graph must be able to capture it. None for one rank.
         gather: joins the columns (n, w) of all ranks to (n, ranks w), those of rank 0 first; w is the same on all ranks. A CUDA
             graph must be able to capture it. None for one rank.
+        deal_experts: whether a rank holds whole experts, 1 / N of them, in place of a slice of each (expert parallelism).
 
     Example:
         >>> placement = Placement(torch.bfloat16, torch.device("cuda", 1), 1, 2, add, gather)
@@ -41,6 +45,11 @@ class Placement(NamedTuple):
     ranks: int = 1
     add: Callable[[Tensor], Tensor] | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    deal_experts: bool = False
+
+    def part(self, config: ModelConfig) -> ModelConfig:
+        """Returns the sizes of the part of a model that this rank holds; refuses what does not fit."""
+        return config.part(self.ranks, deal_experts=self.deal_experts)
 
     def parameter(self, *size: int) -> nn.Parameter:
         """Returns an uninitialised parameter, to be filled with weights later; it has no gradient."""

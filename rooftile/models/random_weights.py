@@ -80,4 +80,5 @@ def _keep_part(whole: Layer, part: Layer, config: ModelConfig, placement: Placem
     """Copies a rank's part of a layer."""
     places, shares = dict(tensors_of_layer(part, part.config)), dict(shares_of_layer(config, whole, part, placement))
     for name, x in tensors_of_layer(whole, config):
-        places[name].copy_(slices_of(x, shares[name].cut) if name in shares else x)
+        if name in places:
+            places[name].copy_(slices_of(x, shares[name].cut) if name in shares else x)

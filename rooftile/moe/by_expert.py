@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftile.moe.activations import activated, gradient
-from rooftile.moe.problem import Options, QuantisedWeights, Weights
+from rooftile.moe.problem import ELSEWHERE, Options, QuantisedWeights, Weights
 from rooftile.moe.products import bias_gradient, elementwise, multiply, one_weight, weight_gradient
 from rooftile.moe.quantised import experts_in
 from rooftile.moe.sorting import Sorted, sort
@@ -45,6 +45,10 @@ def forward(
     u: Tensor, chosen: Tensor, gates: Tensor, weights: Weights | QuantisedWeights, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (N, d) in the dtype of u, the products before the activation of sorted rows (N K, 2 h), and the shared one (N, 2 s)."""
+    if chosen.device.type != "cpu":
+        # rows of no expert here become rows of the first, without weight: these products know no others
+        elsewhere = chosen == ELSEWHERE
+        chosen, gates = chosen.masked_fill(elsewhere, 0), gates.masked_fill(elsewhere, 0.0)
     rows = sort(chosen, experts_in(weights))
     p = multiply(u[rows.tokens], weights.up, weights.up_bias, rows, options.deterministic)
     z = multiply(_activated(p, options), weights.down, weights.down_bias, rows, options.deterministic)

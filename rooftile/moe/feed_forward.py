@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.moe.activations import ACTIVATIONS, halves
 from rooftile.moe.operator import BACKENDS, run_experts
-from rooftile.moe.problem import Options, QuantisedWeights, Weights
+from rooftile.moe.problem import ELSEWHERE, Options, QuantisedWeights, Weights
 from rooftile.moe.quantised import experts_in
 from rooftile.moe.routing import Routing, is_deterministic
 from rooftile.runtime.arguments import check_backend, check_choice, check_deterministic, check_flag, shown
@@ -180,7 +180,7 @@ def _check_values(chosen: Tensor, gates: Tensor, count: int, validate: bool) -> 
     is_readable = is_plain and not torch.compiler.is_compiling() and not mapped(chosen, gates)
     if is_readable and (validate or chosen.device.type == "cpu"):
         low, high = int(chosen.min()), int(chosen.max())
-        if low < 0 or high >= count:
+        if (low < 0 and bool(((chosen < 0) & (chosen != ELSEWHERE)).any())) or high >= count:
             raise InvalidInput(f"routing.experts has values from {low} to {high}; must be from 0 to {count - 1}")
     if is_readable and validate and not bool(((gates >= 0) & gates.isfinite()).all()):
         raise InvalidInput("routing.gates has a number below 0, an infinity or NaN; must be finite and at least 0")

@@ -11,6 +11,8 @@ from rooftile.weights import QuantisedWeight
 
 # the most tokens whose experts a GPU computes without sorting their choices, where no gradient is wanted
 FEW = 4
+# a choice that another rank computes: it adds nothing here
+ELSEWHERE = -2
 
 
 class Weights(NamedTuple):

@@ -82,7 +82,7 @@ def _has_grouped(x: Tensor, weight: Tensor) -> bool:
 
 def _parts(rows: Sorted) -> Iterator[tuple[int, slice]]:
     """Yields each expert that has rows, and their places; for rows on the host."""
-    for e, (start, end) in enumerate(pairwise([0, *rows.ends.tolist()])):
+    for e, (start, end) in enumerate(pairwise(rows.bounds.tolist())):
         if start < end:
             yield e, slice(start, end)
 
@@ -91,7 +91,8 @@ def _by_expert(
     x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, rows: Sorted, deterministic: bool
 ) -> Tensor:  # fmt: skip
     product, E = linear_as_defined if deterministic else functional.linear, rows.bounds.shape[0] - 1
-    y = x.new_empty((x.shape[0], rows_in(weight, E)))
+    # zeros for rows of no expert here
+    y = x.new_zeros((x.shape[0], rows_in(weight, E)))
     for e, part in _parts(rows):
         y[part] = product(x[part], weight_of(weight, e, E, x.dtype), None if bias is None else bias[e])
     return y

@@ -164,6 +164,16 @@ def test_four_ranks_and_an_fp8_cache(folder: Path) -> None:
     assert not meeting.parent.exists()
 
 
+def test_ranks_that_hold_whole_experts(tmp_path: Path) -> None:
+    """By default where slices of them do not fit, as here of 23 columns."""
+    config = transformers.MixtralConfig(**SMALL | {"intermediate_size": 23}, num_local_experts=4)
+    path = Path(saved(transformers.AutoModelForCausalLM.from_config(config).eval(), tmp_path))
+    two = LLM(path, tensor_parallel_size=2, **ROOMY)
+    assert two.engine.runner.decoder.config.experts.held == 2
+    assert_same(two.generate(prompts(8), ASKED), LLM(path, **ROOMY).generate(prompts(8), ASKED))
+    two.close()
+
+
 def test_a_rank_that_ends_while_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[opening.WorkerProcesses] = []
 
@@ -291,6 +301,10 @@ def test_what_several_ranks_refuse(folder: Path, monkeypatch: pytest.MonkeyPatch
         InvalidInput, match=r"3 ranks are to share the model, which has 4 heads of attention; give it to 1 or 2 or 4"
     ):
         LLM(folder, tensor_parallel_size=3)
+    with pytest.raises(InvalidInput, match="enable_expert_parallel is True and the model has no experts; leave it out"):
+        LLM(folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(InvalidInput, match="enable_expert_parallel is True and tensor_parallel_size is 1"):
+        LLM(folder, enable_expert_parallel=True)
     for wrong in (0, -1, True, 2.0, "2", 65):
         with pytest.raises(InvalidInput, match="tensor_parallel_size is"):
             LLM(folder, tensor_parallel_size=wrong)  # type: ignore[arg-type]

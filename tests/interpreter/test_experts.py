@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile import moe
 from rooftile.errors import Unsupported
 from rooftile.moe import kernels
-from rooftile.moe.problem import Options, Weights
+from rooftile.moe.problem import ELSEWHERE, Options, Weights
 from tests.grids import pairs, swept
 from tests.moe.by_hand import mixture
 
@@ -101,6 +101,23 @@ def test_a_choice_that_is_no_expert_gives_nan_in_its_token_alone() -> None:
     wrong[[3, 20]] = True
     assert y[wrong].isnan().all()
     torch.testing.assert_close(y[~wrong], due[~wrong], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 37])
+def test_what_two_ranks_have_adds_up(rows: int) -> None:
+    """A rank leaves out the choices of the other's experts; few tokens, one alone and many have kernels of their own."""
+    u, routing, given = tensors("odd", "silu", torch.float32, True, False)
+    part = moe.Routing(routing.experts[:rows], routing.gates[:rows])
+    due = moe.experts(u[:rows], part, backend="triton", **given)
+    for deterministic in (False, True):
+        options = Options("silu", deterministic, "triton")
+        total = torch.zeros_like(due)
+        for held in (slice(0, 4), slice(4, 7)):
+            weights = Weights(*(given[name][held].contiguous() for name in ("up", "down", "up_bias", "down_bias")))
+            local = part.experts - held.start
+            local[(local < 0) | (local >= held.stop - held.start)] = ELSEWHERE
+            total += kernels.forward(u[:rows], local, part.gates, weights, options, False)[0]
+        torch.testing.assert_close(total, due, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])

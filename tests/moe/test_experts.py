@@ -9,7 +9,9 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile import moe
+from rooftile.errors import InvalidInput
 from rooftile.moe import products
+from rooftile.moe.problem import ELSEWHERE
 from rooftile.moe.sorting import sort
 from tests.approximate.tolerance import assert_within, gradients
 from tests.conformance.watching import watching
@@ -272,3 +274,23 @@ def test_a_row_of_a_tile_does_not_depend_on_the_other_tiles() -> None:
         return rows.back(products.by_tiles(u[rows.tokens], weight, rows))
 
     assert torch.equal(call(7), call(50)[:14])
+
+
+@pytest.mark.parametrize("way", ["tiled", "eager"])
+def test_choices_that_are_elsewhere_add_nothing(way: str) -> None:
+    """Two ranks that hold some of the experts each have parts of the sum; a token may have none of its experts on a rank."""
+    u, up, down = torch.randn(9, 6), torch.randn(4, 10, 6), torch.randn(4, 6, 5)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(9)]).int()
+    chosen[0] = torch.tensor([0, 1])
+    gates = torch.rand(9, 2)
+    due = moe.experts(u, moe.Routing(chosen, gates), up, down, backend=way)
+    parts = []
+    for first in (0, 2):
+        local = chosen - first
+        local[(local < 0) | (local > 1)] = ELSEWHERE
+        here = slice(first, first + 2)
+        parts.append(moe.experts(u, moe.Routing(local, gates), up[here], down[here], backend=way))
+    assert torch.equal(parts[1][0], torch.zeros(6))
+    torch.testing.assert_close(parts[0] + parts[1], due)
+    with pytest.raises(InvalidInput, match="has values from -1 to"):
+        moe.experts(u, moe.Routing(torch.where(local == ELSEWHERE, -1, local), gates), up[here], down[here], backend=way)

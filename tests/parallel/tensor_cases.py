@@ -29,6 +29,12 @@ BAMBA = recurrent.BAMBA | {"num_attention_heads": 4, "hidden_size": 48}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "bamba, four heads": lambda: transformers.BambaConfig(**BAMBA | {"mamba_n_groups": 2}, mamba_proj_bias=True),
     "qwen3_next, four heads": lambda: transformers.Qwen3NextConfig(**DELTA, **recurrent.EXPERTS, head_dim=16),
+    "qwen3_next, six experts": lambda: transformers.Qwen3NextConfig(
+        **DELTA, **recurrent.EXPERTS | {"num_experts": 6}, head_dim=16
+    ),
+    "qwen3_moe, four experts": lambda: transformers.Qwen3MoeConfig(
+        **experts.QWEN | {"num_experts": 4, "num_hidden_layers": 4}, decoder_sparse_step=2
+    ),
     "qwen3_5_text, four heads": lambda: transformers.Qwen3_5TextConfig(**DELTA, head_dim=16),
     # two heads of keys in the recurrence: two ranks hold each
     "olmo_hybrid, four heads": lambda: transformers.OlmoHybridConfig(**DELTA | {"linear_num_key_heads": 2}),
@@ -40,7 +46,7 @@ OF_FOUR = (
     "llama, tied", "llama, biases", "gpt2", "gpt2, untied, unscaled", "phi3, no window", "gemma2", "granite", "olmo2", "mixtral",
     "qwen3_moe, some dense", "olmoe, clipped", "granitemoehybrid, rope, groups", "granitemoehybrid, dense", "gpt_oss",
     "jamba, biases", "mamba, untied, biases", "falcon_mamba", "mamba2, tied, biases", "mamba2, groups", "deepseek_v2, greedy",
-    "deepseek_v3, halves, biases", "qwen3_vl_moe", NATIVE_SPARSE, *CONFIGS,
+    "deepseek_v3, halves, biases", "qwen3_vl_moe", NATIVE_SPARSE, *(name for name in CONFIGS if not name.endswith("experts")),
 )  # fmt: skip
 OF_TWO = (
     "llama, biases", "gpt2, untied, unscaled", "phi3, no window", "gpt_oss", "granitemoehybrid, rope, groups", "mamba2, groups",
@@ -60,11 +66,22 @@ QUANTISED: dict[str, bool] = {
 TILES = {"head_dim": 128, "intermediate_size": 256}
 
 
-CASES = {2: (*OF_TWO, *QUANTISED), 4: OF_FOUR}
+# whole experts per rank: the name of a model behind this word
+DEALT = "dealt: "
+DEALT_OF_TWO = (
+    "mixtral, windows, wide heads", "olmoe, clipped", "granitemoehybrid, rope, groups", "gpt_oss", "deepseek_v3",
+    "qwen3_next, six experts", "qwen3_moe, four experts", "nemotron_h, experts", "experts in ct int4", "gpt_oss in mxfp4",
+    "qwen3_moe, mxfp4",
+)  # fmt: skip
+CASES = {
+    2: (*OF_TWO, *QUANTISED, *(DEALT + name for name in DEALT_OF_TWO)),
+    4: (*OF_FOUR, DEALT + "mixtral, windows, wide heads"),
+}
 
 
 def weights_of(name: str) -> str:
     """Returns the argument `weights` of a case."""
+    name = name.removeprefix(DEALT)
     return name.split(", ")[-1] if name in ("plain, int4:32", "plain, 2:4", "plain, fp8", "qwen3_moe, mxfp4") else "auto"
 
 
@@ -93,6 +110,7 @@ def save_quantised(name: str, here: Path) -> None:
 
 def save(name: str, folder: Path) -> Path:
     """Saves a tiny model with random weights, if it is not there, and returns its folder."""
+    name = name.removeprefix(DEALT)
     here = folder / name.replace(" ", "_")
     if not here.exists():
         if name in QUANTISED:
@@ -143,7 +161,7 @@ def shared(rank: int, ranks: int, folders: dict[str, str]) -> dict[str, Found]:
     """Returns what a rank finds for each model; models in SERVED are run by an engine, too."""
     found = {}
     for name, folder in folders.items():
-        placement = on_rank(rank, ranks) if ranks > 1 else None
+        placement = on_rank(rank, ranks)._replace(deal_experts=name.startswith(DEALT)) if ranks > 1 else None
         with counting() as count:
             decoder = Decoder.from_folder(folder, placement=placement, weights=weights_of(name))
         held = sum(place.nbytes for _, place in decoder.tensors())

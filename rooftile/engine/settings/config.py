@@ -47,6 +47,7 @@ class EngineConfig:
     allocator: Literal["paged", "contiguous"] = "paged"
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    enable_expert_parallel: bool | None = None
     max_num_seqs: int = 256
     enforce_eager: bool = False
     enable_prefix_caching: bool = True

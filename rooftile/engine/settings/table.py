@@ -102,6 +102,11 @@ def _switch(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} is {value!r}; must be True or False")
 
 
+def _optional_switch(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {value!r}; must be True, False or None")
+
+
 def _one_of(*words: str) -> Check:
     def check(name: str, value: Any) -> None:
         if value not in words:
@@ -178,6 +183,10 @@ SETTINGS = {
         Setting("tensor_parallel_size", int, 1, "GPUs that share the model.", _whole(1, MOST_RANKS)),
         Setting(
             "context_parallel_size", int, 1, "GPUs that deal out the tokens of each sequence in the KV cache.", _power_of_two
+        ),
+        Setting(
+            "enable_expert_parallel", bool, None, "Whole experts per rank; left out, only where slices of them do not fit.",
+            _optional_switch,
         ),
         Setting("max_num_seqs", int, 256, "Most answers that run at once.", _whole(1, MOST_SEQS)),
         Setting("enforce_eager", bool, False, "Run without CUDA graphs.", _switch),

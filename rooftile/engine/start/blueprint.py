@@ -17,6 +17,7 @@ from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.settings.table import SETTINGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.parts import deals_experts
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 
 # a checkpoint's folder, a decoder, or a configuration, whose weights are random
@@ -34,6 +35,7 @@ class Blueprint(NamedTuple):
         max_len: the longest sequence in tokens that the model allows and the caller asks for.
         mixers: one for each kind of layer.
         layout: what the layers keep.
+        deal_experts: whether each of several ranks holds whole experts.
     """
 
     model: Model
@@ -43,6 +45,7 @@ class Blueprint(NamedTuple):
     max_len: int
     mixers: tuple[Mixer, ...]
     layout: CacheLayout
+    deal_experts: bool = False
 
     @classmethod
     def of(cls, model: Model, config: EngineConfig, place: int = 0) -> Blueprint:
@@ -61,7 +64,9 @@ class Blueprint(NamedTuple):
         device = find_device(model, config, place if given is None else given.local_rank)
         _check_ranks(model, config, device)
         whole = ModelConfig.from_folder(model) if isinstance(model, str | Path) else model
-        shape = whole.config if isinstance(whole, Decoder) else whole.part(config.tensor_parallel_size)
+        deal_experts = _deals_experts(whole.config if isinstance(whole, Decoder) else whole, config)
+        ranks = config.tensor_parallel_size
+        shape = whole.config if isinstance(whole, Decoder) else whole.part(ranks, deal_experts=deal_experts)
         max_len = longest_sequence(shape, config)
         if config.max_model_len is None and config.num_blocks is not None:
             max_len = min(max_len, config.num_blocks * config.block_tokens)
@@ -73,7 +78,7 @@ class Blueprint(NamedTuple):
         layout = CacheLayout(config.block_size, specs, config.context_parallel_size)
         _check_caches(layout, config)
         _check_weights(model, config, device)
-        return cls(model, config, device, shape, max_len, mixers, layout)
+        return cls(model, config, device, shape, max_len, mixers, layout, deal_experts)
 
 
 def find_device(model: Model, config: EngineConfig, place: int = 0) -> torch.device:
@@ -128,6 +133,16 @@ def longest_sequence(shape: ModelConfig, config: EngineConfig) -> int:
 def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU the thread's current device, on which kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _deals_experts(whole: ModelConfig, config: EngineConfig) -> bool:
+    """Returns whether ranks hold whole experts, as asked for, or by default as the fewest bytes are read."""
+    asked, ranks = config.enable_expert_parallel, config.tensor_parallel_size
+    if asked and ranks == 1:
+        raise InvalidInput("enable_expert_parallel is True and tensor_parallel_size is 1; give at least 2, or leave it out")
+    if asked and whole.experts is None:
+        raise InvalidInput("enable_expert_parallel is True and the model has no experts; leave it out")
+    return deals_experts(whole, ranks) if asked is None else asked
 
 
 def _check_ranks(model: Model, config: EngineConfig, device: torch.device) -> None:

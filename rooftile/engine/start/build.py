@@ -115,7 +115,7 @@ def load_decoder(blueprint: Blueprint, late: LateGroup | None = None) -> Decoder
     try:
         placement = Placement(blueprint.shape.dtype, blueprint.device)
         if late is not None and config.tensor_parallel_size > 1:
-            placement = Placement(*placement[:2], late.rank, late.ranks, late.add, late.gather)
+            placement = Placement(*placement[:2], late.rank, late.ranks, late.add, late.gather, blueprint.deal_experts)
         if isinstance(model, Decoder | ModelConfig):
             decoder = model if isinstance(model, Decoder) else Decoder.random(model, placement=placement)
             quantiser = quantiser_of(config.weights)

@@ -75,7 +75,7 @@ def expert_tensors_of(layer: ExpertFeedForward | DeepSeekMoE, config: ModelConfi
     plain = {name: getattr(layer, name) for name in QUANTISED if isinstance(getattr(layer, name), Tensor)}
     for name, weight in plain.items():
         if not name.startswith("shared") and not names.stacked:
-            for e, one in enumerate(weight):
+            for e, one in enumerate(weight, served.first if served is not None else 0):
                 yield from _parts(f"{names.experts}.{e}", names, names.weight, one, is_up=name == "up")
         else:
             module, end = (names.shared, ".weight") if name.startswith("shared") else (names.experts, names.weight)

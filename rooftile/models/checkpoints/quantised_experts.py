@@ -35,11 +35,8 @@ class Weight(NamedTuple):
     name: str
     modules: tuple[str, ...]
     rows: int  # in each module, and of each expert of one that has all
-
-    @property
-    def has_all(self) -> bool:
-        """Whether each module has the rows of all experts."""
-        return not self.name.startswith("shared") and len(self.modules) < len(self.feed_forward.centroids)
+    has_all: bool
+    """Whether each module has the rows of all experts."""
 
     @property
     def inputs(self) -> int:
@@ -63,11 +60,16 @@ def weights_of(config: ModelConfig, layers: Sequence[Layer]) -> list[Weight]:
 def _weight(n: int, feed_forward: ExpertFeedForward, name: str, names: ExpertNames, folder: str) -> Weight:
     parts = names.parts[:-1] if name.endswith("up") else names.parts[-1:]
     rows = feed_forward.shapes[name][-2] // len(parts)
+    has_all = names.stacked and not name.startswith("shared")
     if name.startswith("shared"):
         networks = [names.shared]
+    elif has_all:
+        networks = [names.experts]
     else:
-        networks = [names.experts] if names.stacked else [f"{names.experts}.{e}" for e in range(len(feed_forward.centroids))]
-    return Weight(n, feed_forward, name, tuple(f"{folder}.{one}.{part}" for one in networks for part in parts), rows)
+        first = feed_forward.first
+        networks = [f"{names.experts}.{e}" for e in range(first, first + feed_forward.sizes.held)]
+    modules = tuple(f"{folder}.{one}.{part}" for one in networks for part in parts)
+    return Weight(n, feed_forward, name, modules, rows, has_all)
 
 
 def check(config: ModelConfig, weights: Sequence[Weight], reader: Reader) -> None:
@@ -123,7 +125,7 @@ def _read(
     """Reads a module: one weight, or one for each expert of a module that has all."""
     shape = (weight.rows, weight.inputs)
     if weight.has_all:
-        stored = _taken(found, f"{module}{names.weight}", (len(weight.feed_forward.centroids), *shape))
+        stored = _taken(found, f"{module}{names.weight}", (weight.feed_forward.sizes.held, *shape))
         return [_quantised(reader, module, {"weight": one}, shape, device) for one in stored]
     needed, optional = reader.suffixes(module)
     missing = [one for one in needed if f"{module}.{one}" not in found]

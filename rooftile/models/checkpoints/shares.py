@@ -42,7 +42,9 @@ def shares_of_layer(config: ModelConfig, whole: Layer, part: Layer, placement: P
     held = dict(tensors_of_layer(part, part.config))
     joined = [*zip(joined_in(whole, config), joined_in(part, part.config), strict=True)]
     for name, place in tensors_of_layer(whole, config):
-        if place.shape != held[name].shape:
+        if name not in held:
+            yield name, Share((), tuple(place.shape))
+        elif place.shape != held[name].shape:
             yield name, Share(_cut(name, place, held[name], joined, placement), tuple(place.shape))
 
 

@@ -16,7 +16,7 @@ Cut = tuple[tuple[slice, ...], ...]
 
 
 class Share(NamedTuple):
-    """The part of a tensor that a rank holds, and the shape of the whole."""
+    """The part of a tensor that a rank holds, () for none of it, and the shape of the whole."""
 
     cut: Cut
     whole: tuple[int, ...]
@@ -125,12 +125,15 @@ def joined_slices(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 def cut_tensors(found: Mapping[str, StoredTensor], shares: Mapping[str, Share]) -> dict[str, StoredTensor]:
-    """Returns stored tensors of which only the parts of a rank are read.
+    """Returns stored tensors of which only the parts of a rank are read, and leaves out what the rank has no part in.
 
     Raises:
         InvalidInput: one has another shape than the model's.
     """
-    kept = dict(found)
+    # whatever else a quantised module has goes with its weight
+    others = {name.rpartition(".")[0] for name, share in shares.items() if not share.cut}
+    kept = {name: one for name, one in found.items() if name.rpartition(".")[0] not in others}
+    found = kept.copy()
     for name in found.keys() & shares.keys():
         cut, whole = shares[name]
         if found[name].shape() != whole:

@@ -16,6 +16,7 @@ from rooftile.models.config import ModelConfig
 from rooftile.models.feed_forward import FeedForward
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply
+from rooftile.moe.problem import ELSEWHERE
 from rooftile.numerics import QuantisedRows
 from rooftile.weights import QuantisedWeight
 
@@ -36,15 +37,21 @@ class ExpertFeedForward(FeedForward):
 
     def __init__(self, config: ModelConfig, placement: Placement, *, waits: bool = False) -> None:
         super().__init__(config, placement)
-        config = config.part(placement.ranks)
+        config = placement.part(config)
         assert config.experts is not None
         sizes = self.sizes = config.experts
-        d, E, s = config.hidden, sizes.experts, sizes.shared
+        d, E, s = config.hidden, sizes.held, sizes.shared
         new = placement.parameter
-        self.centroids = new(E, d)
-        self.router_bias = new(E) if sizes.router_bias else None
+        self.first = placement.rank * E if sizes.ranks > 1 else 0
+        """The number of the first expert that this rank holds."""
+        every = torch.arange(sizes.experts, dtype=torch.int32, device=placement.device) - self.first
+        self.places = every.masked_fill_((every < 0) | (every >= E), ELSEWHERE)
+        """The place of each expert among those that this rank holds, or ELSEWHERE."""
+        self.centroids = new(sizes.experts, d)
+        self.router_bias = new(sizes.experts) if sizes.router_bias else None
         # a rounded bias would choose other experts
-        self.selection_bias = placement._replace(dtype=torch.float32).parameter(E) if sizes.selection_bias else None
+        wide = placement._replace(dtype=torch.float32)
+        self.selection_bias = wide.parameter(sizes.experts) if sizes.selection_bias else None
         self.up_bias = new(E, sizes.rows) if sizes.biases else None
         self.down_bias = new(E, d) if sizes.biases else None
         self.shapes: dict[str, tuple[int, ...]] = {"up": (E, sizes.rows, d), "down": (E, d, sizes.hidden)}
@@ -70,9 +77,13 @@ class ExpertFeedForward(FeedForward):
             x, self.centroids, self.sizes.router, bias=self.selection_bias, logit_bias=self.router_bias,
             deterministic=deterministic,
         )  # fmt: skip
+        is_dealt = self.sizes.ranks > 1
+        if is_dealt:
+            here = self.places.index_select(0, routing.experts.flatten()).view(routing.experts.shape)
+            routing = routing._replace(experts=here)
         return moe.experts(
             x, routing, self.up, self.down, activation=self.sizes.activation, deterministic=deterministic,
-            # the ranks add up what they compute, so only one of them adds the bias
-            up_bias=self.up_bias, down_bias=None if self.placement.rank else self.down_bias,
+            # the ranks add up what they compute, so only one of them adds the bias of an expert
+            up_bias=self.up_bias, down_bias=self.down_bias if is_dealt or not self.placement.rank else None,
             shared_up=self.shared_up, shared_down=self.shared_down, shared_gate=self.shared_gate,
         )  # fmt: skip

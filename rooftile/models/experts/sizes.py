@@ -30,6 +30,7 @@ class ExpertSizes:
         biases: whether the experts have biases.
         router_bias: whether a bias is added to the router's logits.
         selection_bias: whether a bias is added to the scores in the choice, and not in the gates (DeepSeek-V3).
+        ranks: the ranks among which whole experts are dealt out; 1 where each rank has all of them, or a slice of each.
 
     Raises:
         InvalidInput: the sizes do not go together.
@@ -44,11 +45,15 @@ class ExpertSizes:
     biases: bool = False
     router_bias: bool = False
     selection_bias: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden"):
             check_count(name, getattr(self, name))
         check_count("shared", self.shared, least=0)
+        check_count("ranks", self.ranks)
+        if self.experts % self.ranks:
+            raise InvalidInput(f"experts is {self.experts:,} and ranks {self.ranks}; must be a multiple of it")
         if self.experts > MOST_EXPERTS:
             raise InvalidInput(f"experts is {self.experts:,}; may be at most {MOST_EXPERTS:,}")
         check_choice("activation", self.activation, ACTIVATIONS)
@@ -59,6 +64,11 @@ class ExpertSizes:
         self.router.check_experts(self.experts)
         if self.shared_gate and not self.shared:
             raise InvalidInput("shared_gate is on and shared 0; a gate needs a shared network to multiply")
+
+    @property
+    def held(self) -> int:
+        """The experts of a layer that this rank holds."""
+        return self.experts // self.ranks
 
     @property
     def rows(self) -> int:
@@ -73,7 +83,7 @@ class ExpertSizes:
     @property
     def projected(self) -> int:
         """The rows of all first weights of a layer."""
-        return self.experts * self.rows + self.shared_rows
+        return self.held * self.rows + self.shared_rows
 
 
 def check_feed_forwards(feed_forwards: Sequence[str | None], layers: int, experts: ExpertSizes | None) -> None:

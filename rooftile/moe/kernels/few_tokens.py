@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rooftile.fused.kernels.one_row import numbers_of
 from rooftile.moe.activations import halves
 from rooftile.moe.kernels.activations import _activated
+from rooftile.moe.kernels.products import _ELSEWHERE
 from rooftile.moe.problem import FEW, Options, QuantisedWeights, Weights
 from rooftile.runtime.dependent_launch import overlaps, wait_for_inputs
 from rooftile.runtime.early_weights import may_read_early
@@ -125,7 +126,7 @@ def _second(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    """y of a few columns of a token. A choice that is no expert gives NaN."""
+    """y of a few columns of a token. A choice that is no expert gives NaN, and one that is ELSEWHERE adds nothing."""
     if PDL:
         wait_for_inputs()
     t = tl.program_id(0).to(tl.int64)
@@ -138,12 +139,12 @@ def _second(
         gate = tl.load(gates_ptr + t * K + choice)
         is_expert = (expert >= 0) & (expert < E)
         # NaN is added apart from the sum: no program wrote the row of such a choice
-        y += tl.where(is_expert, 0.0, float("nan"))
-        expert = tl.where(is_expert, expert, 0).to(tl.int64)
-        w = down_ptr + expert * (D * H) + n.to(tl.int64) * H
-        sums = _add_products(sums, a + choice * H, w, gate, n < D, H, BLOCK_K)
-        if BIAS:
-            y += gate * tl.load(bias_ptr + expert * D + n, mask=n < D, other=0.0).to(tl.float32)
+        y += tl.where(is_expert | (expert == _ELSEWHERE), 0.0, float("nan"))
+        if is_expert:
+            w = down_ptr + expert.to(tl.int64) * (D * H) + n.to(tl.int64) * H
+            sums = _add_products(sums, a + choice * H, w, gate, n < D, H, BLOCK_K)
+            if BIAS:
+                y += gate * tl.load(bias_ptr + expert.to(tl.int64) * D + n, mask=n < D, other=0.0).to(tl.float32)
     if S > 0:
         factor = 1.0
         if GATED:

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 
 from rooftile.moe.kernels.activations import _activated
+from rooftile.moe.problem import ELSEWHERE
+
+_ELSEWHERE: tl.constexpr = tl.constexpr(ELSEWHERE)
 
 
 @triton.jit
@@ -107,7 +110,8 @@ def _sum_choices(
 ):
     """y = the sum over choices of gate times z, one after the other, plus the shared network's output; rounded once.
 
-    A choice that is no expert gives NaN: the host, which could raise an error, would wait for the choices.
+    A choice that is no expert gives NaN: the host, which could raise an error, would wait for the choices. A choice that is
+    ELSEWHERE adds nothing.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -115,7 +119,8 @@ def _sum_choices(
     for k in range(K):
         z = tl.load(z_ptr + (t * K + k) * D + n, mask=n < D, other=0.0)
         expert = tl.load(chosen_ptr + t * K + k)
-        y += tl.where((expert >= 0) & (expert < E), tl.load(gates_ptr + t * K + k) * z.to(tl.float32), float("nan"))
+        without = tl.where(expert == _ELSEWHERE, 0.0, float("nan"))
+        y += tl.where((expert >= 0) & (expert < E), tl.load(gates_ptr + t * K + k) * z.to(tl.float32), without)
     if SHARED:
         y += tl.load(shared_ptr + t * D + n, mask=n < D, other=0.0).to(tl.float32)
     tl.store(y_ptr + t * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
