@@ -435,7 +435,8 @@ def explain(
 ) -> Explanation:
     """Shows which backend `attention` would run on these arguments, and every reason why the others would not. Runs nothing.
 
-    The answer is a text, with the chosen `backend` and all `refusals` as attributes; a notebook shows it as a table.
+    The answer is a text, with the chosen `backend` and all `refusals` as attributes; a notebook shows it as a table. Inside
+    `rooftile.parallel.context` a line says by which method the ranks share the call, and what is predicted of it.
     `explain(x, weight)` does so for `linear`, where weight is what `quantise_weight` or `sparsity.compress` returned.
 
     Example:
@@ -449,9 +450,13 @@ def explain(
     # a seed is not drawn: nothing runs
     settings = CallSettings(scale, softcap, dropout, 0 if dropout else None, deterministic, precision, needs_lse)
     checks.check_query(q)
+    if split.ENTERED.attend is not None:
+        split.check_plain(mask, blocks=blocks, key_padding_mask=key_padding_mask)
     call, _ = normalise(Call(q, k, v, mask, Options(bias, alibi, sinks), settings), blocks, key_padding_mask, False)
-    _, code = completed(call)
+    over_ranks = split.explained(call)
+    _, code = completed(call if over_ranks is None else over_ranks[1])
     found = dispatch.explain(decode(code))
+    found = found if over_ranks is None else found.below(over_ranks[0])
     return found if q.is_nested else found.below(checks.sizes_line(q, k, v))
 
 

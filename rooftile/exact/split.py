@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,18 @@ from rooftile.exact.masks import Mask
 from rooftile.exact.spec import Call
 from rooftile.runtime.operators import in_backward
 
-Attend = Callable[[Call], tuple[Tensor, Tensor]]
+
+class Attend(Protocol):
+    """Runs calls of this thread over the ranks of a group."""
+
+    def __call__(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Returns o and lse."""
+        ...
+
+    def explained(self, call: Call) -> tuple[str, Call]:
+        """Says how a call would run, and returns one whose backend is that of its parts."""
+        ...
+
 
 # the function that runs this thread's calls of attention; None outside of any context, False where a caller has left it
 CURRENT: ContextVar[Attend | bool | None] = ContextVar("rooftile_split_attention", default=None)
@@ -45,7 +56,7 @@ def enter(attend: Attend | bool) -> Token[Attend | bool | None]:
 def _attend(call: Call) -> tuple[Tensor, Tensor] | None:
     """Returns o and lse of a call inside a context, None for a call outside of any."""
     current = CURRENT.get()
-    if callable(current):
+    if current is not None and not isinstance(current, bool):
         return current(call)
     if current is None and in_backward():
         raise Unsupported(
@@ -73,6 +84,12 @@ def check_plain(mask: Any, **given: Any) -> None:
                 f"{name} {type(value).__name__} inside rooftile.parallel.context; has masks of rooftile, such as CAUSAL and "
                 "Window, and documents by the context's cu="
             )
+
+
+def explained(call: Call) -> tuple[str, Call] | None:
+    """Says how a call inside a context would run, and returns one of which a part's backend is known; None outside of any."""
+    current = CURRENT.get()
+    return None if current is None or isinstance(current, bool) else current.explained(call)
 
 
 def active() -> bool:

@@ -14,7 +14,7 @@ from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.spec import CallSettings, Options, Spec
 from rooftile.hardware import link
 from rooftile.parallel import heads
-from rooftile.parallel.estimates import choose
+from rooftile.parallel.estimates import Plan, planned
 from rooftile.parallel.layouts import LAYOUTS, Held, count, ranges
 from rooftile.parallel.traffic import Sequence
 from rooftile.runtime.arguments import shown, whole
@@ -93,7 +93,8 @@ def check(
     if isinstance(ranks, Grid):
         heads.check(q, k, options, ranks.inner, "usp" if method == "auto" else method)
     if method == "auto":
-        method = _chosen(q, k, v, mask, options, settings, ranks, layout, offsets, total)
+        found = _planned(q, k, v, mask, options, settings, ranks, layout, offsets, total)
+        method = found.method if found is not None else "usp-gather" if isinstance(ranks, Grid) else "gather"
     if method == "ulysses" and not isinstance(ranks, Grid):
         heads.check(q, k, options, ranks, method)
     return Checked(q, k, v, mask, options, settings, ranks, layout, method, offsets, total)
@@ -134,14 +135,26 @@ def _bias(bias: Tensor, q: Tensor, cu: tuple[int, ...] | None, total: int) -> Te
     return numbers.to(torch.promote_types(q.dtype, torch.float32)) if broadcast else numbers
 
 
-def _chosen(
+def explained(call: Checked) -> str:
+    """Says in a line by which method a call runs, and what is predicted of it where chip and link are known."""
+    ranks, method, held = call.ranks, call.method, call.q.shape[-3]
+    # the words of `explain` begin in the tenth column
+    head = f"ranks    {ranks.count}, of which rank {ranks.rank} has {held:,} of {call.tokens:,} tokens ({call.layout}): {method}"
+    found = _planned(*call[:7], call.layout, call.cu, call.tokens)
+    if found is None:
+        return f"{head}; no time is predicted: the chip or the link is not known, see rooftile.parallel.plan"
+    mine = next(each for each in found.estimates if each.method == method)
+    return f"{head}, {mine.time_us / 1e3:.3g} ms predicted, sends {mine.bytes_sent / 2**20:.4g} MiB; {found.why}"
+
+
+def _planned(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, settings: CallSettings, ranks: Ranks | Grid, layout: str,
     cu: tuple[int, ...] | None, total: int,
-) -> str:  # fmt: skip
-    """Returns the method that "auto" takes; every rank finds the same from the same sizes."""
+) -> Plan | None:  # fmt: skip
+    """Returns the plan that "auto" follows; every rank finds the same from the same sizes. None where nothing is known."""
     groups = (ranks.outer, ranks.inner) if isinstance(ranks, Grid) else (ranks,)
     if q.device.type != "cuda" or ranks.count == 1 or not isinstance(mask, Mask):
-        return "gather" if len(groups) == 1 else "usp-gather"
+        return None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     spec = Spec(
         dtype=q.dtype, dim=q.shape[-1], dim_v=v.shape[-1], group=q.shape[-2] // k.shape[-2], mask=mask, scale=1.0,
@@ -153,11 +166,9 @@ def _chosen(
         B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
         inner=groups[1].count if len(groups) > 1 else 0,
     )  # fmt: skip
-    links = tuple(
-        link.known(each.group, q.device) for each in ((ranks.outer, ranks.inner) if isinstance(ranks, Grid) else (ranks,))
-    )
+    links = tuple(link.known(each.group, q.device) for each in groups)
     device = torch.cuda.get_device_properties(q.device)
-    return choose(sequence, spec, links, device.name, needs_grad=needs_grad, device_bytes=device.total_memory)
+    return planned(sequence, spec, links, device.name, needs_grad=needs_grad, device_bytes=device.total_memory)
 
 
 def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks | Grid) -> tuple[tuple[int, ...] | None, int]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
-from rooftile.parallel.arguments import METHODS, check_method
+from rooftile.parallel.arguments import METHODS, check, check_method, explained
 from rooftile.parallel.attention import context_attention
 from rooftile.parallel.layouts import LAYOUTS
 from rooftile.parallel.sharding import positions
@@ -59,7 +59,7 @@ def context(
             raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
     check_method(method, ranks)
     shared = group if isinstance(ranks, Grid) else ranks.group
-    attend = partial(_attend, group=shared, layout=layout, method=method, cu=cu, tokens=tokens)
+    attend = _Attention(shared, layout, method, cu, tokens)
     places = partial(_places, ranks=ranks, group=shared, layout=layout, cu=cu, tokens=tokens)
     with _entered(attend, SplitSequence(shared, layout, cu, places)):
         yield
@@ -110,34 +110,65 @@ def _entered(attend: Any, sequence: SplitSequence | bool) -> Iterator[None]:
         recurrences.CURRENT.reset(own)
 
 
-def _attend(call: Call, *, group: Any, layout: str, method: str, cu: Tensor | None, tokens: int | None) -> tuple[Tensor, Tensor]:
-    """Runs a call of `rooftile.attention` over the group."""
-    q, k, v, mask, options, settings, is_packed = call
-    if is_packed:
-        raise Unsupported(
-            "packed sequences inside rooftile.parallel.context; give the whole pack's offsets to the context (cu=), and "
-            "this rank's tokens to rooftile.attention with a batch of 1"
-        )
-    if settings.precision != "native":
-        raise Unsupported(f"precision {settings.precision} inside rooftile.parallel.context; has the inputs' own")
-    if k.shape[1] != q.shape[1]:
-        raise Unsupported(
-            f"k has {k.shape[1]} tokens and q has {q.shape[1]} inside rooftile.parallel.context; it has self-attention: "
-            "call attention to other keys outside of it"
-        )
-    if cu is not None:
-        if q.shape[0] != 1:
-            raise InvalidInput(f"q has batch {q.shape[0]} inside rooftile.parallel.context(cu=...); a pack has batch 1")
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-        if isinstance(options.bias, Tensor) and options.bias.ndim == 4:
-            options = options._replace(bias=options.bias.squeeze(0))
-    with split_off():
-        o, lse = context_attention(
-            q, k, v, mask, group=group, layout=layout, method=method, cu=cu, tokens=tokens, return_lse=True,
-            alibi=options.alibi, backend=settings.backend, bias=options.bias, deterministic=settings.deterministic,
-            dropout=settings.dropout, scale=settings.scale, seed=settings.seed, sinks=options.sinks, softcap=settings.softcap,
+class _Attention(NamedTuple):
+    """What runs this thread's calls of `rooftile.attention` inside of a context."""
+
+    group: Any
+    layout: str
+    method: str
+    cu: Tensor | None
+    tokens: int | None
+
+    def __call__(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Returns o and lse of a call, over the group."""
+        q, k, v, mask, options, settings, _ = self._plain(call)
+        with split_off():
+            o, lse = context_attention(
+                q, k, v, mask, group=self.group, layout=self.layout, method=self.method, cu=self.cu, tokens=self.tokens,
+                return_lse=True, alibi=options.alibi, backend=settings.backend, bias=options.bias,
+                deterministic=settings.deterministic, dropout=settings.dropout, scale=settings.scale, seed=settings.seed,
+                sinks=options.sinks, softcap=settings.softcap,
+            )  # fmt: skip
+        return (o.unsqueeze(0), lse.unsqueeze(0)) if self.cu is not None else (o, lse)
+
+    def explained(self, call: Call) -> tuple[str, Call]:
+        """Says how a call would run, and returns one whose backend is that of its parts."""
+        q, k, v, mask, options, settings, _ = self._plain(call)
+        checked = check(
+            q, k, v, mask, grid_of(self.group), options, settings, layout=self.layout, method=self.method, cu=self.cu,
+            tokens=self.tokens,
         )  # fmt: skip
-    return (o.unsqueeze(0), lse.unsqueeze(0)) if cu is not None else (o, lse)
+        method = checked.method
+        settings = settings._replace(needs_lse=True, wide_grads=method != "ulysses", partial=method in ("ring", "usp"))
+        options = call.options
+        if isinstance(options.bias, Tensor):
+            # a part has the columns of its own keys
+            B, T, H, _ = call.q.shape
+            options = options._replace(bias=options.bias.flatten()[:1].expand(B, H, T, T))
+        return f"{explained(checked)}; the backends are those of its parts", call._replace(options=options, settings=settings)
+
+    def _plain(self, call: Call) -> Call:
+        """Returns a call over this rank's tokens, as `context_attention` takes it."""
+        q, k, v, _, options, settings, is_packed = call
+        if is_packed:
+            raise Unsupported(
+                "packed sequences inside rooftile.parallel.context; give the whole pack's offsets to the context (cu=), and "
+                "this rank's tokens to rooftile.attention with a batch of 1"
+            )
+        if settings.precision != "native":
+            raise Unsupported(f"precision {settings.precision} inside rooftile.parallel.context; has the inputs' own")
+        if k.shape[1] != q.shape[1]:
+            raise Unsupported(
+                f"k has {k.shape[1]} tokens and q has {q.shape[1]} inside rooftile.parallel.context; it has self-attention: "
+                "call attention to other keys outside of it"
+            )
+        if self.cu is not None:
+            if q.shape[0] != 1:
+                raise InvalidInput(f"q has batch {q.shape[0]} inside rooftile.parallel.context(cu=...); a pack has batch 1")
+            q, k, v = (x.squeeze(0) for x in (q, k, v))
+            if isinstance(options.bias, Tensor) and options.bias.ndim == 4:
+                options = options._replace(bias=options.bias.squeeze(0))
+        return call._replace(q=q, k=k, v=v, options=options)
 
 
 @contextmanager

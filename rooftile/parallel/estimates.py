@@ -285,25 +285,25 @@ def _pairs(piece: Piece) -> int:
     return sum(pairs(piece.mask, b - a, d - c) for (a, b), (c, d) in lengths)
 
 
-def choose(
+def planned(
     sequence: Sequence, spec: Spec, link: Link | tuple[Link | None, ...] | None, device_name: str, *, needs_grad: bool,
     device_bytes: int,
-) -> str:  # fmt: skip
-    """Returns the method of `method="auto"`: the plan's, where chip and links are known, else "gather" or "usp-gather".
+) -> Plan | None:  # fmt: skip
+    """Returns the plan that `method="auto"` follows where chip and links are known; None elsewhere.
 
-    A method may take a quarter of the device's memory. Every rank of equal devices chooses the same.
+    A method may take a quarter of the device's memory. Every rank of equal devices gets the same.
     """
     chip = chip_named(device_name)
     links = tuple(each for each in (link if isinstance(link, tuple) else (link,)) if each is not None)
     if len(links) < (2 if sequence.inner else 1) or chip is None or spec.dtype not in (torch.bfloat16, torch.float16):
-        return "usp-gather" if sequence.inner else "gather"
-    return _chosen(sequence, spec, links, chip, "fwd+bwd" if needs_grad else "fwd", device_bytes / 4)
+        return None
+    return _planned(sequence, spec, links, chip, "fwd+bwd" if needs_grad else "fwd", device_bytes / 4)
 
 
 @lru_cache(maxsize=256)
-def _chosen(s: Sequence, spec: Spec, links: tuple[Link, ...], chip: Chip, phase: str, most_bytes: float) -> str:
+def _planned(s: Sequence, spec: Spec, links: tuple[Link, ...], chip: Chip, phase: str, most_bytes: float) -> Plan:
     lengths = () if s.cu is None else tuple((b - a, b - a) for a, b in pairwise(s.cu))
     sizes = Sizes(B=len(lengths) or s.B, T=s.tokens, S=s.tokens, H=s.H, Hk=s.Hk, lengths=lengths)
     ranks = (s.ranks // s.inner, s.inner) if s.inner else s.ranks
     given = (links[0], links[-1])
-    return plan(Problem(spec=spec, sizes=sizes), ranks, given, chip, layout=s.layout, phase=phase, most_bytes=most_bytes).method
+    return plan(Problem(spec=spec, sizes=sizes), ranks, given, chip, layout=s.layout, phase=phase, most_bytes=most_bytes)

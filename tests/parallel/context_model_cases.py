@@ -111,6 +111,7 @@ def calls(rank: int) -> dict[str, Any]:
         found["lse"] = close(o) and torch.allclose(unshard(lse, dim=2), due_lse, atol=1e-5)
         with context(None, method="ulysses"):
             found["nested"] = close(rt.attention(*own, CAUSAL))
+            found["explained"] = is_explained(own, rank)
         found["dropout"] = dropout_is_one_device_s(q, k, v, own)
         # another thread is in no context
         in_thread: list[Tensor] = []
@@ -144,6 +145,17 @@ def calls(rank: int) -> dict[str, Any]:
         inside = compiled(*own)
     found["compiled"] = close(inside) and torch.allclose(outside, due) and torch.allclose(compiled(q, k, v), due)
     return found
+
+
+def is_explained(own: list[Tensor], rank: int) -> bool:
+    """Whether `explain` tells of the ranks in a context by heads, with a bias' columns as they are, and of none outside of it."""
+    head = f"ranks    2, of which rank {rank} has 6 of 12 tokens (zigzag)"
+    inside = str(rt.explain(*own, CAUSAL))
+    with context(None, method="ring"):
+        biased = str(rt.explain(*own, bias=torch.randn(4, 6, 12)))
+    with split_off():
+        outside = str(rt.explain(*own, CAUSAL))
+    return f"{head}: ulysses" in inside and f"{head}: ring" in biased and head not in outside
 
 
 def dropout_is_one_device_s(q: Tensor, k: Tensor, v: Tensor, own: list[Tensor]) -> bool:

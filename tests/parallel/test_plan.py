@@ -11,7 +11,7 @@ from rooftile.exact.spec import Problem, Sizes, Spec
 from rooftile.hardware.chips import chip_named
 from rooftile.hardware.link import Link
 from rooftile.parallel import memory, plan
-from rooftile.parallel.estimates import choose
+from rooftile.parallel.estimates import planned
 from rooftile.parallel.traffic import Sequence
 from tests.parallel import plan_cases
 from tests.parallel.processes import run_on
@@ -149,9 +149,11 @@ def test_auto_takes_the_plan_s_method_and_gather_where_nothing_is_known():
     due = plan(problem(131_072, FULL, Hk=32), 8, link, H200).method
     assert due != "gather"
     known = {"needs_grad": False, "device_bytes": 141 << 30}
-    assert choose(sequence, spec, link, "NVIDIA H200", **known) == due
-    assert choose(sequence, spec, None, "NVIDIA H200", **known) == "gather"
-    assert choose(sequence, spec, link, "a chip of tomorrow", **known) == "gather"
+    found = planned(sequence, spec, link, "NVIDIA H200", **known)
+    assert found is not None
+    assert found.method == due
+    assert planned(sequence, spec, None, "NVIDIA H200", **known) is None
+    assert planned(sequence, spec, link, "a chip of tomorrow", **known) is None
 
 
 def test_a_plan_prints_the_bytes_of_what_else_makes_a_sequence_fit():
