@@ -111,7 +111,7 @@ def _entered(attend: Any, sequence: SplitSequence | bool) -> Iterator[None]:
 
 
 class _Attention(NamedTuple):
-    """What runs this thread's calls of `rooftile.attention` inside of a context."""
+    """Runs this thread's calls of `rooftile.attention` inside of a context."""
 
     group: Any
     layout: str
