@@ -28,6 +28,7 @@ from rooftile.engine.ranks.serving import serve_rank_0
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, Model
 from rooftile.engine.start.build import build_runner, engine_of
+from rooftile.engine.steps.runner import Runner
 from rooftile.models.checkpoints.weights import reporting_progress
 
 
@@ -47,8 +48,8 @@ def lead(blueprint: Blueprint) -> tuple[Engine, Leader]:
     given = Place.found()
     if given is not None and given.rank:
         if given.lined:
-            serve_rank_0(given, lambda store, line: _work(blueprint, _late(given, store, blueprint), line))
-        _work(blueprint, _late(given, given.meet(), blueprint), None)
+            serve_rank_0(given, lambda store, line: _serve(blueprint, _late(given, store, blueprint), line))
+        _serve(blueprint, _late(given, given.meet(), blueprint), None)
         raise SystemExit(0)
     leader = Leader(config.ranks, told=given is None or given.watched or given.lined)
     try:
@@ -87,14 +88,19 @@ def work(
     _work(blueprint, late, line)
 
 
-def _work(blueprint: Blueprint, late: LateGroup, line: Line | None) -> None:
+def _serve(blueprint: Blueprint, late: LateGroup, line: Line | None) -> None:
+    """Does a rank's part in a process that goes on after it."""
+    _work(blueprint, late, line).forget_graphs()
+    late.ready().abort()
+
+
+def _work(blueprint: Blueprint, late: LateGroup, line: Line | None) -> Runner:
     """Builds another rank's part and runs rank 0's orders until it ends."""
     # gloo must be given back before the interpreter ends: the line's thread would keep it
     with nullcontext() if line is None else line.reporting(late.progress):
         runner = build_runner(blueprint, late)[0]
         follow(runner, late.ready())
-    runner.forget_graphs()
-    late.ready().abort()
+    return runner
 
 
 def _met(meeting: str, rank: int, ranks: int, config: EngineConfig, device: torch.device, orders: SocketOrders) -> RankGroup:
