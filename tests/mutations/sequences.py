@@ -37,4 +37,8 @@ MUTATIONS = {
         "parallel/traffic.py", "exchange.tokens_fetched * WIDE_BYTES", "exchange.tokens_fetched * s.itemsize / 2",
         ("tests/parallel/test_plan.py", "-k", "bytes_are"),
     ),
+    "sequences, a draw's first query": Mutation(
+        "parallel/ring.py", "Start(sequence, part.t_start - first,", "Start(sequence, 0,",
+        (AGREES, "-k", "one_process and 2 and not exact"),
+    ),
 }  # fmt: skip

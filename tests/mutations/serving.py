@@ -17,6 +17,19 @@ MUTATIONS = {
         "engine/ranks/group.py", "self.stack(x).transpose(0, 1).reshape", "self.stack(x).reshape",
         ("tests/engine/test_rank_group.py", "-k", "columns"),
     ),
+    "ranks, sums of words": Mutation(
+        "engine/ranks/peers/kernels.py", "second = high.to(dtype)", "second = low.to(dtype)",
+        ("tests/interpreter/test_peer_sums.py",),
+    ),
+    "ranks, another rank's experts": Mutation(
+        "models/experts/feed_forward.py", "self.first = placement.rank * E if", "self.first = 0 if",
+        ("tests/parallel/test_tensor.py", "-k", "one_process_does and 2"),
+    ),
+    "contexts, a window of all ranks": Mutation(
+        "engine/mixers/exact/context_step.py", "else CAUSAL & Window(window // self.share.ranks - 1)",
+        "else CAUSAL & Window(window - 1)",
+        ("tests/engine/test_context_steps.py", "-k", "definition"),
+    ),
     "ranks, a bias on each": Mutation(
         "models/projection.py", "self.adds_bias = not (summed and placement.rank)", "self.adds_bias = True",
         ("tests/parallel/test_tensor.py", "-k", "one_process_does and 2"),
