@@ -20,7 +20,7 @@ from rooftile.models.mixer_checks import MOST_NUMBERS, check_mixers
 from rooftile.models.mixers import BRANCHES, MIXERS, NativeSparseSizes
 from rooftile.models.parts import part_of
 from rooftile.models.rotary import Rotary
-from rooftile.runtime.words import answers_words
+from rooftile.runtime.words import answers_foreign_words, answers_words
 from rooftile.weights.files.folder import check_folder
 from rooftile.weights.files.settings import read_json
 
@@ -157,6 +157,7 @@ class ModelConfig:
         """Whether a layer has heads of attention."""
         return any(MIXERS[mixer] for mixer in self.mixers)
 
+    @answers_foreign_words
     def part(self, ranks: int, *, deal_experts: bool = False) -> ModelConfig:
         """Returns the sizes of what each of `ranks` ranks holds (`rooftile.models.placement`); refuses what does not fit.
 

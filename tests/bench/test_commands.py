@@ -21,7 +21,7 @@ FILES = {str(path.relative_to(LAB)): ast.parse(path.read_text(encoding="utf-8"))
 # all else that Python can run: the command itself, a page's tables, and the second processes of suites
 ENTRANCES = {
     "__main__.py", "bench/results.py", "bench/engine_start.py", "bench/suites/cpu.py", "bench/suites/ladder.py",
-    "bench/suites/long.py",
+    "bench/suites/long.py", "bench/server/on_ray.py",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rooftile.recurrent import walk
-from rooftile.recurrent.kernels import selective
+from rooftile.recurrent.kernels.selective import call
 from tests.grids import swept
 from tests.interpreter.test_recurrent_steps import ROOM, rounded
 from tests.recurrent import cases
@@ -29,8 +29,8 @@ def _kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("the plain walk ran")
 
     monkeypatch.setattr(walk, "backward", refuse)
-    monkeypatch.setattr(selective, "CHUNK", 16)
-    monkeypatch.setattr(selective, "_CHANNELS", 4)
+    monkeypatch.setattr(call, "CHUNK", 16)
+    monkeypatch.setattr(call, "_CHANNELS", 4)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -144,7 +144,7 @@ def test_no_token_knows_earlier_ones_or_neighbours() -> None:
 @pytest.mark.parametrize(("N", "channels"), [(1, 8), (2, 16), (5, 32)])
 def test_fewer_numbers_than_channels(N: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(10)
-    monkeypatch.setattr(selective, "_CHANNELS", channels)
+    monkeypatch.setattr(call, "_CHANNELS", channels)
     check(cases.scan(7, batch=1, W=channels + 1, N=N), torch.float32)
 
 
@@ -157,6 +157,6 @@ def test_the_gradients_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(9)
     case, dy = rounded(cases.scan(40), torch.float32), torch.randn(2, 40, 7)
     found = of_kernels(case, dy, None)
-    monkeypatch.setattr(selective, "CHUNK", 64)
+    monkeypatch.setattr(call, "CHUNK", 64)
     for name, x in of_kernels(case, dy, None).items():
         torch.testing.assert_close(x, found[name], rtol=1e-4, atol=1e-5)
