@@ -28,7 +28,7 @@ class Attend(Protocol):
         ...
 
     def explained(self, call: Call) -> tuple[str, Call]:
-        """Says how a call would run, and returns one whose backend is that of its parts."""
+        """Says how a call would run, and returns a call that gets the backend of its parts."""
         ...
 
 

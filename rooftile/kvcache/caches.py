@@ -25,7 +25,7 @@ class Caches:
     def __init__(self, pages: Pages, places: Mapping[int, int], states: States | None = None) -> None:
         self.pages, self.places, self.states = pages, places, states
         self.share: ContextShare | None = None
-        """The tokens that lie here, where those of a sequence are dealt out to several ranks; None if all do."""
+        """The tokens of each sequence that this rank holds, where several ranks share its tokens; None if it holds all."""
         self.rows: Tensor | None = None
         """(blocks,) int32: the row of each block; None if each block is its own row."""
         blocks, window_pages = pages.storage.shape[0], pages.window_pages

@@ -132,7 +132,7 @@ class _Attention(NamedTuple):
         return (o.unsqueeze(0), lse.unsqueeze(0)) if self.cu is not None else (o, lse)
 
     def explained(self, call: Call) -> tuple[str, Call]:
-        """Says how a call would run, and returns one whose backend is that of its parts."""
+        """Says how a call would run, and returns a call that gets the backend of its parts."""
         q, k, v, mask, options, settings, _ = self._plain(call)
         checked = check(
             q, k, v, mask, grid_of(self.group), options, settings, layout=self.layout, method=self.method, cu=self.cu,

@@ -36,7 +36,7 @@ class Sequence:
         return replace(self, ranks=self.ranks // U, H=self.H // U, Hk=max(self.Hk, U) // U, inner=0)
 
     def rows(self) -> Held:
-        """Returns the ranges that each row holds; without rows, those of each rank."""
+        """Returns the ranges of tokens that each row holds; without rows, the ranges of each rank."""
         return rows_of(ranges(self.tokens, self.ranks, self.layout), self.inner or 1)[0]
 
     def held(self, rank: int) -> int:

@@ -35,7 +35,7 @@ class Kernels(Protocol):
     # in order, and of the first state, each in its dtype. None: plain operations compute the gradients
     backward: Callable[..., list[Tensor]] | None
 
-    # the following three are for less than a whole pass costs; a module without `end` has none of them
+    # the following three functions cost less than a whole pass; a module without `end` has none of them
     def end(self, tokens: Tensors, constants: Tensors, state: Tensor, options: Given) -> Tensor:
         """Returns a new tensor with the states behind tokens (rows, c, ...), and no outputs."""
 

@@ -94,7 +94,7 @@ def attended(ranks: int, kv: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.d
         try:
             share = group.share(rank)
             pages = Pages(table.numel(), len(windows), HK, D, block_size=SIZE, dtype=dtype)
-            # what was never written must not be read
+            # cells that were never written must not be read
             pages.storage.view(torch.uint8).fill_(0xFF)
             caches = Caches(pages, {n: n for n in range(len(windows))})
             caches.share = share

@@ -11,6 +11,7 @@ import torch
 from rooftile.engine import LLM, SamplingParams
 from rooftile.models import ModelConfig
 from rooftile.models.rotary import Rotary
+from tests.gpu.test_ranks import ASKED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -21,14 +22,6 @@ MODEL = ModelConfig(
 )  # fmt: skip
 ROOM: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 199, "max_num_seqs": 8, "max_batched_tokens": 300, "seed": 0}
 PROMPTS = [[7 * n % 1003 for n in range(1, length)] for length in (3, 20, 90, 150, 4, 700)]
-ASKED = [
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
-    SamplingParams(n=3, seed=4, max_tokens=40, ignore_eos=True),
-    SamplingParams(beam_width=3, n=2, max_tokens=9, ignore_eos=True),
-    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(frequency_penalty=0.5, top_k=20, seed=3, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
-]
 
 
 def answers(llm: LLM) -> list[list[list[int]]]:

@@ -85,7 +85,7 @@ class RankGroup:
             summed: Tensor = self._peers.add(x)
             return summed
         if self.ordered:
-            # as the kernel of `PeerSums` adds: an answer's sums may come from both
+            # the kernel of `PeerSums` adds in the same way: sums of one answer may come from both
             total, *others = self.stack(x).float()
             for part in others:
                 total = total + part

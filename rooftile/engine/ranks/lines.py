@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rooftile.errors import InvalidInput, Unsupported
 
@@ -161,10 +161,10 @@ def say_goodbye() -> None:
         lines.say_goodbye()
 
 
-def _message(connection: Connection) -> list:  # type: ignore[type-arg]
+def _message(connection: Connection) -> list[Any]:
     """Reads a message; ["end"] when the other end has gone."""
     try:
-        message: list[str | int] = json.loads(connection.recv_bytes(_MOST_BYTES))
+        message: list[Any] = json.loads(connection.recv_bytes(_MOST_BYTES))
         return message
     except (EOFError, OSError, ValueError):
         return ["end"]

@@ -36,7 +36,7 @@ class Place(NamedTuple):
         given = _given.get()
         if given is not None or "RANK" not in os.environ:
             return given
-        # torchrun's variables, or those of whoever else sets them
+        # torchrun sets these variables; other launchers set them, too
         rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         return cls(rank, ranks, *local, _torchruns, lined=True)

@@ -66,7 +66,7 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     if machine is not None:
         share_machine(machine["replicas"], settings, machine["visible"])
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
-    # where a cluster's scheduler starts the other ranks
+    # a cluster's scheduler that starts the other ranks gives a listener
     listener = settings.pop("listener", None)
     place = None if listener is None else hosted(socket.socket(fileno=listener), ranks_of(settings))
     with reporting_progress(report_progress), placed(place):

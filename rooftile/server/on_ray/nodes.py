@@ -9,7 +9,7 @@ from rooftile import __version__
 from rooftile.errors import InvalidInput
 
 STRATEGIES = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
-"""Where the GPUs of one engine are: on one node; on few; on many if possible; each on another node. The words are Ray's."""
+"""Ray's words for the nodes of one engine's GPUs: one node; few; many if possible; another for each."""
 
 
 def node_address() -> str:

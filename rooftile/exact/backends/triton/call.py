@@ -35,7 +35,7 @@ class KernelSpec(NamedTuple):
     BIAS: bool
     ALIBI: bool
     DROPOUT: bool
-    PLACED: bool  # draws and distances are those of a larger problem
+    PLACED: bool  # draws and distances count places in a larger problem
     SINKS: bool
     FP16: bool  # the gradients of the scores have fp16's narrow range
     PRECISION: str  # how fp32 numbers are multiplied

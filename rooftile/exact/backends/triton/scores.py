@@ -171,7 +171,7 @@ def add_bias(
     x, t, j, T, S, distance, bias_ptr, bias_stride_t, bias_stride_s, slope,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Scores with bias and ALiBi added; t and j are a query's and a key's index, `distance` is that of query 0 from key 0."""
+    """Scores with bias and ALiBi added; t and j are a query's and a key's index, `distance` is the distance of query 0 from key 0."""
     if BIAS:
         there = (t < T) & (j < S)
         x += tl.load(bias_ptr + t * bias_stride_t + j * bias_stride_s, mask=there, other=0.0).to(tl.float32) * UNIT
