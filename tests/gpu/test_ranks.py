@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.ranks.failures import RankEnded
 from rooftile.models import ModelConfig
+from rooftile.models.config import config_of
 from rooftile.models.rotary import Rotary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -59,4 +61,21 @@ def test_two_gpus_without_graphs() -> None:
     eager: dict[str, Any] = ROOM | {"enforce_eager": True}
     two = LLM(MODEL, tensor_parallel_size=2, **eager)
     assert answers(two) == answers(LLM(MODEL, **eager))
+    two.close()
+
+
+def test_two_gpus_that_hold_whole_experts() -> None:
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    made = transformers.MixtralConfig(**sizes, vocab_size=1003, max_position_embeddings=512, num_local_experts=4)
+    config = config_of(made.to_dict(), "here")
+    due = answers(LLM(config, **ROOM))
+    two = LLM(config, tensor_parallel_size=2, enable_expert_parallel=True, **ROOM)
+    assert two.engine.runner.decoder.config.experts.held == 2
+    assert answers(two) == due
     two.close()

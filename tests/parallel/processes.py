@@ -1,4 +1,4 @@
-"""Runs a function in P processes over gloo, and returns what each rank returned."""
+"""Runs a function in P processes over gloo or NCCL, and returns what each rank returned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch.multiprocessing as mp
 SECONDS = 240
 
 
-def run_on(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls function(rank, *arguments) in each of `ranks` processes; an error of a rank is raised here."""
+def run_on(ranks: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """Calls function(rank, *arguments) in each of `ranks` processes; an error of a rank is raised here. NCCL: a GPU each."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
-        processes = [context.Process(target=_main, args=(rank, ranks, folder, function, arguments)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=_main, args=(rank, ranks, folder, backend, function, arguments)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -39,9 +41,13 @@ def run_on(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[An
     return [answer["found"] for answer in answers]
 
 
-def _main(rank: int, ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, ranks: int, folder: str, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     try:
         answer = {"found": function(rank, *arguments)}
     except BaseException:
