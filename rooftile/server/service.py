@@ -95,9 +95,10 @@ class Service:
 
     def facts(self) -> dict[str, Any]:
         """Returns the served model in OpenAI's words."""
+        _, texts, ready = self.check()
         return {
             "id": self.settings.served_model_name, "object": "model", "created": self.created, "owned_by": "rooftile",
-            "max_model_len": self.check()[2].max_len,
+            "max_model_len": ready.max_len, "has_chat_template": texts.has_template,
         }  # fmt: skip
 
     def health(self) -> dict[str, Any]:

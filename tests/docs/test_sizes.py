@@ -37,7 +37,7 @@ def test_the_map_leads_to_every_page():
 
 
 # lines of a version that a reader takes in
-MOST_CHANGES = 60
+MOST_CHANGES = 66
 
 
 def test_the_changelog_of_a_version_is_short():

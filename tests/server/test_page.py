@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "rooftile" / "server" / "page"
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript"), ("/icon.svg", "image/svg")],
+    [("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript"), ("/markdown.js", "text/javascript"), ("/icon.svg", "image/svg")],
 )
 def test_the_files_come_with_a_policy(path, kind) -> None:
     answer = ask("GET", path)
@@ -34,8 +34,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_markup() -> None:
     links = set(re.findall(r"https?://[^\s\"'`)]+", text))
     # the name of a namespace, which nobody fetches
     assert links == {"http://www.w3.org/2000/svg"}
-    script = (PAGE / "page.js").read_text(encoding="utf-8")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", script)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", text)
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|style=|<style|<script>", page), "the policy forbids what stands in the page itself"
     for label in re.findall(r'<label[^>]*for="(\w+)"', page):
@@ -63,6 +62,8 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
         browser.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)
         browser.call("Page.navigate", url=server.url + "/")
         browser.wait(f"{field}('status')?.textContent.startsWith('tiny')")
+        browser.run(f"{field}('tab-prompt').click()")
+        assert browser.run(f"{field}('prompt').value") == ""
         browser.run(f"{field}('prompt').value = {json.dumps(PROMPT)}; {field}('seed').value = {seed}")
         browser.run(f"{field}('max_tokens').value = 1900; {field}('form').requestSubmit()")
         browser.wait(f"{field}('answer').textContent.length > 20")
@@ -86,6 +87,126 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
     finally:
         browser.close()
     server.wait_until_idle()
+
+
+# what the page writes to and reads from a server, in place of one: the next streams of an answer each, and the bodies that came
+SCRIPTED = """
+window.asked = [];
+window.streams = %s;
+window.theirs = window.fetch;
+window.fetch = (path, options) => {
+  if (!options?.body) return window.theirs(path, options);
+  window.asked.push(JSON.parse(options.body));
+  const usage = {prompt_tokens: 9, completion_tokens: 5, prompt_tokens_details: {cached_tokens: 0}};
+  const events = [...window.streams.shift().map((delta) => ({choices: [{delta}]})), {choices: [], usage}];
+  const text = events.map((each) => `data: ${JSON.stringify(each)}\\n\\n`).join("") + "data: [DONE]\\n\\n";
+  return Promise.resolve(new Response(new Blob([text]).stream()));
+};
+"""
+MARKDOWN = """Two *kinds* of **roofs** with `x < 1`, <b>no markup</b>, [a page](https://roof.example/a) and ![a picture](http://x/y.png):
+
+# Title
+1. flat
+2. steep
+   - slate
+   - tile
+
+> said
+> twice
+
+| a | b |
+|---|--:|
+| 1 | `2|3` |
+
+```python
+if x < 1:
+    print("<i>")
+
+done()
+```
+https://bare.example/b. snake_case_name ~~gone~~
+***
+unclosed **bold and `code"""
+CALL = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_conversation(server, tmp_path) -> None:
+    """Markdown as elements, a thought and a call folded, results given, an error taken back, all by the keyboard."""
+    streams = [
+        [{"role": "assistant", "content": ""}, {"reasoning_content": "Hm, "}, {"reasoning_content": "roofs."}]
+        + [{"content": MARKDOWN[n : n + 7]} for n in range(0, len(MARKDOWN), 7)],
+        [{"content": "I look."}, {"tool_calls": [CALL]}, {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]}],
+        [{"content": "Sunny."}],
+    ]  # fmt: skip
+    browser, field = Browser(tmp_path / "profile"), "document.getElementById"
+    key = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: %s, bubbles: true, cancelable: true}))"
+
+    def ask(text: str) -> None:
+        browser.run(f"{field}('message').focus(); {field}('message').value = {json.dumps(text)}")
+        browser.run(key % "'Enter'")
+
+    def count(selector: str) -> int:
+        return browser.run(f"document.querySelectorAll({json.dumps('#talk ' + selector)}).length")
+
+    try:
+        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        browser.call("Page.navigate", url=server.url + "/")
+        browser.wait(f"{field}('status')?.textContent.startsWith('tiny')")
+        browser.run(SCRIPTED % json.dumps(streams))
+        ask("Which roofs?\n<b>?")
+        browser.wait(f"{field}('usage').textContent.includes('5 of answer')")
+        browser.wait("document.querySelectorAll('#talk table').length === 1")
+        assert browser.run("document.querySelector('#talk .user .text').textContent") == "Which roofs?\n<b>?"
+        assert browser.run("document.querySelector('.thought').open") is False
+        assert browser.run("document.querySelector('.thought pre').textContent") == "Hm, roofs."
+        text = "document.querySelector('.assistant .text')"
+        kinds = ["P", "H3", "OL", "BLOCKQUOTE", "DIV", "PRE", "P", "HR", "P"]
+        assert browser.run(f"[...{text}.children].map((each) => each.tagName)") == kinds
+        assert [count(each) for each in ("strong", "em", "del", "b", "img", "i", "ol > li", "ul > li", "td")] == [
+            1, 1, 1, 0, 0, 0, 2, 2, 3,
+        ]  # fmt: skip
+        links = "[...document.querySelectorAll('#talk a')].map((each) => each.href)"
+        assert browser.run(links) == ["https://roof.example/a", "https://bare.example/b"]
+        assert browser.run(f"{text}.querySelector('pre').textContent") == 'if x < 1:\n    print("<i>")\n\ndone()'
+        assert browser.run(f"{text}.lastChild.textContent") == "unclosed **bold and `code"
+        assert "snake_case_name" in browser.run(f"{text}.textContent")
+        wide = "document.documentElement.scrollWidth <= innerWidth"
+        assert browser.run(wide), "a phone would have to scroll sideways"
+
+        browser.run(f"{field}('tools').value = '[{{}}]'; {field}('system').value = 'Be short.'")
+        ask("And in Rome?")
+        browser.wait("document.querySelectorAll('li.tool textarea').length === 1")
+        assert browser.run("document.querySelector('.call summary').textContent") == "Calls weather"
+        browser.run("document.querySelector('li.tool textarea').value = '25 C'")
+        browser.run("document.querySelector('li.tool form').requestSubmit()")
+        browser.wait(f"{field}('talk').lastChild.textContent === 'Sunny.'")
+        called = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        sent = browser.run("window.asked.at(-1)")
+        assert sent["tools"] == [{}]
+        assert sent["messages"] == [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "Which roofs?\n<b>?"},
+            {"role": "assistant", "content": MARKDOWN},
+            {"role": "user", "content": "And in Rome?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "call-1", "content": "25 C"},
+        ]
+
+        # a question that the server refuses comes back, to be mended
+        browser.run(f"window.fetch = window.theirs; {field}('tools').value = ''; {field}('max_tokens').value = -1")
+        ask("Again?")
+        browser.wait(f"{field}('error').textContent.includes('max_tokens is -1')")
+        assert browser.run(f"{field}('message').value") == "Again?"
+        assert count("> li") == 6
+        browser.run(f"{field}('tab-chat').focus()")
+        browser.run(key % "'ArrowRight'")
+        assert browser.run("document.activeElement.id") == "tab-prompt"
+        assert browser.run(f"[{field}('chat').hidden, {field}('raw').hidden]") == [True, False]
+        browser.run(f"{field}('new').click()")
+        assert count("> li") == 0
+    finally:
+        browser.close()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

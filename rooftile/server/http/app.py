@@ -35,6 +35,11 @@ from rooftile.server.service import Service
 Form = TypeVar("Form", bound=BaseModel)
 
 PAGE = Path(__file__).parent.parent / "page"
+# the files of the page and their kinds, by path
+PAGE_FILES = {
+    "/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "talk", "markdown", "live")},
+}  # fmt: skip
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -68,11 +73,10 @@ class Routes:
             ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
-            ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
-            ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),
+            ("GET", "/openapi.json", self.openapi), *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
         # routes without data of clients
-        self.public = (self.health, self.page, self.style, self.script, self.icon)
+        self.public = (self.health, self.page)
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
@@ -129,20 +133,9 @@ class Routes:
         return json_answer(schema.document())
 
     async def page(self, request: Request) -> Response:
-        """Returns the page."""
-        return _file("index.html", "text/html")
-
-    async def style(self, request: Request) -> Response:
-        """Returns the page's style sheet."""
-        return _file("page.css", "text/css")
-
-    async def script(self, request: Request) -> Response:
-        """Returns the page's script."""
-        return _file("page.js", "text/javascript")
-
-    async def icon(self, request: Request) -> Response:
-        """Returns the page's icon."""
-        return _file("icon.svg", "image/svg+xml")
+        """Returns a file of the page."""
+        name, kind = PAGE_FILES[request.scope["route"].path]
+        return FileResponse(PAGE / name, media_type=kind, headers={"Content-Security-Policy": _POLICY})
 
     async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], GenerationRequest]) -> Response:
         service, access = self._service, request.state.access
@@ -230,6 +223,3 @@ def _seconds(request: Request, most: float) -> float:
         raise Refusal("invalid_value", why)
     return min(seconds, most)
 
-
-def _file(name: str, kind: str) -> Response:
-    return FileResponse(PAGE / name, media_type=kind, headers={"Content-Security-Policy": _POLICY})

@@ -47,6 +47,11 @@ class Texts:
         with ThreadPoolExecutor(1, "loader") as thread:
             return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._tokenizer is not None and self._tokenizer.has_template
+
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns a text's token ids."""
         return await self._run(lambda own: own.encode(text, special, most_bytes=limits.PROMPT_BYTES))

@@ -1,17 +1,14 @@
-"use strict";
-// What a model writes goes to the page as text only: nothing here reads markup.
+// What a model writes goes to the page as text nodes: nothing here reads markup.
 
-const SVG = "http://www.w3.org/2000/svg";
-const PERIOD_MS = 1000;
-const SHOWN = 120;
-const COLUMNS = 40;
-const ROWS = 8;
+import { watch } from "./live.js";
+import { Answer, Talk } from "./talk.js";
 
 const at = (id) => document.getElementById(id);
 const say = (id, text) => { at(id).textContent = text; };
+const every = (selector, act) => document.querySelectorAll(selector).forEach(act);
 const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const talk = new Talk(at("talk"));
 let running = null;
-let model = null;
 
 function headers() {
   const key = at("key").value.trim();
@@ -19,14 +16,19 @@ function headers() {
   return key ? { ...found, Authorization: `Bearer ${key}` } : found;
 }
 
-function body() {
-  const number = (id) => (at(id).value === "" ? null : Number(at(id).value));
-  const fields = {
-    stream: true, stream_options: { include_usage: true }, max_tokens: number("max_tokens"), temperature: number("temperature"),
-    top_p: number("top_p"), top_k: number("top_k"), seed: number("seed"),
-  };
-  const prompt = at("prompt").value;
-  return at("chat").checked ? { ...fields, messages: [{ role: "user", content: prompt }] } : { ...fields, prompt };
+function settings() {
+  const found = { stream: true, stream_options: { include_usage: true } };
+  for (const id of ["max_tokens", "temperature", "top_p", "top_k", "seed"]) {
+    if (at(id).value !== "") found[id] = Number(at(id).value);
+  }
+  return at("model").value ? { ...found, model: at("model").value } : found;
+}
+
+function conversation() {
+  const system = at("system").value;
+  const messages = system ? [{ role: "system", content: system }, ...talk.messages] : talk.messages;
+  const tools = at("tools").value.trim();
+  return tools ? { ...settings(), messages, tools: JSON.parse(tools) } : { ...settings(), messages };
 }
 
 function showError(message) {
@@ -34,20 +36,12 @@ function showError(message) {
   say("error", message || "");
 }
 
-function take(event, seconds) {
-  if (event.error) { showError(event.error.message); return; }
-  for (const choice of event.choices) {
-    const text = choice.delta ? choice.delta.content : choice.text;
-    if (text) at("answer").append(document.createTextNode(text));
-  }
-  if (event.usage) {
-    const { prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details } = event.usage;
-    const rate = numbers.format(answer / Math.max(seconds, 0.001));
-    say("usage", `${prompt} tokens of prompt, ${details.cached_tokens} of them cached; ${answer} of answer, ${rate} per second`);
-  }
+function showUsage({ prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details }, seconds) {
+  const rate = numbers.format(answer / Math.max(seconds, 0.001));
+  say("usage", `${prompt} tokens of prompt, ${details.cached_tokens} of them cached; ${answer} of answer, ${rate} per second`);
 }
 
-async function read(answer, began) {
+async function read(answer, began, take) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let complete = false;
@@ -62,131 +56,103 @@ async function read(answer, began) {
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
       complete = data === "[DONE]";
-      if (!complete) take(JSON.parse(data), (performance.now() - began) / 1000);
+      if (complete) continue;
+      const event = JSON.parse(data);
+      if (event.error) showError(event.error.message);
+      else event.choices.forEach(take);
+      if (event.usage) showUsage(event.usage, (performance.now() - began) / 1000);
     }
   }
 }
 
-async function send() {
-  if (running) return;
+// Sends a body and gives each choice of the stream to `take`; returns when the answer has ended, was stopped or has failed.
+async function send(path, body, take) {
   running = new AbortController();
-  at("send").disabled = true;
-  at("stop").disabled = false;
-  at("answer").replaceChildren();
+  every(".send", (each) => { each.disabled = true; });
+  every(".stop", (each) => { each.disabled = false; });
   say("usage", "");
   showError("");
-  const path = at("chat").checked ? "v1/chat/completions" : "v1/completions";
   try {
     const began = performance.now();
     const answer = await fetch(path, {
       method: "POST", headers: headers(), body: JSON.stringify(body()), signal: running.signal,
     });
-    if (answer.ok) await read(answer, began);
+    if (answer.ok) await read(answer, began, take);
     else showError((await answer.json()).error.message);
   } catch (error) {
-    if (error.name !== "AbortError") showError("the server does not answer");
+    if (error instanceof SyntaxError) showError(`the tools are no JSON: ${error.message}`);
+    else if (error.name !== "AbortError") showError("the server does not answer");
   }
   running = null;
-  at("send").disabled = false;
-  at("stop").disabled = true;
+  every(".send", (each) => { each.disabled = false; });
+  every(".stop", (each) => { each.disabled = true; });
 }
 
-// the live pictures, from the same series that Prometheus reads
+async function go() {
+  if (running) return;
+  const answer = new Answer(at("talk"));
+  await send("v1/chat/completions", conversation, (choice) => answer.take(choice.delta));
+  talk.keep(answer, go);
+  if (answer.empty && !at("error").hidden && !at("message").value) at("message").value = talk.takeBack();
+}
 
-function series(text) {
-  const found = {};
-  for (const line of text.split("\n")) {
-    const match = /^\w+:(\w+)\{model_name=".*?(?:",state="(\w+))?"\} (\S+)$/.exec(line);
-    if (match) found[match[2] ? `${match[1]}.${match[2]}` : match[1]] = Number(match[3]);
+function ask() {
+  if (running) return;
+  talk.withdraw();
+  talk.ask(at("message").value);
+  at("message").value = "";
+  go();
+}
+
+async function proceed() {
+  if (running) return;
+  at("answer").replaceChildren();
+  const body = () => ({ ...settings(), prompt: at("prompt").value });
+  await send("v1/completions", body, (choice) => at("answer").append(document.createTextNode(choice.text)));
+}
+
+const tabs = [["tab-chat", "chat"], ["tab-prompt", "raw"]];
+
+function select(chosen) {
+  for (const [tab, panel] of tabs) {
+    at(tab).setAttribute("aria-selected", String(tab === chosen));
+    at(tab).tabIndex = tab === chosen ? 0 : -1;
+    at(panel).hidden = tab !== chosen;
   }
-  return found;
 }
 
-function draw(name, attributes, text) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function drawPool(used, cached, free) {
-  const total = Math.max(1, used + cached + free);
-  const tiles = Math.min(total, COLUMNS * ROWS);
-  const count = (blocks) => (blocks ? Math.max(1, Math.round((blocks / total) * tiles)) : 0);
-  const usedTiles = count(used);
-  const cachedTiles = count(cached);
-  const made = [];
-  for (let n = 0; n < tiles; n += 1) {
-    const state = n < usedTiles ? "used" : n < usedTiles + cachedTiles ? "cached" : "free";
-    made.push(draw("rect", {
-      class: `tile ${state}`, x: (n % COLUMNS) * 12 + 1, y: Math.floor(n / COLUMNS) * 12 + 1, width: 10, height: 10, rx: 2,
-    }));
+function known(models) {
+  at("model").replaceChildren(...models.map(({ id }) => new Option(id)));
+  at("model").parentElement.hidden = models.length < 2;
+  if (!models[0].has_chat_template) {
+    at("tab-chat").disabled = true;
+    at("tab-chat").title = "the model has no chat template";
+    select("tab-prompt");
   }
-  at("pool").replaceChildren(...made);
 }
 
-function drawChart(rates) {
-  const most = Math.max(1, ...rates);
-  const points = rates.map((rate, n) => `${(480 * (SHOWN - rates.length + n)) / (SHOWN - 1)},${112 - (100 * rate) / most}`);
-  at("chart").replaceChildren(
-    draw("line", { class: "axis", x1: 0, x2: 480, y1: 112, y2: 112 }),
-    draw("line", { class: "axis", x1: 0, x2: 480, y1: 12, y2: 12 }),
-    draw("polyline", { class: "line", points: points.join(" ") }),
-    draw("text", { x: 0, y: 9 }, numbers.format(most)),
-  );
+for (const [tab] of tabs) {
+  at(tab).addEventListener("click", () => select(tab));
+  at(tab).addEventListener("keydown", (event) => {
+    const other = tabs.find(([each]) => each !== tab)[0];
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || at(other).disabled) return;
+    select(other);
+    at(other).focus();
+  });
 }
-
-const rates = [];
-let last = null;
-// the key that the server has refused: asked again with it, it would only write another line into its log
-let refused = null;
-
-function showState(found) {
-  const now = performance.now();
-  const tokens = found.generation_tokens_total;
-  say("running", numbers.format(found.num_requests_running));
-  say("waiting", numbers.format(found.num_requests_waiting));
-  const asked = found.prefix_cache_queries_total;
-  say("hits", asked ? `${numbers.format((100 * found.prefix_cache_hits_total) / asked)} %` : "–");
-  for (const state of ["used", "cached", "free"]) say(state, numbers.format(found[`kv_blocks.${state}`] ?? 0));
-  drawPool(found["kv_blocks.used"] ?? 0, found["kv_blocks.cached"] ?? 0, found["kv_blocks.free"] ?? 0);
-  if (last) {
-    rates.push(Math.max(0, (1000 * (tokens - last.tokens)) / (now - last.now)));
-    if (rates.length > SHOWN) rates.shift();
-    say("rate", numbers.format(rates[rates.length - 1]));
-    drawChart(rates);
-  }
-  last = { tokens, now };
-}
-
-async function watch() {
-  try {
-    const health = await fetch("health");
-    if (!health.ok) {
-      say("status", (await health.json()).error.message);
-    } else {
-      const key = at("key").value;
-      const answer = key === refused ? null : await fetch("metrics", { headers: headers() });
-      if (!answer || answer.status === 401) {
-        refused = key;
-        say("status", "the server asks for an API key");
-      } else {
-        refused = null;
-        showState(series(await answer.text()));
-        if (!model) model = (await (await fetch("v1/models", { headers: headers() })).json()).data[0];
-        say("status", `${model.id}, at most ${numbers.format(model.max_model_len)} tokens per sequence`);
-      }
-    }
-  } catch {
-    say("status", "the server does not answer");
-  }
-  setTimeout(watch, PERIOD_MS);
-}
-
-at("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-at("stop").addEventListener("click", () => running?.abort());
+at("chat-form").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+at("form").addEventListener("submit", (event) => { event.preventDefault(); proceed(); });
+at("fields").addEventListener("submit", (event) => event.preventDefault());
+at("new").addEventListener("click", () => { running?.abort(); talk.clear(); at("message").focus(); });
+at("message").addEventListener("keydown", (event) => {
+  // an input method takes Enter, too
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("chat-form").requestSubmit();
+});
+every(".stop", (each) => each.addEventListener("click", () => running?.abort()));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("form").requestSubmit();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !at("raw").hidden) at("form").requestSubmit();
 });
-watch();
+watch(headers, known);
