@@ -19,7 +19,13 @@ PAGE = Path(__file__).resolve().parents[2] / "rooftile" / "server" / "page"
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript"), ("/markdown.js", "text/javascript"), ("/icon.svg", "image/svg")],
+    [
+        ("/", "text/html"),
+        ("/page.css", "text/css"),
+        ("/page.js", "text/javascript"),
+        ("/markdown.js", "text/javascript"),
+        ("/icon.svg", "image/svg"),
+    ],
 )
 def test_the_files_come_with_a_policy(path, kind) -> None:
     answer = ask("GET", path)

@@ -222,4 +222,3 @@ def _seconds(request: Request, most: float) -> float:
         why = f"X-Request-Timeout is {shown!r}; must be one number of seconds above 0, and below 10,000,000"
         raise Refusal("invalid_value", why)
     return min(seconds, most)
-
