@@ -209,24 +209,32 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, add_generation_prompt: bool = True, use_tqdm: bool | None = None,
+        *, add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None, use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers conversations, which the checkpoint's chat template writes.
 
         Args:
             messages: a conversation, or a list of them: dictionaries with a role and content each.
             sampling_params, use_tqdm: see `generate`.
-            add_generation_prompt: whether a prompt ends where the model's answer begins.
+            add_generation_prompt: whether a prompt ends where the model's answer begins; None does so unless
+                continue_final_message is set.
+            continue_final_message: whether a prompt ends in the text of its last message, the assistant's, which is continued.
+            chat_template_kwargs: variables that the template reads, as {"enable_thinking": False}.
 
         Returns:
             One RequestOutput per conversation, in their order.
 
         Raises:
-            InvalidInput: there is no tokenizer or chat template, or it refuses these messages.
+            InvalidInput: there is no tokenizer or chat template, or it refuses these messages, or does not read a variable.
         """
         tokenizer = self.get_tokenizer()
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
-        prompts = [tokenizer.chat(each, add_generation_prompt) for each in cast("Any", [messages] if one else messages)]
+        prompts = [
+            tokenizer.chat(each, opens, continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs)
+            for each in cast("Any", [messages] if one else messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:

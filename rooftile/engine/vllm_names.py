@@ -151,8 +151,6 @@ LLM_REFUSED = {
 GENERATE_WORDS = {
     "chat_template": "give it to LLM(chat_template=...)",
     "chat_template_content_format": "templates get the content as text",
-    "chat_template_kwargs": "set them in a template of your own, and give it to LLM(chat_template=...)",
-    "continue_final_message": "an answer is not continued; give the prompt's text to generate",
     "documents": "write them into a message",
     "inputs": "prompts come first, by position",
     "lora_request": _LORA,

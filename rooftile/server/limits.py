@@ -30,6 +30,11 @@ BIASES = 1024
 # names that a client chooses
 NAME_CHARACTERS = 128
 
+# variables of a chat template, which may run loops over them. No flags: a switch is a word
+TEMPLATE_VARIABLES = 32
+TEMPLATE_BYTES = 16 * 2**10
+TEMPLATE_DEPTH = 8
+
 # bounds of structured output. No flags: they bound what a grammar may cost other clients
 SCHEMA_BYTES = 64 * 2**10
 SCHEMA_DEPTH = 32

@@ -120,9 +120,9 @@ def test_unknown_fields_inside_of_others_are_refused(server) -> None:
         (CHATS, {"functions": [{}]}),
         (CHATS, {"audio": {}}),
         (CHATS, {"modalities": ["audio"]}),
-        (CHATS, {"reasoning_effort": "high"}),
+        (COMPLETIONS, {"reasoning_effort": "high"}),
         (CHATS, {"chat_template": "{{ 1 }}"}),
-        (CHATS, {"chat_template_kwargs": {"x": "{% for i in range(9**9) %}{% endfor %}"}}),
+        (COMPLETIONS, {"chat_template_kwargs": {"x": "{% for i in range(9**9) %}{% endfor %}"}}),
         (
             CHATS,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},

@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 from rooftile.errors import InvalidInput, Unsupported
 
 # lines of compiled templates; a thousand messages take some 30,000
 MOST_STEPS = 1_000_000
+# what the engine gives to each template
+OWN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+# clients give these to any model, whether it thinks or not
+HINTS = ("enable_thinking", "thinking", "reasoning_effort")
 # the types of parts that are text, in OpenAI's two APIs
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
+class _WrongVariable(ValueError):
+    """A caller's variable that is refused before the template runs."""
+
+
 def render(
-    template: str, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, named: Mapping[str, str], place: str
-) -> str:
+    template: str, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, named: Mapping[str, str], place: str,
+    *, variables: Mapping[str, Any] = MappingProxyType({}), continue_final_message: bool = False,
+) -> str:  # fmt: skip
     """Returns a conversation as the template writes it.
 
     Args:
@@ -36,9 +47,12 @@ def render(
         add_generation_prompt: whether to end where the model's answer begins.
         named: the special tokens by name, which the template may use.
         place: the folder of the template, for error messages.
+        variables: the caller's variables of the template, such as enable_thinking.
+        continue_final_message: whether to end in the text of the last message, which the model continues.
 
     Raises:
-        InvalidInput: the messages are none, or the template refuses them, fails or runs for too long.
+        InvalidInput: the messages are none, or the template refuses them, fails or runs for too long; it does not read one of
+            the variables; or the last message cannot be continued.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInput(f"messages is {messages!r}; must be a list of at least one")
@@ -46,19 +60,24 @@ def render(
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
     written_as = [_with_text(message) for message in messages]
+    mark = _mark_end(written_as, add_generation_prompt) if continue_final_message else ""
     try:
-        program = _compiled(template)
+        program, read = _compiled(template)
+        _check_variables(variables, read, named)
         with _limited(MOST_STEPS):
             written: str = program.render(
-                messages=written_as, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **named
-            )
+                messages=written_as, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+                **named, **variables,
+            )  # fmt: skip
     except ImportError:
         raise InvalidInput("a chat template needs the package jinja2; pip install jinja2") from None
+    except _WrongVariable as error:
+        raise InvalidInput(str(error)) from None
     except Exception as error:
         # a template is somebody else's program: whatever it raises is its refusal of these messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
-    return written
+    return _cut_at(mark, written, messages[-1], place) if mark else written
 
 
 def text_of(content: object, where: str = "content") -> str:
@@ -86,6 +105,42 @@ def text_of(content: object, where: str = "content") -> str:
             raise InvalidInput(f"{where} has a part without a text; must be {{type, text}}")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _check_variables(variables: Mapping[str, Any], read: frozenset[str], named: Mapping[str, str]) -> None:
+    """Checks that a template reads the variables that a caller gives it, and that they replace none of the engine's."""
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise _WrongVariable(f"chat_template_kwargs is {repr(variables)[:80]}; must be a dictionary of variables by name")
+    own = {*OWN, *named}
+    for name in variables:
+        if name in own:
+            raise _WrongVariable(f"chat_template_kwargs has {name!r}, which the template gets from the engine; leave it out")
+        if name not in read and name not in HINTS:
+            near = get_close_matches(name[:80], sorted(read - own)[:200], n=1)
+            advice = f"did you mean {near[0]}?" if near else "leave it out"
+            raise _WrongVariable(f"chat_template_kwargs has {name[:80]!r}, which the chat template does not read; {advice}")
+
+
+def _mark_end(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    """Marks the end of the last message, which is to be continued; returns the mark, which no caller can guess."""
+    if add_generation_prompt:
+        raise InvalidInput("continue_final_message and add_generation_prompt are both true; a prompt has one end: give one")
+    last = messages[-1]
+    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
+        shown = repr(last["role"][:40])
+        raise InvalidInput(f"continue_final_message is true, and the last message is of {shown}; must be the assistant's text")
+    mark = secrets.token_hex(16)
+    # the space behind it tells whether the template keeps a text's last spaces
+    messages[-1] = last | {"content": last["content"] + mark + " "}
+    return mark
+
+
+def _cut_at(mark: str, written: str, last: dict[str, Any], place: str) -> str:
+    """Returns a conversation up to the mark, by the rule of Transformers: without spaces before it that the template removes."""
+    end = written.rfind(mark)
+    if end < 0 or text_of(last["content"]).strip() not in written:
+        raise InvalidInput(f"the chat template of {place} leaves the last message out, or changes it; it cannot be continued")
+    return written[:end] if written[end + len(mark) :].startswith(" ") else written[:end].rstrip()
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -116,9 +171,9 @@ def template_of(value: str | Path, name: str = "chat_template") -> str:
 
 
 @lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    """Returns a template as a program in a sandbox, with the filter, the functions and the block that Transformers adds."""
-    from jinja2 import nodes
+def _compiled(template: str) -> tuple[Any, frozenset[str]]:
+    """Returns a template as a program in a sandbox, with what Transformers adds, and the names of the variables that it reads."""
+    from jinja2 import meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -135,7 +190,7 @@ def _compiled(template: str) -> Any:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(template)
+    return environment.from_string(template), frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
 def _to_json(

@@ -26,6 +26,7 @@ from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
 from rooftile.server.http.openai.generation import GenerationRequest, chat_request, completion_request
 from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.openai.template_options import template_options
 from rooftile.server.http.responder import Responder, late, unless_gone
 from rooftile.server.http.sse import EventStream, events_of
 from rooftile.server.observe.metrics import CONTENT_TYPE
@@ -102,7 +103,7 @@ class Routes:
         if messages is None:
             tokens = await texts.encode(form.prompt or "", special=form.add_special_tokens)
         else:
-            tokens = await texts.chat(messages, form.add_generation_prompt)
+            tokens = await texts.chat(messages, **template_options(form))
         return json_answer({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
 
     async def detokenize(self, request: Request) -> Response:

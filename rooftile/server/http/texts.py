@@ -56,9 +56,9 @@ class Texts:
         """Returns a text's token ids."""
         return await self._run(lambda own: own.encode(text, special, most_bytes=limits.PROMPT_BYTES))
 
-    async def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        """Returns a conversation's token ids."""
-        return await self._run(lambda own: own.chat(messages, add_generation_prompt, most_bytes=limits.PROMPT_BYTES))
+    async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+        """Returns a conversation's token ids; `options` are keywords of `Tokenizer.chat`."""
+        return await self._run(lambda own: own.chat(messages, **options, most_bytes=limits.PROMPT_BYTES))
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """Returns the text of token ids."""

@@ -18,7 +18,7 @@ from rooftile.server.refusals import Refusal
 
 _TEXT = "messages are text"
 _TOOLS = "there are no tools"
-_CONTINUE = "an answer is not continued; set add_generation_prompt to false, or send a prompt to /v1/completions"
+_CONTINUE = "set continue_final_message to true beside messages, and the last message is continued"
 # fields that change the text that a model reads, and why they are not supported. Clients send empty ones back with an answer
 CHANGING = {
     "audio": _TEXT, "documents": _TEXT, "files": _TEXT, "function_call": _TOOLS, "image": _TEXT, "images": _TEXT,

@@ -26,6 +26,7 @@ _DUE = {
     "list_type": "a list", "literal_error": "false", "string_unicode": "a text of whole characters",
 }  # fmt: skip
 _TEXT = "this server reads and writes text"
+_CHAT = "a prompt is read as it is; send messages to /v1/chat/completions"
 
 # fields of OpenAI's API and of other servers that are refused: why
 REFUSED = {
@@ -35,9 +36,10 @@ REFUSED = {
     "function_call": "there are no functions; ask for JSON with response_format",
     "parallel_tool_calls": "there are no tools",
     "audio": _TEXT, "modalities": _TEXT, "web_search_options": "nothing is looked up", "suffix": "text is continued at its end",
-    "prediction": "tokens are computed one by one", "reasoning_effort": "the model decides how long it thinks",
+    "prediction": "tokens are computed one by one", "reasoning_effort": _CHAT,
     "verbosity": "max_tokens limits an answer", "prompt_cache_key": "cache_salt says who shares cached prefixes",
-    "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": "the checkpoint's own template is used",
+    "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": _CHAT, "enable_thinking": _CHAT,
+    "add_generation_prompt": _CHAT, "continue_final_message": _CHAT,
     "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
     "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
     "logits_processors": "nothing of a request is run", "priority": "requests are answered in their order",

@@ -114,17 +114,26 @@ class Message(BaseModel):
     reasoning: str | None = None
 
 
-class ChatForm(Sampling):
+class Templated(BaseModel):
+    """The fields that say how the chat template writes messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Any = _object()
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=16)
+
+
+class ChatForm(Sampling, Templated):
     """`POST /v1/chat/completions`."""
 
     messages: Any = Field(json_schema_extra={"type": "array", "items": Message.model_json_schema(), "maxItems": 1024})
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
 
 
-class TokenizeForm(BaseModel):
+class TokenizeForm(Templated):
     """`POST /tokenize`: a prompt or a conversation."""
 
     model_config = ConfigDict(extra="forbid")
@@ -132,7 +141,6 @@ class TokenizeForm(BaseModel):
     prompt: str | None = None
     messages: Any = Field(default=None, json_schema_extra={"type": "array", "items": Message.model_json_schema()})
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
 
 class DetokenizeForm(BaseModel):

@@ -18,6 +18,7 @@ from rooftile.server.http.openai.fields import read_part
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Sampling, StreamOptions, StructuredOutputs
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.http.openai.prompts import PromptForms
+from rooftile.server.http.openai.template_options import template_options
 from rooftile.server.refusals import Refusal
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class GenerationRequest:
     chat: bool
     prompts: list[str | list[int]] = field(default_factory=list)
     messages: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
+    """How the chat template writes the messages: keywords of `Tokenizer.chat`."""
     params: dict[str, Any]
     salt: str
     n: int
@@ -72,7 +74,7 @@ class GenerationRequest:
     async def tokens(self, texts: Texts) -> list[list[int]]:
         """Returns the tokens of each prompt that are read; with `echo` it also makes the prompts' texts."""
         if self.messages is not None:
-            found = [await texts.chat(self.messages, self.add_generation_prompt)]
+            found = [await texts.chat(self.messages, **self.template)]
         else:
             found = [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
         cut = self.params.get("truncate_prompt_tokens")
@@ -131,7 +133,7 @@ def chat_request(form: ChatForm, ready: Ready) -> GenerationRequest:
         # a chat answers until it is done, and a completion 16 tokens, as in OpenAI's API
         generation.params["max_tokens"] = None
     generation.messages = read_messages(form.messages)
-    generation.add_generation_prompt = form.add_generation_prompt is not False
+    generation.template = template_options(form)
     _add_prompt_logprobs(generation, form)
     return generation
 
