@@ -83,10 +83,11 @@ losses = []
 for step in range(steps):
     tokens, targets, cu = pack()
     group = mesh["cp"]
-    x, y = (parallel.shard(part, group).to(device) for part in (tokens, targets))
-    at = parallel.positions(TOKENS, group, cu=cu).to(device)[None]
+    # as many tokens on every process, and as much attention within the documents
+    x, y = (parallel.shard(part, group, layout="balanced", cu=cu).to(device) for part in (tokens, targets))
+    at = parallel.positions(TOKENS, group, "balanced", cu).to(device)[None]
     # inputs of the checkpoints wait in the host's memory for the backward
-    with parallel.context(group, cu=cu), parallel.offload():
+    with parallel.context(group, "balanced", cu=cu), parallel.offload():
         loss = model(x, y, at)
     # FSDP takes the mean of the ranks' gradients, and the gradient of the loss is their sum
     (loss * world).backward()

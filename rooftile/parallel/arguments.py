@@ -15,7 +15,8 @@ from rooftile.exact.spec import CallSettings, Options, Spec
 from rooftile.hardware import link
 from rooftile.parallel import heads
 from rooftile.parallel.estimates import Plan, planned
-from rooftile.parallel.layouts import LAYOUTS, Held, count, ranges
+from rooftile.parallel.layouts import Held, check_layout, count, ranges
+from rooftile.parallel.loads import advice
 from rooftile.parallel.traffic import Sequence
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.devices import arch
@@ -46,7 +47,7 @@ class Checked(NamedTuple):
     @property
     def held(self) -> Held:
         """The ranges of tokens that each rank holds."""
-        return ranges(self.tokens, self.ranks.count, self.layout)
+        return ranges(self.tokens, self.ranks.count, self.layout, self.cu)
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -64,11 +65,8 @@ def check(
     layout: str, method: str, cu: Tensor | None, tokens: int | None,
 ) -> Checked:  # fmt: skip
     """Returns the call. Raises InvalidInput or Unsupported."""
-    if method not in METHODS:
-        raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
     check_method(method, ranks)
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    check_layout(layout, cu is not None)
     if transformed():
         raise Unsupported("context_attention under torch.func; has autograd: call backward(), or torch.autograd.grad")
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
@@ -78,7 +76,7 @@ def check(
     if k.shape[-3] != q.shape[-3]:
         raise InvalidInput(f"k has {k.shape[-3]} tokens on this rank; q has {q.shape[-3]}, and they are the same tokens")
     offsets, total = _length(q, cu, tokens, ranks)
-    held = count(ranges(total, ranks.count, layout)[ranks.rank])
+    held = count(ranges(total, ranks.count, layout, offsets)[ranks.rank])
     if held != q.shape[-3]:
         raise InvalidInput(
             f"q has {q.shape[-3]} tokens on rank {ranks.rank}; the layout {layout!r} gives it {held} of {total}: "
@@ -101,7 +99,9 @@ def check(
 
 
 def check_method(method: str, ranks: Ranks | Grid) -> None:
-    """Raises InvalidInput if a method does not go with a mesh of two dimensions, or with one group."""
+    """Raises InvalidInput for an unknown method, or one that does not go with a mesh of two dimensions or with one group."""
+    if method not in METHODS:
+        raise InvalidInput(f"method is {method!r}; must be one of {', '.join(map(repr, METHODS))}")
     if isinstance(ranks, Grid) and method not in ("auto", *OF_GRIDS):
         raise InvalidInput(
             f"method {method!r} on a mesh of two dimensions; has 'usp', 'usp-gather' and 'auto' there: pass one of its "
@@ -142,7 +142,8 @@ def explained(call: Checked) -> str:
     head = f"ranks    {ranks.count}, of which rank {ranks.rank} has {held:,} of {call.tokens:,} tokens ({call.layout}): {method}"
     found = _planned(*call[:7], call.layout, call.cu, call.tokens)
     if found is None:
-        return f"{head}; no time is predicted: the chip or the link is not known, see rooftile.parallel.plan"
+        uneven = advice(_sequence(call.q, call.k, call.v, call.mask, ranks, call.layout, call.cu, call.tokens))
+        return f"{head}; no time is predicted: the chip or the link is not known, see rooftile.parallel.plan{uneven}"
     mine = next(each for each in found.estimates if each.method == method)
     return f"{head}, {mine.time_us / 1e3:.3g} ms predicted, sends {mine.bytes_sent / 2**20:.4g} MiB; {found.why}"
 
@@ -161,14 +162,21 @@ def _planned(
         layout="dense" if cu is None else "packed", has_bias=options.bias is not None, has_alibi=options.alibi is not None,
         dropout=float(settings.dropout), device=arch(q.device),
     )  # fmt: skip
-    sequence = Sequence(
-        tokens=total, ranks=ranks.count, mask=mask, H=q.shape[-2], Hk=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1],
-        B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
-        inner=groups[1].count if len(groups) > 1 else 0,
-    )  # fmt: skip
+    sequence = _sequence(q, k, v, mask, ranks, layout, cu, total)
     links = tuple(link.known(each.group, q.device) for each in groups)
     device = torch.cuda.get_device_properties(q.device)
     return planned(sequence, spec, links, device.name, needs_grad=needs_grad, device_bytes=device.total_memory)
+
+
+def _sequence(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, ranks: Ranks | Grid, layout: str, cu: tuple[int, ...] | None, total: int
+) -> Sequence:
+    """Returns a problem's sizes and layout, as plans take them."""
+    return Sequence(
+        tokens=total, ranks=ranks.count, mask=mask, H=q.shape[-2], Hk=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1],
+        B=q.shape[0] if cu is None else 1, itemsize=q.element_size(), layout=layout, cu=cu,
+        inner=ranks.inner.count if isinstance(ranks, Grid) else 0,
+    )  # fmt: skip
 
 
 def _length(q: Tensor, cu: Tensor | None, tokens: int | None, ranks: Ranks | Grid) -> tuple[tuple[int, ...] | None, int]:

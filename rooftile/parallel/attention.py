@@ -50,7 +50,8 @@ def context_attention(
         q, k, v: this rank's tokens, as `shard` deals them out: (B, T / P, H, D), or packed (total / P, H, D) with `cu`.
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`; positions are those of the whole sequence.
         group: a process group, a DeviceMesh of one or two dimensions, or None for the default group. Every rank of it calls this.
-        layout: "zigzag" or "contiguous": which tokens a rank holds.
+        layout: which tokens a rank holds: "zigzag", even for one causal sequence, "contiguous", or "balanced", even for packed
+            documents (see `shard`).
         method: "gather" fetches the keys that a rank's queries see; "ulysses" exchanges tokens for heads by two all-to-alls;
             "ring" passes keys around, so that no rank ever holds more than two ranks' keys. On a mesh of two dimensions
             "usp" exchanges heads within its rows (the second dimension) and passes keys between them, and "usp-gather" fetches

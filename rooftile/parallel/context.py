@@ -16,9 +16,9 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import split
 from rooftile.exact.masks import CAUSAL, FULL
 from rooftile.exact.spec import Call
-from rooftile.parallel.arguments import METHODS, check, check_method, explained
+from rooftile.parallel.arguments import check, check_method, explained
 from rooftile.parallel.attention import context_attention
-from rooftile.parallel.layouts import LAYOUTS
+from rooftile.parallel.layouts import check_layout
 from rooftile.parallel.sharding import positions
 from rooftile.recurrent.split import context as recurrences
 from rooftile.recurrent.split.context import SplitSequence
@@ -54,9 +54,7 @@ def context(
         ...     loss = model(shard(ids, mesh["cp"]), position_ids=positions(T, mesh["cp"])[None])     # doctest: +SKIP
     """
     ranks = grid_of(group)
-    for name, value, has in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
-        if value not in has:
-            raise InvalidInput(f"{name} is {value!r}; must be one of {', '.join(map(repr, has))}")
+    check_layout(layout, cu is not None)
     check_method(method, ranks)
     shared = group if isinstance(ranks, Grid) else ranks.group
     attend = _Attention(shared, layout, method, cu, tokens)

@@ -22,15 +22,14 @@ import torch
 from rooftile.cost.flops import count as flops_of
 from rooftile.cost.roofline import Machine
 from rooftile.errors import InvalidInput
-from rooftile.exact.masks import pairs
-from rooftile.exact.restrict import Piece
 from rooftile.exact.spec import DTYPE_NAMES, Problem, Sizes, Spec
 from rooftile.hardware.chips import Chip, chip_named
 from rooftile.hardware.link import Link
 from rooftile.parallel.gathered import groups_of
-from rooftile.parallel.layouts import LAYOUTS
+from rooftile.parallel.layouts import check_layout
+from rooftile.parallel.loads import advice, loads, shares
 from rooftile.parallel.memory import Memory
-from rooftile.parallel.pieces import Share, share_of
+from rooftile.parallel.pieces import Share
 from rooftile.parallel.traffic import WIDE_BYTES, Sequence, bytes_sent
 
 PHASES = ("fwd", "bwd", "fwd+bwd")
@@ -94,7 +93,7 @@ def plan(
         ranks: the number of ranks; or of rows and of ranks in a row, for the methods of a mesh of two dimensions.
         link: `rooftile.hardware.link.measure(group, device)`, or its numbers from elsewhere; or of both dimensions.
         machine: measured ceilings, or a datasheet's `Chip`.
-        layout: "zigzag" or "contiguous".
+        layout: "zigzag", "contiguous", or "balanced" for packed documents.
         phase: "fwd", "bwd" (the backward alone) or "fwd+bwd".
         one_us: the time of one device, if it is known; else it follows from FLOPs and the matrix rate.
         most_bytes: memory that a method may take.
@@ -105,8 +104,7 @@ def plan(
     """
     if phase not in PHASES:
         raise InvalidInput(f"phase is {phase!r}; must be one of {', '.join(map(repr, PHASES))}")
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout is {layout!r}; must be one of {', '.join(map(repr, LAYOUTS))}")
+    check_layout(layout, bool(problem.sizes.lengths))
     if any(queries != keys for queries, keys in problem.sizes.sequences):
         raise InvalidInput(f"the problem has {problem.sizes.T} queries and {problem.sizes.S} keys; a split sequence has as many")
     grid = ranks if isinstance(ranks, tuple) else (1, ranks)
@@ -131,21 +129,16 @@ def plan(
             _of_grid(method, sequence, links, bytes_per_us, parts) for method in ("usp-gather", "usp") if method not in refused
         ]
     else:
-        model = _Model(sequence, _shares(sequence), links[0], bytes_per_us, parts)
+        model = _Model(sequence, shares(sequence), links[0], bytes_per_us, parts)
         found = [model.estimate(method) for method in ("gather", "ulysses", "ring") if method not in refused]
     if not found:
         raise InvalidInput(f"no method runs on {grid[0]} rows of {inner} ranks: {refusals[0][1]}")
     found.sort(key=lambda each: each.time_us)
     fitting = [each for each in found if each.memory_bytes <= most_bytes] or [min(found, key=lambda each: each.memory_bytes)]
     return Plan(
-        method=fitting[0].method, ranks=count, one_us=one, why=_why(fitting[0], found, one, count), estimates=tuple(found),
-        refusals=refusals, memories=tuple(memories),
+        method=fitting[0].method, ranks=count, one_us=one, why=_why(fitting[0], found, one, count) + advice(sequence),
+        estimates=tuple(found), refusals=refusals, memories=tuple(memories),
     )  # fmt: skip
-
-
-def _shares(s: Sequence) -> list[Share]:
-    """The share of each rank, or of each row."""
-    return [share_of(s.mask, held, rank, s.cu) for held in (s.rows(),) for rank in range(len(held))]
 
 
 def _of_grid(method: str, sequence: Sequence, links: tuple[Link, ...], bytes_per_us: float, one_us: dict[str, float]) -> Estimate:
@@ -153,10 +146,11 @@ def _of_grid(method: str, sequence: Sequence, links: tuple[Link, ...], bytes_per
     U, rows = sequence.inner, sequence.ranks // sequence.inner
     between = sequence.between
     part = {phase: us / U for phase, us in one_us.items()}
-    found = _Model(between, _shares(sequence), links[0], bytes_per_us, part).estimate("ring" if method == "usp" else "gather")
+    found = _Model(between, shares(sequence), links[0], bytes_per_us, part).estimate("ring" if method == "usp" else "gather")
     within = _Model(
-        replace(sequence, tokens=-(-sequence.tokens // rows), ranks=U, cu=None, inner=0), [], links[1], bytes_per_us, one_us
-    )
+        replace(sequence, tokens=-(-sequence.tokens // rows), ranks=U, cu=None, layout="contiguous", inner=0), [], links[1],
+        bytes_per_us, one_us,
+    )  # fmt: skip
     exchanges = [within._ulysses(phase, 0.0) for phase in one_us]
     exposed = found.exposed_us + (sum(waits for waits, _ in exchanges) if U > 1 else 0.0)
     copies = found.copies_us + sum(moved for _, moved in exchanges) / bytes_per_us
@@ -206,7 +200,7 @@ class _Model:
     one_us: dict[str, float]  # by phase
 
     def estimate(self, method: str) -> Estimate:
-        part = 1 / self.sequence.ranks if method == "ulysses" else self._largest_share()
+        part = (1.0 if method == "ulysses" else max(loads(self.shares))) / self.sequence.ranks
         attention = sum(self.one_us.values()) * part
         exposed = copies = 0.0
         for phase in self.one_us:
@@ -219,11 +213,6 @@ class _Model:
             method=method, time_us=attention + exposed + copies, attention_us=attention, exposed_us=exposed, copies_us=copies,
             bytes_sent=sum(bytes_sent(method, self.sequence, phase) for phase in self.one_us), memory_bytes=self._memory(method),
         )  # fmt: skip
-
-    def _largest_share(self) -> float:
-        """The pairs of the rank that has most of them, over all pairs."""
-        by_rank = [sum(_pairs(local.piece) for local in share.pieces) for share in self.shares]
-        return max(by_rank) / sum(by_rank) if sum(by_rank) else 1 / self.sequence.ranks
 
     @property
     def _keys(self) -> int:
@@ -276,13 +265,6 @@ class _Model:
                 2 * (s.itemsize * (own * s.B * s.H * (s.D + s.Dv) + max(s.Hk, s.ranks) * own * self._keys // s.Hk)) * (1 + back)
             )
         return self._keys * own * (2 * s.itemsize + 3 * back * WIDE_BYTES) + self._rows * WIDE_BYTES
-
-
-def _pairs(piece: Piece) -> int:
-    if piece.cu_q is None or piece.cu_k is None:
-        return pairs(piece.mask, piece.t_stop - piece.t_start, piece.s_stop - piece.s_start)
-    lengths = zip(pairwise(piece.cu_q), pairwise(piece.cu_k), strict=True)
-    return sum(pairs(piece.mask, b - a, d - c) for (a, b), (c, d) in lengths)
 
 
 def planned(

@@ -6,26 +6,13 @@ sent: under a window a rank gets its neighbours' last keys and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rooftile.parallel.layouts import Range, count
-
-
-def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Returns the ranges as few disjoint ones that rise."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if start == stop:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)
 
 
 class Exchange:

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from rooftile.exact.masks import Mask
 from rooftile.exact.restrict import Piece, restrict, restrict_packed
-from rooftile.parallel.exchange import Exchange, union
-from rooftile.parallel.layouts import Held, Range, count
+from rooftile.parallel.exchange import Exchange
+from rooftile.parallel.layouts import Held, Range, count, union
 from rooftile.parallel.options import Start
 
 

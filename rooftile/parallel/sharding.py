@@ -12,42 +12,56 @@ from rooftile.errors import InvalidInput
 from rooftile.parallel.layouts import Range, count, ranges, rows_of
 from rooftile.runtime.arguments import shown, whole
 from rooftile.runtime.ranks import Grid, Ranks, grid_of
+from rooftile.runtime.tensors import check_offsets
 
 
-def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
+def shard(x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", cu: Tensor | None = None) -> Tensor:
     """Returns this rank's tokens of a whole tensor: inputs, targets, or a whole sequence's q, k and v.
 
     Args:
         x: the whole tensor, the same on every rank; `dim` is its axis of tokens.
         group: a process group, a DeviceMesh of one or two dimensions, or None for the default group.
-        layout: "zigzag" (rank r holds ranges r and 2P - 1 - r of 2P, so causal work is even) or "contiguous".
+        layout: "zigzag" (rank r holds ranges r and 2P - 1 - r of 2P: causal work is even for one sequence), "contiguous", or
+            "balanced" (causal work is even for packed documents: the busiest rank has at most 1 % more than its share of the
+            pairs, and twice the longest document's length).
+        cu: offsets (B + 1,) of the documents in the whole pack, the same on every rank; they are read. "balanced" needs them.
 
-    A length that P does not divide is cut unevenly, the first ranks hold one token more. Packed sequences are cut as one.
+    A length that P does not divide is cut unevenly in every layout: the first ranks hold one token more. Packed documents are cut
+    as one sequence.
+
+    Raises:
+        InvalidInput: a layout that there is not, or "balanced" without documents.
 
     Example:
         >>> shard(tokens, mesh["cp"], dim=1)      # doctest: +SKIP
     """
     ranks = grid_of(group)
     dim = _axis(x, dim)
-    held = ranges(x.shape[dim], ranks.count, layout)[ranks.rank]
+    held = ranges(x.shape[dim], ranks.count, layout, _offsets(cu, x.shape[dim]))[ranks.rank]
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in held], dim)
 
 
-def unshard(local: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", tokens: int | None = None) -> Tensor:
+def unshard(
+    local: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", tokens: int | None = None, cu: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Returns the whole tensor from every rank's tokens: the opposite of `shard`.
 
     Args:
         local: this rank's tokens; `dim` is their axis.
-        tokens: the whole length, for lengths that the number of ranks does not divide. None: every rank holds as many.
+        tokens: the whole length, for lengths that the number of ranks does not divide. None: `cu` says it, or every rank holds as
+            many.
+        cu: as `shard` got it.
 
     Differentiable: a rank's gradient is the sum of what every rank's loss asks of its tokens.
     """
     ranks = grid_of(group)
     dim = _axis(local, dim)
+    if tokens is None and isinstance(cu, Tensor) and cu.ndim == 1 and len(cu):
+        tokens = int(cu[-1])
     total = local.shape[dim] * ranks.count if tokens is None else whole(tokens)
     if total is None or total < 0:
         raise InvalidInput(f"tokens is {shown(tokens)}; must be an integer of at least 0, the whole length")
-    held = ranges(total, ranks.count, layout)
+    held = ranges(total, ranks.count, layout, _offsets(cu, total))
     own = count(held[ranks.rank])
     if own != local.shape[dim]:
         raise InvalidInput(
@@ -68,16 +82,22 @@ def positions(tokens: int, group: Any = None, layout: str = "zigzag", cu: Tensor
 
     Args:
         tokens: the whole sequence's length.
-        cu: offsets (B + 1,) of packed sequences; positions are then those within each sequence.
+        cu: offsets (B + 1,) of packed documents; positions are then those within each document. "balanced" needs them.
     """
     ranks = grid_of(group)
-    found = torch.cat([torch.arange(start, stop) for start, stop in ranges(tokens, ranks.count, layout)[ranks.rank]])
-    if cu is None:
+    offsets = _offsets(cu, tokens)
+    found = torch.cat([torch.arange(start, stop) for start, stop in ranges(tokens, ranks.count, layout, offsets)[ranks.rank]])
+    if offsets is None:
         return found
-    starts = cu.to("cpu", torch.int64)
-    if starts.ndim != 1 or not len(starts) or int(starts[-1]) != tokens:
-        raise InvalidInput(f"cu is {shown(cu)}; must be offsets (B + 1,) that end at {tokens}, the whole length")
+    starts = torch.tensor(offsets)
     return found - starts[torch.searchsorted(starts, found, right=True) - 1]
+
+
+def _offsets(cu: Tensor | None, tokens: int) -> tuple[int, ...] | None:
+    """Returns the offsets of documents in numbers."""
+    if cu is None:
+        return None
+    return tuple(check_offsets("cu", cu, tokens, "tokens of the whole pack", torch.device("cpu"), True).tolist())
 
 
 def _axis(x: Tensor, dim: int) -> int:

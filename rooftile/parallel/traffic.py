@@ -37,11 +37,11 @@ class Sequence:
 
     def rows(self) -> Held:
         """Returns the ranges of tokens that each row holds; without rows, the ranges of each rank."""
-        return rows_of(ranges(self.tokens, self.ranks, self.layout), self.inner or 1)[0]
+        return rows_of(ranges(self.tokens, self.ranks, self.layout, self.cu), self.inner or 1)[0]
 
     def held(self, rank: int) -> int:
         """Returns the number of tokens that a rank holds."""
-        return count(ranges(self.tokens, self.ranks, self.layout)[rank])
+        return count(ranges(self.tokens, self.ranks, self.layout, self.cu)[rank])
 
 
 def bytes_sent(method: str, s: Sequence, phase: str = "fwd") -> int:

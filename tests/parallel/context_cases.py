@@ -32,12 +32,15 @@ def agreement(rank: int, ranks: int) -> list[tuple[str, float]]:
     """Returns the worst difference from one process's fp64 results for each kind of call: o, lse and all gradients."""
     found = []
     for layout, method, mask, cu, Hk, names in product(
-        ("zigzag", "contiguous"), ("gather", "ulysses", "ring"), MASKS, (None, OFFSETS), (1, 4), OPTIONS
+        ("zigzag", "contiguous", "balanced"), ("gather", "ulysses", "ring"), MASKS, (None, OFFSETS), (1, 4), OPTIONS
     ):
         T, H = 37, 4
         if method == "ulysses" and (H % ranks or (Hk % ranks and ranks % Hk) or "bias" in names):
             continue
         if names and (layout == "contiguous" or Hk == 1 or mask not in WITH_OPTIONS):
+            continue
+        # options meet other ranges in the same way: all of them at once
+        if layout == "balanced" and (not cu or Hk == 1 or names not in (OPTIONS[0], OPTIONS[-1])):
             continue
         if "far" not in names and "sinks" not in names and names and method == "ulysses" and cu is None:
             continue
@@ -54,6 +57,7 @@ def on_grids(rank: int) -> list[tuple[str, float]]:
         for layout, mask, cu, names in (
             ("zigzag", CAUSAL, None, ("dropout", "alibi2", "sinks")), ("contiguous", Window(5, 3), OFFSETS, ("dropout", "alibi")),
             ("zigzag", Prefix(9), OFFSETS, ("sinks", "softcap", "scale")), ("zigzag", Chunk(6), None, ()),
+            ("balanced", CAUSAL, OFFSETS, ("dropout", "alibi")),
         ):  # fmt: skip
             difference = _difference(37, 4, 1 if names else 2, mask, cu, layout, method, names, mesh)
             found.append((f"{rows} rows {method} {layout} {mask} {names}", difference))
@@ -125,25 +129,27 @@ def _difference(T, H, Hk, mask, cu, layout, method, names, group=None) -> float:
     else:
         o, lse = rt.attention_with_lse(*tensors, mask, backend="eager", **rest)
     due = _gradients(o, lse, do, dlse, leaves)
-    own = {n: shard(x.detach(), group, axis, layout) for n, x in leaves.items() if n in "qkv"}
+    pack = torch.tensor(cu) if cu else None
+    own = {n: shard(x.detach(), group, axis, layout, pack) for n, x in leaves.items() if n in "qkv"}
     if "bias" in leaves:
         whole = leaves["bias"].detach()
-        own["bias"] = whole.clone() if whole.shape[-2] == 1 else shard(whole, dim=-2, layout=layout)
+        own["bias"] = whole.clone() if whole.shape[-2] == 1 else shard(whole, dim=-2, layout=layout, cu=pack)
     if "sinks" in leaves:
         own["sinks"] = leaves["sinks"].detach().clone()
     own = {n: x.clone().requires_grad_() for n, x in own.items()}
     rest = options | {n: x for n, x in own.items() if n not in "qkv"}
     got = context_attention(
         own["q"], own["k"], own["v"], mask, group=group, layout=layout, method=method, tokens=T, return_lse=True,
-        cu=torch.tensor(cu) if cu else None, **rest,
+        cu=pack, **rest,
     )  # fmt: skip
-    found = _gradients(*got, shard(do, group, axis, layout), shard(dlse, group, -1, layout), own)
+    found = _gradients(*got, shard(do, group, axis, layout, pack), shard(dlse, group, -1, layout, pack), own)
     shared = [n for n in found if n == "sinks" or (n == "bias" and found[n].shape[-2] == 1)]
     for n in shared:
         dist.all_reduce(found[n])
-    pairs = [(unshard(got[0].detach(), group, axis, layout, T), o), (unshard(got[1].detach(), group, -1, layout, T), lse)]
+    joined = {"layout": layout, "tokens": T, "cu": pack}
+    pairs = [(unshard(got[0].detach(), group, axis, **joined), o), (unshard(got[1].detach(), group, -1, **joined), lse)]
     for n, x in found.items():
-        whole = x if n in shared else unshard(x, group, -2 if n == "bias" else axis, layout, T)
+        whole = x if n in shared else unshard(x, group, -2 if n == "bias" else axis, **joined)
         pairs.append((whole, due[n]))
     return max(float((a - b).nan_to_num(neginf=-1.0).abs().max()) for a, b in pairs)
 
@@ -287,6 +293,7 @@ def refused(rank: int) -> list[str]:
     return [
         sentence(method="fast"),
         sentence(layout="spiral"),
+        sentence(layout="balanced"),
         sentence(five, method="ulysses"),
         sentence(group="cp"),
         sentence(tokens=30),
@@ -306,14 +313,40 @@ def refused(rank: int) -> list[str]:
     ]
 
 
-def dealt(rank: int, ranks: int) -> list[Any]:
-    """Returns what `shard`, `unshard` and `positions` give over tokens that are their own positions."""
-    x = torch.arange(11.0)[None].requires_grad_()
-    own = shard(x)
-    whole = unshard(own.detach().requires_grad_(), tokens=11)
-    leaf = own.detach().requires_grad_()
-    weighted = unshard(leaf, tokens=11) * torch.arange(11.0) * (rank + 1)
-    [grad] = torch.autograd.grad(weighted.sum(), [leaf])
-    at = positions(11)
-    cu = torch.tensor([0, 4, 4, 11])
-    return [own.tolist(), whole.tolist(), grad.tolist(), at.tolist(), positions(11, cu=cu).tolist()]
+def dealt(rank: int, ranks: int) -> list[list[Any]]:
+    """Returns what `shard`, `unshard` and `positions` give over tokens that are their own positions, for each layout."""
+    cu, found = torch.tensor([0, 4, 4, 11]), []
+    for layout, given in (("zigzag", {"tokens": 11}), ("balanced", {"cu": cu})):
+        own = shard(torch.arange(11.0)[None], layout=layout, cu=given.get("cu"))
+        leaf = own.clone().requires_grad_()
+        whole = unshard(leaf, layout=layout, **given)
+        [grad] = torch.autograd.grad((whole * torch.arange(11.0) * (rank + 1)).sum(), [leaf])
+        found.append([own.tolist(), whole.tolist(), grad.tolist(), positions(11, layout=layout, cu=cu).tolist()])
+    return found
+
+
+def refused_documents(rank: int) -> list[str]:
+    """Returns the sentences for a layout that lacks its documents, and for documents of another length."""
+
+    def sentence(call: Any) -> str:
+        try:
+            call()
+        except InvalidInput as error:
+            return str(error)
+        return ""
+
+    def inside() -> None:
+        with context(None, "balanced"):
+            pass
+
+    x, cu = torch.zeros(1, 12), torch.tensor([0, 5, 11])
+    return [
+        sentence(lambda: shard(x, layout="balanced")),
+        sentence(lambda: unshard(x, layout="balanced")),
+        sentence(lambda: positions(12, layout="balanced")),
+        sentence(inside),
+        sentence(lambda: shard(x, cu=cu)),
+        sentence(lambda: unshard(x[:, :6], tokens=12, cu=cu)),
+        sentence(lambda: positions(12, layout="balanced", cu=cu)),
+        sentence(lambda: shard(x, layout="balanced", cu=[0, 12])),
+    ]

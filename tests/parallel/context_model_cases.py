@@ -155,7 +155,10 @@ def is_explained(own: list[Tensor], rank: int) -> bool:
         biased = str(rt.explain(*own, bias=torch.randn(4, 6, 12)))
     with split_off():
         outside = str(rt.explain(*own, CAUSAL))
-    return f"{head}: ulysses" in inside and f"{head}: ring" in biased and head not in outside
+    with context(None, cu=torch.tensor([0, 8, 9, 10, 11, 12])):
+        packed = str(rt.explain(*[x[:1] for x in own], CAUSAL))
+    advised = "rank 1 has 1.55 times its share of the documents' pairs, with layout='balanced'" in packed
+    return f"{head}: ulysses" in inside and f"{head}: ring" in biased and head not in outside and advised
 
 
 def dropout_is_one_device_s(q: Tensor, k: Tensor, v: Tensor, own: list[Tensor]) -> bool:

@@ -16,6 +16,7 @@ from rooftile.parallel import context_attention, gathered, shard
 from rooftile.parallel.traffic import Sequence, bytes_sent
 from tests.parallel.context_cases import OFFSETS, _difference
 
+HELD = ((None, "zigzag"), (OFFSETS, "zigzag"), (OFFSETS, "balanced"))
 MASKS = (FULL, CAUSAL, CAUSAL & Window(7))
 
 
@@ -42,22 +43,23 @@ def counted(rank: int, ranks: int) -> list[tuple[str, int, int]]:
     found = []
     grid = init_device_mesh("cpu", (ranks // 2, 2)) if ranks % 2 == 0 else None
     methods = ("gather", "ulysses", "ring", "usp", "usp-gather")
-    for method, mask, cu, tokens in product(methods if grid else methods[:3], MASKS, (None, OFFSETS), (36, 37)):
+    for method, mask, (cu, layout), tokens in product(methods if grid else methods[:3], MASKS, HELD, (36, 37)):
         if (cu and tokens != OFFSETS[-1]) or (method == "ulysses" and (tokens % ranks or 4 % ranks)):
             continue
         group = grid if "usp" in method else None
         if group and tokens % ranks:
             continue
         outer = (tokens,) if cu else (2, tokens)
-        leaves = [shard(torch.randn(*outer, heads, dim), group, len(outer) - 1) for heads, dim in ((4, 8), (2, 8), (2, 16))]
-        leaves = [x.requires_grad_() for x in leaves]
+        pack = torch.tensor(cu) if cu else None
+        whole_leaves = [torch.randn(*outer, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 16))]
+        leaves = [shard(x, group, len(outer) - 1, layout, pack).requires_grad_() for x in whole_leaves]
         problem = Sequence(
             tokens=tokens, ranks=ranks, mask=mask, H=4, Hk=2, D=8, Dv=16, B=1 if cu else 2, itemsize=4, cu=cu,
-            inner=2 if group else 0,
+            layout=layout, inner=2 if group else 0,
         )  # fmt: skip
         sent[0] = 0
-        o = context_attention(*leaves, mask, group=group, method=method, tokens=tokens, cu=torch.tensor(cu) if cu else None)
-        name = f"{method} {mask} {cu} {tokens}"
+        o = context_attention(*leaves, mask, group=group, layout=layout, method=method, tokens=tokens, cu=pack)
+        name = f"{layout} {method} {mask} {cu} {tokens}"
         found.append((f"{name} fwd", most(), bytes_sent(method, problem)))
         o.sum().backward()
         back = bytes_sent(method, problem, "bwd")

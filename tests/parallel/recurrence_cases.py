@@ -230,6 +230,7 @@ def refused(rank: int, ranks: int) -> list[str]:
 
     return [
         inside(lambda: layer(x), layout="zigzag"),
+        inside(lambda: layer(x), layout="balanced", cu=cu),
         inside(lambda: layer(x[0], cu=cu)),
         inside(lambda: layer(torch.cat((x, x)), cu=None), cu=cu),
         inside(lambda: rec.conv_step(torch.zeros(1, 12, 3), x[:, 0], W)),

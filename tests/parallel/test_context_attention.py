@@ -32,7 +32,7 @@ def test_is_as_exact_as_one_process(dtype, method):
 
 def test_meshes_of_two_dimensions_agree_with_one_process():
     for answers in run_on(4, context_cases.on_grids):
-        assert len(answers) == 24
+        assert len(answers) == 30
         assert [(name, error) for name, error in answers if not error < 1e-12] == []
 
 
@@ -86,6 +86,7 @@ def test_refusals_are_sentences_on_every_rank():
     due = [
         "method is 'fast'; must be one of",
         "layout is 'spiral'; must be one of",
+        "layout is 'balanced' without packed documents",
         "deals 5 query heads and 5 key heads out to 2 ranks",
         "group is 'cp'; must be a process group",
         "the layout 'zigzag' gives it 15 of 30",
@@ -111,17 +112,25 @@ def test_refusals_are_sentences_on_every_rank():
 
 def test_tokens_are_dealt_out_and_put_together():
     ranks = 3
-    answers = run_on(ranks, context_cases.dealt, ranks)
-    held = [answer[0][0] for answer in answers]
-    assert sorted(itertools.chain(*held)) == list(range(11))
-    assert max(map(len, held)) - min(map(len, held)) <= 1
-    starts = [0] * 4 + [4] * 7
-    for own, whole, grad, at, within in answers:
-        assert whole == [list(range(11))]
-        # the losses of ranks 0, 1 and 2 ask for 1 + 2 + 3 times the position
-        assert grad == [[6 * t for t in own[0]]]
-        assert at == own[0]
-        assert within == [t - starts[t] for t in at]
+    for answers in zip(*run_on(ranks, context_cases.dealt, ranks), strict=True):
+        held = [answer[0][0] for answer in answers]
+        assert sorted(itertools.chain(*held)) == list(range(11))
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+        starts = [0] * 4 + [4] * 7
+        for own, whole, grad, within in answers:
+            assert whole == [list(range(11))]
+            # the losses of ranks 0, 1 and 2 ask for 1 + 2 + 3 times the position
+            assert grad == [[6 * t for t in own[0]]]
+            assert within == [int(t) - starts[int(t)] for t in own[0]]
+
+
+def test_documents_that_lack_or_do_not_fit_are_refused_in_sentences():
+    due = ["layout is 'balanced' without packed documents; it needs their offsets"] * 4
+    due += ["cu ends at 11; must end at 12, the number of tokens of the whole pack"] * 3
+    due += ["cu is [0, 12]; must be a tensor (B + 1,)"]
+    for found in run_on(2, context_cases.refused_documents):
+        for sentence, part in zip(found, due, strict=True):
+            assert part in sentence
 
 
 def test_a_window_moves_its_own_keys_and_nothing_else():

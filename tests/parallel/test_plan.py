@@ -53,9 +53,11 @@ def test_the_benchmark_compares_with_one_process_first():
     rows, nothing = run_on(2, plan_cases.benchmark)
     assert nothing == []
     assert [(row["backend"], row["phase"], row["reason"]) for row in rows] == [
-        (backend, phase, "") for phase in ("fwd", "fwd+bwd") for backend in ("one-rooftile", "gather", "ulysses", "ring")
-    ]
-    for row in rows[1:4] + rows[5:]:
+        (backend, phase, "")
+        for phase in ("fwd", "fwd+bwd") for backend in ("one-rooftile", "gather", "ulysses", "ring", "gather-balanced")
+    ]  # fmt: skip
+    for row in rows[1:5] + rows[6:]:
+        assert row["layout"] == ("balanced" if row["backend"] == "gather-balanced" else "zigzag")
         assert row["difference"] < 1e-5
         assert row["scaling_ratio"] > 0
         assert row["sent_mib"] > 0

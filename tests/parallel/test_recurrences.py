@@ -45,6 +45,7 @@ def test_a_hybrid_trains_as_one_process_does(answers):
 def test_refusals_are_sentences_on_every_rank(answers):
     due = [
         "causal_conv inside rooftile.parallel.context with layout 'zigzag'; a recurrence needs consecutive tokens",
+        "causal_conv inside rooftile.parallel.context with layout 'balanced'; a recurrence needs consecutive tokens",
         "cu of causal_conv inside rooftile.parallel.context; give the whole pack's offsets to the context",
         "a pack has a batch of 1",
         "a step of causal_conv inside rooftile.parallel.context",

@@ -114,10 +114,11 @@ def over_ranks(kind: Kind, mesh: Any) -> tuple[list[float], dict[str, Tensor]]:
     for step in range(STEPS):
         for micro in range(kind.micro_steps):
             x, y, cu = data(step * kind.micro_steps + micro, kind)
-            x, y = (parallel.shard(part[row : row + 1], cp) for part in (x, y))
+            layout = "zigzag" if cu is None else "balanced"
+            x, y = (parallel.shard(part[row : row + 1], cp, layout=layout, cu=cu) for part in (x, y))
             moved: AbstractContextManager[None] = parallel.offload(min_bytes=0) if kind.offloaded else nullcontext()
-            with parallel.context(cp, cu=cu), moved:
-                loss = model(x, y, parallel.positions(T, cp, cu=cu)[None])
+            with parallel.context(cp, layout, cu=cu), moved:
+                loss = model(x, y, parallel.positions(T, cp, layout, cu)[None])
             (loss * flat.size() / kind.micro_steps).backward()
             losses.append(loss.item())
         optimizer.step()

@@ -2,6 +2,7 @@
 
     one-rooftile, one-cudnn    the whole sequence on each GPU: rooftile, and cuDNN by PyTorch's SDPA
     gather, ulysses, ring      `rooftile.parallel.context_attention`
+    gather-balanced            the same with layout "balanced", for packed documents; the others have "zigzag"
     torch                      PyTorch's `context_parallel` with cuDNN; "torch-repeated" with key heads repeated, where it fails
                                on groups of query heads
 
@@ -44,6 +45,8 @@ from rooftile_lab.bench.works import tidy
 
 PHASES = ("fwd", "fwd+bwd")
 METHODS = ("gather", "ulysses", "ring")
+BALANCED = "gather-balanced"
+OURS = (*METHODS, BALANCED)
 # relative to one GPU's output or gradient, Frobenius: two roundings of bf16 and orders of sums apart
 CLOSE = 2e-2
 
@@ -84,11 +87,23 @@ class Case:
             spec=spec, sizes=Sizes(B=len(lengths) or 1, T=self.tokens, S=self.tokens, H=self.H, Hk=self.Hk, lengths=lengths)
         )
 
-    def on(self, ranks: int, itemsize: int) -> traffic.Sequence:
+    def on(self, ranks: int, itemsize: int, layout: str) -> traffic.Sequence:
         return traffic.Sequence(
             tokens=self.tokens, ranks=ranks, mask=self.mask, H=self.H, Hk=self.Hk, D=self.D, Dv=self.D, itemsize=itemsize,
-            cu=self.cu,
+            layout=layout, cu=self.cu,
         )  # fmt: skip
+
+    def shard(self, x: Tensor, layout: str) -> Tensor:
+        """This rank's tokens of q, k, v, o or a gradient."""
+        return shard(x, None, x.ndim - 3, layout, None if self.cu is None else torch.tensor(self.cu))
+
+
+def _layout(backend: str) -> str:
+    return "balanced" if backend == BALANCED else "zigzag"
+
+
+def _method(backend: str) -> str:
+    return "gather" if backend == BALANCED else backend
 
 
 # documents of all sizes, across every border
@@ -156,11 +171,14 @@ def _link_rows(rows: _Rows) -> Iterator[Row]:
 
 def _case_rows(rows: _Rows, name: str, case: Case, say: Progress) -> Iterator[Row]:
     whole, do = _inputs(case, rows.session)
-    own, own_do = [shard(x, None, x.ndim - 3) for x in whole], shard(do, None, do.ndim - 3)
+    layouts = ("zigzag", "balanced") if case.documents else ("zigzag",)
+    own = {layout: ([case.shard(x, layout) for x in whole], case.shard(do, layout)) for layout in layouts}
     alone: dict[str, _Call] = {"one-rooftile": lambda *x: _on_one(case, *x)}
     if case.cu is None and case.mask == CAUSAL and rows.session.device.type == "cuda":
         alone["one-cudnn"] = _cudnn
     together = {method: _split_call(case, method) for method in METHODS}
+    if case.documents:
+        together |= {BALANCED: _split_call(case, BALANCED)}
     if "one-cudnn" in alone:
         together |= {"torch": _sdpa, "torch-repeated": partial(_sdpa, repeats=case.H // case.Hk)}
     for phase in PHASES:
@@ -171,17 +189,21 @@ def _case_rows(rows: _Rows, name: str, case: Case, say: Progress) -> Iterator[Ro
             if backend == "torch-repeated" and "torch" in works:
                 continue
             say(f"{name} {phase}: {backend}")
-            leaves, grad = (whole, do) if backend in alone else (own, own_do)
+            leaves, grad = (whole, do) if backend in alone else own[_layout(backend)]
             works[backend] = _work(call, leaves, grad, phase)
             if backend.startswith("torch"):
                 works[backend] = partial(_inside, partial(_torch_context, grad.device, case.tokens), works[backend])
             found, reason = rows.clock.agree(works[backend])
-            if not reason and due is None:
-                due = [shard(x, None, x.ndim - 3) for x in found]
-            elif not reason:
-                parts = [shard(x, None, x.ndim - 3) for x in found] if backend in alone else found
-                error = rows.clock.most(max(_difference(a, b) for a, b in zip(parts, due or (), strict=True)))
+            if not reason and due is None and backend in alone:
+                due = found
+            elif not reason and due is None:
+                reason = "there is no output of one GPU to compare with"
+            elif not reason and due is not None:
+                parts = due if backend in alone else [case.shard(x, _layout(backend)) for x in due]
+                error = rows.clock.most(max(_difference(a, b) for a, b in zip(found, parts, strict=True)))
                 settings[backend] = {"difference": figures(error)}
+                if backend in OURS:
+                    settings[backend]["layout"] = _layout(backend)
                 # not "> CLOSE": nan is wrong
                 reason = "" if error <= CLOSE else f"wrong: differs from one GPU's by {error:.2g}"
             del found
@@ -202,23 +224,24 @@ def _timed(
 ) -> Iterator[Row]:  # fmt: skip
     best = min((min(samples) for backend, samples in taken.items() if backend.startswith("one-")), default=None)
     flops = case.forward_flops * (1 if phase == "fwd" else 3.5)
-    found = parallel.plan(
-        case.problem(rows.session), rows.ranks, link.measure(dist.group.WORLD, rows.session.device), rows.session.ceilings,
-        phase=phase, one_us=best,
-    )  # fmt: skip
-    predicted = {each.method: each.time_us for each in found.estimates}
+    rate = link.measure(dist.group.WORLD, rows.session.device)
     for backend, samples in taken.items():
         P = 1 if backend.startswith("one-") else rows.ranks
         middle = sorted(samples)[len(samples) // 2]
         measures = {"tflops_of_rank": figures(flops / P / middle / 1e6)}
         if P > 1 and best is not None:
             measures["scaling_ratio"] = figures(best / P / middle)
-        if backend in METHODS:
-            sequence = case.on(P, 2 if rows.session.dtype == "bf16" else 4)
-            sent = sum(traffic.bytes_sent(backend, sequence, each) for each in phase.split("+"))
+        if backend in OURS:
+            method, layout = _method(backend), _layout(backend)
+            sequence = case.on(P, 2 if rows.session.dtype == "bf16" else 4, layout)
+            sent = sum(traffic.bytes_sent(method, sequence, each) for each in phase.split("+"))
             measures["sent_mib"] = figures(sent / 2**20)
-            if best is not None and backend in predicted:
-                measures["predicted_us"] = figures(predicted[backend])
+            found = parallel.plan(
+                case.problem(rows.session), P, rate, rows.session.ceilings, layout=layout, phase=phase, one_us=best
+            )  # fmt: skip
+            predicted = {each.method: each.time_us for each in found.estimates}
+            if best is not None and method in predicted:
+                measures["predicted_us"] = figures(predicted[method])
         yield from rows.make(
             samples, case=name, backend=backend, phase=phase, measures=measures | shares.get(backend, {}),
             settings=settings.get(backend, {}),
@@ -265,11 +288,12 @@ def _on_one(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return rt.attention_packed(q, k, v, cu, cu, case.mask)
 
 
-def _split_call(case: Case, method: str) -> _Call:
+def _split_call(case: Case, backend: str) -> _Call:
     cu = None if case.cu is None else torch.tensor(case.cu)
+    layout, method = _layout(backend), _method(backend)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = context_attention(q, k, v, case.mask, group=None, method=method, tokens=case.tokens, cu=cu)
+        o = context_attention(q, k, v, case.mask, group=None, layout=layout, method=method, tokens=case.tokens, cu=cu)
         assert isinstance(o, Tensor)
         return o
 
