@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
+from rooftile.server.http.anthropic.call import MessagesCall, count_request
 from rooftile.server.http.body import read_object
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
@@ -28,12 +28,13 @@ from rooftile.server.http.openai.generation import GenerationRequest, chat_reque
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.openai.template_options import template_options
 from rooftile.server.http.responder import Responder, late, unless_gone
-from rooftile.server.http.sse import EventStream, events_of
+from rooftile.server.http.responses.call import ResponsesCall
+from rooftile.server.http.responses.store import ResponseStore
+from rooftile.server.http.sse import Chunks, EventStream, chunks_of, events_of
+from rooftile.server.observe.log import AccessRecord
 from rooftile.server.observe.metrics import CONTENT_TYPE
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
-
-Form = TypeVar("Form", bound=BaseModel)
 
 PAGE = Path(__file__).parent.parent / "page"
 # the files of the page and their kinds, by path
@@ -43,6 +44,16 @@ PAGE_FILES = {
 }  # fmt: skip
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class Wire(Protocol):
+    """An API in whose form a chat is answered."""
+
+    def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer of a whole chat."""
+
+    def events(self, chunks: Chunks, access: AccessRecord) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a chat's chunks."""
 
 
 def make_app(service: Service) -> RequestMiddleware:
@@ -69,10 +80,13 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._responses = ResponseStore()
         self.table: list[tuple[str, str, Callable[..., Any]]] = [
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chats),
             ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
-            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/v1/responses", self.responses), ("GET", "/v1/responses/{id}", self.response),
+            ("DELETE", "/v1/responses/{id}", self.forget_response), ("POST", "/v1/messages", self.messages),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens), ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
             ("GET", "/openapi.json", self.openapi), *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
@@ -81,11 +95,44 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        return await self._answer(request, CompletionForm, completion_request)
+        return await self._answer(request, lambda given, ready: completion_request(read_form(CompletionForm, given), ready))
 
     async def chats(self, request: Request) -> Response:
         """Answers a conversation."""
-        return await self._answer(request, ChatForm, chat_request)
+        return await self._answer(request, lambda given, ready: chat_request(read_form(ChatForm, given), ready))
+
+    async def responses(self, request: Request) -> Response:
+        """Answers an input of items, in the form of OpenAI's newer API."""
+        name, access = self._service.settings.served_model_name, request.state.access
+        call = ResponsesCall(self._responses, access, name, int(time.time()))
+        return await self._answer(request, call.read, call)
+
+    async def response(self, request: Request) -> Response:
+        """Returns a response that is kept."""
+        return json_answer(self._responses.find(request.state.access.key, request.path_params["id"]).response)
+
+    async def forget_response(self, request: Request) -> Response:
+        """Forgets a response that is kept."""
+        id = request.path_params["id"]
+        self._responses.remove(request.state.access.key, id)
+        return json_answer({"id": id, "object": "response", "deleted": True})
+
+    async def messages(self, request: Request) -> Response:
+        """Answers a conversation in Anthropic's form."""
+        call = MessagesCall(request.state.access, self._service.settings.served_model_name)
+        return await self._answer(request, call.read, call)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a conversation in Anthropic's form."""
+        _, texts, ready = self._service.check()
+
+        def read(given: dict[str, Any]) -> GenerationRequest:
+            self._check_model(given.get("model"))
+            return count_request(given, ready)
+
+        generation = await read_object(request, self._service.bodies, read)
+        (tokens,) = await generation.tokens(texts)
+        return json_answer({"input_tokens": len(tokens)})
 
     async def models(self, request: Request) -> Response:
         """Lists the one model."""
@@ -138,7 +185,9 @@ class Routes:
         name, kind = PAGE_FILES[request.scope["route"].path]
         return FileResponse(PAGE / name, media_type=kind, headers={"Content-Security-Policy": _POLICY})
 
-    async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], GenerationRequest]) -> Response:
+    async def _answer(
+        self, request: Request, read: Callable[[dict[str, Any], Ready], GenerationRequest], wire: Wire | None = None
+    ) -> Response:
         service, access = self._service, request.state.access
         _, _, ready = service.check()
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
@@ -146,9 +195,8 @@ class Routes:
         service.admission.check_room(access.key)
 
         def read_generation(given: dict[str, Any]) -> GenerationRequest:
-            form = read_form(kind, given)
-            self._check_model(getattr(form, "model", None))
-            return read(form, ready)
+            self._check_model(given.get("model"))
+            return read(given, ready)
 
         began = time.monotonic()
         try:
@@ -163,10 +211,11 @@ class Routes:
         try:
             await unless_gone(request.receive, responder.begin())
             if generation.stream:
-                events = events_of(responder, objects, access)
+                chunks = chunks_of(responder, objects)
+                events = events_of(chunks, access) if wire is None else wire.events(chunks, access)
                 return EventStream(events, responder.close, access, responder.usage.headers())
             found = await unless_gone(request.receive, whole(responder, objects))
-            return json_answer(found, headers=responder.usage.headers())
+            return json_answer(found if wire is None else wire.whole(found), headers=responder.usage.headers())
         except BaseException:
             responder.close()
             raise
@@ -182,9 +231,10 @@ class Routes:
             raise Refusal("invalid_value", "the body must have a prompt or messages, and not both", param="prompt")
         return form, None if form.messages is None else read_messages(form.messages)
 
-    def _check_model(self, name: str | None) -> None:
+    def _check_model(self, name: object) -> None:
         own = self._service.settings.served_model_name
-        if name is not None and name != own:
+        # a name of another type is refused with the other fields
+        if isinstance(name, str) and name != own:
             raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 

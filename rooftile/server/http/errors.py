@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.server.http.anthropic.errors import anthropic_body
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.middleware import mistake
 from rooftile.server.http.openai.generation import refusal_of
@@ -25,6 +26,8 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 def _answer_with(request: Request, refusal: Refusal) -> Response:
     access: AccessRecord = request.state.access
     access.end = refusal.code
+    if request.scope["path"].startswith("/v1/messages"):
+        return json_answer(anthropic_body(refusal) | {"request_id": access.id}, refusal.status, refusal.headers)
     return json_answer(refusal.body, refusal.status, refusal.headers)
 
 

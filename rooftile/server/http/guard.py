@@ -58,9 +58,11 @@ class Guard:
         # a coroutine: FastAPI runs a plain function in a thread, and the way there takes longer than the check
         if request.scope.get("endpoint") in self._public:
             return
-        name = self._keys.name_of(request.headers.get("authorization"))
+        # Anthropic's clients have a header of their own
+        own = request.headers.get("x-api-key")
+        name = self._keys.name_of(request.headers.get("authorization") or (own and f"Bearer {own}"))
         if name is None:
-            why = "the request has no valid API key; send it as Authorization: Bearer KEY"
+            why = "the request has no valid API key; send it as Authorization: Bearer KEY, or as X-Api-Key: KEY"
             raise Refusal("invalid_api_key", why, headers={"WWW-Authenticate": "Bearer"})
         request.state.access.key = name
 
@@ -95,7 +97,7 @@ class Origins:
         is_allowed = len(self.headers(sent)) > 1
         if method != "OPTIONS" or b"access-control-request-method" not in sent or not is_allowed:
             return None
-        found = [(b"access-control-allow-methods", b"GET, HEAD, POST"), (b"access-control-max-age", _REMEMBERED)]
+        found = [(b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"), (b"access-control-max-age", _REMEMBERED)]
         # browsers take no * for Authorization, so what is asked for is named
         if b"access-control-request-headers" in sent:
             found.append((b"access-control-allow-headers", sent[b"access-control-request-headers"]))

@@ -7,16 +7,21 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rooftile.server.http.anthropic.forms import CountForm, MessagesForm
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
+from rooftile.server.http.responses.forms import ResponseForm
 from rooftile.server.refusals import CODES
 
 _FORMS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/v1/completions", "Continues prompts.", CompletionForm), ("/v1/chat/completions", "Answers a conversation.", ChatForm),
+    ("/v1/responses", "Answers an input of items.", ResponseForm), ("/v1/messages", "Answers a conversation.", MessagesForm),
+    ("/v1/messages/count_tokens", "Counts the tokens of a conversation.", CountForm),
     ("/tokenize", "Returns token ids.", TokenizeForm), ("/detokenize", "Returns text.", DetokenizeForm),
 )  # fmt: skip
 _PLAIN = (
-    ("/v1/models", "Lists the one model."), ("/health", "Says whether requests are answered."),
-    ("/metrics", "Returns Prometheus's series."), ("/openapi.json", "This description."), ("/", "A page to try the model."),
+    ("/v1/models", "Lists the one model."), ("/v1/responses/{id}", "Returns a response that is kept."),
+    ("/health", "Says whether requests are answered."), ("/metrics", "Returns Prometheus's series."),
+    ("/openapi.json", "This description."), ("/", "A page to try the model."),
 )  # fmt: skip
 
 

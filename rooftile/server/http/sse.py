@@ -27,13 +27,13 @@ _encode = msgspec.json.Encoder().encode
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\u0085", "\u2028", "\u2029"))
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """Returns an object as one event, on one line."""
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """Returns an object as one event, on one line, under its name if it has one."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS:
         if end in data:
             data = data.replace(end, escaped)
-    return b"data: " + data + b"\n\n"
+    return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
@@ -79,27 +79,46 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def events_of(responder: Responder, objects: Objects, access: AccessRecord) -> AsyncGenerator[bytes, None]:
-    """Yields the chunks of a stream as events; an error in the middle is an event, and [DONE] is always the last."""
+# chunks that have come together
+Chunks = AsyncGenerator[list[dict[str, Any]], None]
+
+
+async def chunks_of(responder: Responder, objects: Objects) -> Chunks:
+    """Yields the chunks of a stream.
+
+    Raises:
+        Refusal: the answers end before they are complete.
+    """
     chunks = _Chunks(responder, objects)
+    if found := [*chunks.opening()]:
+        yield found
+    async with aclosing(responder.news()) as several:
+        async for place, news in several:
+            if found := [*chunks.growth(place, news)]:
+                yield found
+    if found := [*chunks.closing()]:
+        yield found
+
+
+async def events_of(chunks: Chunks, access: AccessRecord) -> AsyncGenerator[bytes, None]:
+    """Yields the chunks of a stream as events; an error in the middle is an event, and [DONE] is always the last."""
     try:
-        for chunk in chunks.opening():
-            yield event(chunk)
-        async with aclosing(responder.news()) as several:
-            async for place, news in several:
-                # events that have come together are sent together: each sending is a system call
-                if events := b"".join([event(chunk) for chunk in chunks.growth(place, news)]):
-                    yield events
-        for chunk in chunks.closing():
-            yield event(chunk)
-    except Refusal as refusal:
-        access.end = refusal.code
-        yield event(refusal.body)
-    except Exception:
-        log.exception("request %s: a mistake of the server", access.id)
-        access.end = "server_error"
-        yield event(mistake(access.id).body)
+        async with aclosing(chunks):
+            async for together in chunks:
+                # they are sent together: each sending is a system call
+                yield b"".join(map(event, together))
+    except Exception as error:
+        yield event(end_of(error, access).body)
     yield DONE
+
+
+def end_of(error: Exception, access: AccessRecord) -> Refusal:
+    """Returns what the client is told of an error in the middle of a stream, and notes it."""
+    refusal = error if isinstance(error, Refusal) else mistake(access.id)
+    if refusal is not error:
+        log.error("request %s: a mistake of the server", access.id, exc_info=error)
+    access.end = refusal.code
+    return refusal
 
 
 class _Chunks:
