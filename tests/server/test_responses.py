@@ -160,8 +160,9 @@ def test_calls_and_thoughts_in_a_stream() -> None:
         "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
         "reasoning_text.done", "content_part.done", "output_item.done", "output_item.added", "content_part.added",
         "output_text.delta", "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done", "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done", "completed",
     ]  # fmt: skip
     response = events[-1].response
     assert [each.type for each in response.output] == ["reasoning", "message", "function_call", "function_call"]

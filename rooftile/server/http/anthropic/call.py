@@ -23,7 +23,7 @@ from rooftile.server.refusals import Refusal
 _NAMES = {"response_format": "output_config.format", "reasoning_effort": "output_config.effort", "stop": "stop_sequences"}
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# of the edits of a conversation, the one that keeps all of it
+# the one edit of a conversation that keeps all of it
 _KEEPS = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
