@@ -1,0 +1,1 @@
+"""What a server's engine imports beside itself, so that a script says what its model answers."""
