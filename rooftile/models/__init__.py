@@ -6,6 +6,7 @@ and a small one to train.
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
+encoders        `Encoder`: BERT, XLM-R, ModernBERT
 delta           layers with a gated delta net
 latent          layers with multi-head latent attention
 layers          a layer, `Attend`: what the caller brings to mix tokens
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from rooftile.models.config import ModelConfig
     from rooftile.models.decoder import Decoder
     from rooftile.models.delta.sizes import DeltaSizes
+    from rooftile.models.encoders.encoder import Encoder
+    from rooftile.models.encoders.sizes import EncoderSizes, HeadSizes
     from rooftile.models.experts.sizes import ExpertSizes
     from rooftile.models.latent.sizes import LatentSizes
     from rooftile.models.layers import Attend
@@ -39,8 +42,8 @@ if TYPE_CHECKING:
     from rooftile.models.trainable import TrainableDecoder
 
 __all__ = [
-    "Attend", "Decoder", "DeltaSizes", "ExpertSizes", "LatentSizes", "LinearSizes", "Mamba2Sizes", "MambaSizes", "ModelConfig",
-    "NativeSparseSizes", "PerformerSizes", "TrainableDecoder",
+    "Attend", "Decoder", "DeltaSizes", "Encoder", "EncoderSizes", "ExpertSizes", "HeadSizes", "LatentSizes", "LinearSizes",
+    "Mamba2Sizes", "MambaSizes", "ModelConfig", "NativeSparseSizes", "PerformerSizes", "TrainableDecoder",
 ]  # fmt: skip
 
 # late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
@@ -50,9 +53,10 @@ __getattr__ = late_names(
         "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
         "DeltaSizes": "rooftile.models.delta.sizes", "LinearSizes": "rooftile.models.linear.sizes",
         "LatentSizes": "rooftile.models.latent.sizes", "PerformerSizes": "rooftile.models.linear.sizes",
-        "ExpertSizes": "rooftile.models.experts.sizes", "Mamba2Sizes": "rooftile.models.mamba.sizes",
-        "MambaSizes": "rooftile.models.mamba.sizes", "NativeSparseSizes": "rooftile.models.mixers",
-        "TrainableDecoder": "rooftile.models.trainable",
+        "Encoder": "rooftile.models.encoders.encoder", "EncoderSizes": "rooftile.models.encoders.sizes",
+        "HeadSizes": "rooftile.models.encoders.sizes", "ExpertSizes": "rooftile.models.experts.sizes",
+        "Mamba2Sizes": "rooftile.models.mamba.sizes", "MambaSizes": "rooftile.models.mamba.sizes",
+        "NativeSparseSizes": "rooftile.models.mixers", "TrainableDecoder": "rooftile.models.trainable",
     },
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.delta.sizes import DeltaSizes
+from rooftile.models.encoders.sizes import EncoderSizes
 from rooftile.models.experts.sizes import ExpertSizes, check_feed_forwards
 from rooftile.models.families import fields_of
 from rooftile.models.latent.sizes import LatentSizes
@@ -43,7 +44,8 @@ class ModelConfig:
         scale: attention scores are multiplied by it.
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
-        windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
+        windows: for each layer how many tokens a query sees, itself included; None for all tokens before it. An encoder's
+            queries see as many after them.
         mixers: for each layer what mixes its tokens: "attention", "native_sparse" (Native Sparse Attention), "linear"
             (linear attention), "performer", "mamba", "mamba2", "delta" (gated delta net) or "latent" (multi-head latent
             attention); empty for attention in all layers.
@@ -53,6 +55,7 @@ class ModelConfig:
         mamba, mamba2, delta: the sizes of Mamba-1, Mamba-2 and the gated delta net, where a layer has it.
         latent: the sizes of multi-head latent attention, where a layer has it.
         experts: the sizes of feed-forwards with experts, where a layer has one.
+        encoder: what an encoder has beside; None for a decoder.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for no rotation.
         learned_positions: positions are learned vectors, which are added to the embedding (GPT-2).
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
@@ -110,6 +113,7 @@ class ModelConfig:
     delta: DeltaSizes | None = None
     latent: LatentSizes | None = None
     experts: ExpertSizes | None = None
+    encoder: EncoderSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rooftile.errors import InvalidInput
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.fused.one_row import project
 from rooftile.fused.rope import Rotation
@@ -54,9 +55,11 @@ class Decoder(nn.Module):
         model this rank holds: `config` is the whole model, and the decoder's own `config` has the sizes of the part.
 
         Raises:
-            InvalidInput: the ranks of the placement cannot share the model.
+            InvalidInput: the ranks of the placement cannot share the model, or the configuration is an encoder's.
         """
         super().__init__()
+        if config.encoder is not None:
+            raise InvalidInput(f"the model is an encoder, {config.family}; rooftile.models.Encoder reads it")
         self.placement = placement = placed(placement, dtype, device)
         self.config = placement.part(config)
         self.embedding = placement.parameter(config.vocab_size, config.hidden)
@@ -203,7 +206,7 @@ class Decoder(nn.Module):
 
         Layers with a window, or without positions, may differ.
         """
-        return _rotation(self.rotary, positions)
+        return rotation_at(self.rotary, positions)
 
     def _with_growth(self, attend: Attend, positions: Tensor) -> Attend:
         """Returns `attend`, with queries multiplied by the factor of their position where the family has one."""
@@ -221,12 +224,13 @@ class Decoder(nn.Module):
         """Returns the rotation of each layer."""
         whole = local = self.rotation(positions)
         if self.local_rotary is not None:
-            local = _rotation(self.local_rotary, positions)
+            local = rotation_at(self.local_rotary, positions)
         each = [whole if window is None else local for window in self.config.windows]
         return [None if n in self.config.unrotated else rotation for n, rotation in enumerate(each)]
 
 
-def _rotation(table: Tensor | None, positions: Tensor) -> Rotation | None:
+def rotation_at(table: Tensor | None, positions: Tensor) -> Rotation | None:
+    """Returns the rows of a rotary table at positions (total,); None without a table."""
     if table is None:
         return None
     cos, sin = table.index_select(0, positions).chunk(2, dim=-1)

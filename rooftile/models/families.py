@@ -10,6 +10,7 @@ from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
+from rooftile.models.encoders.families import ENCODERS, encoder_family
 from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from rooftile.models.hybrid import hybrid
 from rooftile.models.latent.families import deepseek_v2, deepseek_v3
@@ -34,6 +35,10 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     """
     settings = Settings(values, folder)
     check_format(settings)
+    encoder = encoder_family(settings)
+    if encoder is not None:
+        check_method(settings)
+        return ENCODERS[encoder](settings)
     wrapper = wrapper_of(settings)
     if wrapper is not None:
         settings = text_settings(settings, wrapper)
@@ -60,7 +65,8 @@ def _family(settings: Settings) -> str:
     if not architectures and named in FAMILIES:
         return named
     raise settings.refused(
-        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, and text parts of models that read images"
+        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, text parts of models that read images, and "
+        f"the encoders {', '.join(ENCODERS)}"
     )
 
 

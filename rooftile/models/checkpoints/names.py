@@ -78,6 +78,24 @@ _FAMILIES = {
 }
 
 
+# a pooler and heads for other tasks are no part of a model that gives vectors
+_HEADS = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "embeddings.position_ids")
+# files of TensorFlow's time
+_GAMMA = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
+_ENCODERS = {
+    "bert": (Names(prefix="bert.", layers="encoder.layer", renamed=_GAMMA), ("pooler.", "classifier.")),
+    "roberta": (Names(prefix="roberta.", layers="encoder.layer", renamed=_GAMMA), ("classifier.",)),
+    "modernbert": (Names(), ("head.", "classifier.")),
+}
+
+
+def _of_encoder(config: ModelConfig) -> Names:
+    names, of_head = _ENCODERS[config.family]
+    assert config.encoder is not None
+    kept = () if config.encoder.head is None else of_head
+    return replace(names, skipped=tuple(name for name in _HEADS if name not in kept))
+
+
 def names_of(config: ModelConfig) -> Names:
     """Returns the names that a model's family has, within a wrapper if there is one."""
     names = _of_family(config)
@@ -87,6 +105,8 @@ def names_of(config: ModelConfig) -> Names:
 
 
 def _of_family(config: ModelConfig) -> Names:
+    if config.encoder is not None:
+        return _of_encoder(config)
     if config.family in ("deepseek_v2", "deepseek_v3"):
         # layers behind the last are a second predictor
         return Names(skipped=(f"layers.{config.layers}.",))

@@ -127,7 +127,7 @@ def _tensors(files: list[Any], names: Names) -> dict[str, StoredTensor]:
         if name.endswith(_IGNORED) or name.startswith(names.skipped):
             continue
         for theirs, ours in names.renamed:
-            name = name.replace(f".{theirs}.", f".{ours}.")
+            name = f"{name}.".replace(f".{theirs}.", f".{ours}.")[:-1]
         if name in found:
             raise InvalidInput(f"the checkpoint has both {found[name].name} and {one.name}, for one weight; remove one of them")
         found[name] = one
