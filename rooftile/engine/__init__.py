@@ -14,6 +14,7 @@ requests/      a request, its answers, and the outputs that a caller gets back
 steps/         which tokens the model reads in a step (scheduler), and how a device computes them (runner)
 mixers/        what each kind of layer brings: its attention, what it keeps, its kernels, its checks
 caches/        what a block, a row and a running sequence hold, and how many blocks fit into memory
+embedding/     vectors and scores of texts, by encoders and by decoders without a cache
 text/          prompts, chat templates, tokenizer, detokenizer
 sampling/      how the next token is chosen: parameters, sampler, forbidden tokens, grammars, beams
 """
@@ -24,6 +25,7 @@ from rooftile.runtime.late_names import late_names
 
 if TYPE_CHECKING:
     from rooftile.engine.async_engine import AsyncEngine, Overloaded
+    from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
     from rooftile.engine.llm import LLM
     from rooftile.engine.ranks.failures import RankEnded
     from rooftile.engine.requests.output import CompletionOutput, RequestOutput
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from rooftile.engine.settings.config import EngineConfig
 
 __all__ = [
-    "LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded", "RankEnded",
-    "RequestOutput", "SamplingParams",
+    "LLM", "AsyncEngine", "CompletionOutput", "EmbeddingOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded",
+    "RankEnded", "RequestOutput", "SamplingParams", "ScoreOutput",
 ]  # fmt: skip
 
 # late: the server's process reads texts and parameters without torch
@@ -44,6 +46,7 @@ __getattr__ = late_names(
         "LLM": "rooftile.engine.llm", "AsyncEngine": "rooftile.engine.async_engine", "Overloaded": "rooftile.engine.async_engine",
         "RankEnded": "rooftile.engine.ranks.failures",
         "CompletionOutput": "rooftile.engine.requests.output", "RequestOutput": "rooftile.engine.requests.output",
+        "EmbeddingOutput": "rooftile.engine.embedding.output", "ScoreOutput": "rooftile.engine.embedding.output",
         "EngineConfig": "rooftile.engine.settings.config", "Logprob": "rooftile.engine.requests.request",
         "SamplingParams": "rooftile.engine.sampling.params", "EngineStats": "rooftile.engine.requests.stats",
     },

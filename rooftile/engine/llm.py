@@ -11,6 +11,8 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
+from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
 from rooftile.engine.engine import Engine
 from rooftile.engine.mixers.approximation import Approximation
 from rooftile.engine.process_lock import ProcessLock
@@ -106,6 +108,8 @@ class LLM:
             blocks), besides after 256, 512, 1,024, ... tokens, where the prompt ends, and where it leaves an earlier one.
         state_share: the share of the caches' memory for these states, at least 0 and less than 1; the state that was used least
             recently gives way. 0 keeps no state, so no prefix is found.
+        task: "embed" reads a model for `embed` and `score` alone, without a cache and an output head; "generate" for answers,
+            beside which a decoder embeds, too. "auto" embeds with an encoder and with a folder of sentence-transformers.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
     one by one, with the reason, unless they ask for what happens anyway.
@@ -132,7 +136,7 @@ class LLM:
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
-        state_share: float = 0.1,
+        state_share: float = 0.1, task: Literal["auto", "embed", "generate"] = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -142,26 +146,33 @@ class LLM:
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
-            state_every=state_every, state_share=state_share,
+            state_every=state_every, state_share=state_share, task=task,
         )  # fmt: skip
         self.model = str(model) if isinstance(model, str | Path) else "a decoder"
-        self._default_params = SamplingParams()
+        self._default_params, self._has_told_defaults = SamplingParams(), True
+        self.owned = False
+        """Whether an AsyncEngine owns it at present."""
+        self._readers: dict[Request, _Reader] = {}
+        # held to add a request, run a step or read outputs; re-entrant, since a stream may be opened inside another
+        self._lock = ProcessLock()
+        self.embedding: EmbeddingModel | None = None
+        """The model as one that gives vectors; None until a decoder that generates is asked for one."""
         with telling_ranks(tensor_parallel_size):
             if isinstance(model, str | Path):
                 model = find_folder(model, download=download)
-                if generation_config == "auto":
-                    self._default_params = recommended_params(model)
+            self._source = model
+            if embeds(model, self.config):
+                self.embedding = read_embedding_model(model, self.config)
+                self.tokenizer, self._end = self.embedding.tokenizer, weakref.finalize(self, lambda: None)
+                return
+            if isinstance(model, str | Path) and generation_config == "auto":
+                self._default_params = recommended_params(model)
             self.engine, end_ranks = self._build(model)
         self._has_told_defaults = self._default_params == SamplingParams()
         # also where nobody closes it, and at the end of the interpreter
         self._end = weakref.finalize(self, end_ranks)
         self.caches, self.pages = self.engine.runner.caches, self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
-        self.owned = False
-        """Whether an AsyncEngine owns it at present."""
-        self._readers: dict[Request, _Reader] = {}
-        # held to add a request, run a step or read outputs; re-entrant, since a stream may be opened inside another
-        self._lock = ProcessLock()
         if self.pages.storage.is_cuda:
             self._warm_up()
 
@@ -237,6 +248,58 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def embed(
+        self, texts: Text | Sequence[Text], *, prompt_name: str | None = None, dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:  # fmt: skip
+        """Returns the vector of each text, as the folder's sentence-transformers files say how to make it.
+
+        Args:
+            texts: texts or lists of token ids, or a single one of them. Token ids are read as they are, without a prompt.
+            prompt_name: the name of a prompt in the folder, such as "query", that is put before each text; None takes the
+                folder's default.
+            dimensions: the numbers of a vector that are kept, of a model that was trained for it; those of a model whose
+                vectors have the length 1 get it again.
+            truncate_prompt_tokens: a text with more tokens loses its end, as sentence-transformers always does; -1 for the
+                longest text that the model reads. None refuses such a text.
+
+        Raises:
+            InvalidInput: a text or an argument makes no sense, or a text is too long.
+            Unsupported: the model gives no vectors: a cross-encoder, or a decoder with other layers than exact attention.
+
+        Example:
+            >>> llm = LLM("bge-small-en-v1.5")                              # doctest: +SKIP
+            >>> llm.embed(["The roof", "A tile"])[0].embedding.shape        # doctest: +SKIP
+            torch.Size([384])
+        """
+        with self._lock:
+            return self._embeds().embed(
+                list_prompts(texts), prompt_name=prompt_name, dimensions=dimensions, cut=truncate_prompt_tokens
+            )  # fmt: skip
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[ScoreOutput]:
+        """Scores documents for a query: by a cross-encoder that reads each pair, or by the cosine of their vectors.
+
+        Vectors are made with the folder's prompts named "query", and "document", "passage" or "corpus", where it has them.
+
+        Args:
+            query: a text for all documents, or one for each.
+            documents: texts, or a single one.
+            truncate_prompt_tokens: see `embed`; of a pair the longer text loses its end.
+
+        Raises:
+            InvalidInput: a text makes no sense or is too long, or there are not as many queries as documents.
+            Unsupported: the model is a cross-encoder with several labels.
+
+        Example:
+            >>> llm = LLM("bge-reranker-base")                                            # doctest: +SKIP
+            >>> llm.score("What keeps rain out?", ["A roof.", "A river."])[0].score       # doctest: +SKIP
+        """
+        with self._lock:
+            return self._embeds().score(query, documents, cut=truncate_prompt_tokens)
+
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises InvalidInput if the model has none."""
         if self.tokenizer is None:
@@ -256,6 +319,8 @@ class LLM:
         return params
 
     def __repr__(self) -> str:
+        if self.embedding is not None and self.embedding.is_alone:
+            return f"LLM({self.model}: {self.embedding})"
         decoder, engine = self.engine.runner.decoder, self.engine
         return (
             f"LLM({self.model}: {decoder.config.family} in {str(decoder.embedding.dtype).removeprefix('torch.')} on "
@@ -303,6 +368,7 @@ class LLM:
         Raises:
             InvalidInput: the LLM is in use.
         """
+        self._check_generates()
         with self._lock:
             self._check_free()
             if self._readers:
@@ -328,6 +394,19 @@ class LLM:
         self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         self.engine.pool.forget_prefixes()
 
+    def _embeds(self) -> EmbeddingModel:
+        self._check_free()
+        if self.embedding is None:
+            self.embedding = beside_engine(self._source, self.engine, self.config)
+        return self.embedding
+
+    def _check_generates(self) -> None:
+        if self.embedding is not None and self.embedding.is_alone:
+            raise InvalidInput(
+                f"{self.model} was read to embed texts: ask it with embed or score; a decoder generates with "
+                'LLM(..., task="generate")'
+            )
+
     def _check_free(self) -> None:
         if not self._end.alive:
             raise InvalidInput("the LLM was closed; make another")
@@ -339,6 +418,7 @@ class LLM:
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
         """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
         self.check_process()
+        self._check_generates()
         each = _params_for(prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params)
         reader = _Reader()
         try:

@@ -13,6 +13,7 @@ _CONTEXT = "context_parallel_size deals out contexts, to GPUs of their own and n
 _TEXT = "an LLM reads text and tokens"
 _LOGITS = "choose tokens with structured, allowed_token_ids, bad_words or logit_bias"
 _OUTPUTS = "stream yields whole outputs, and generate the last ones"
+_POOLING = "the folder's 1_Pooling/config.json says how vectors are made"
 _HUB = "give the folder of the revision"
 
 _EXPERTS = "the families here have no experts"
@@ -32,7 +33,7 @@ LLM_REFUSED = {
     "code_revision": Refused((), "no code of a checkpoint is run"),
     "compilation_config": Refused((), "kernels are compiled when the LLM is made"),
     "config_format": Refused(("auto", "hf"), "config.json is read"),
-    "convert": Refused(("auto", "none"), "an LLM generates text"),
+    "convert": Refused(("auto", "none"), 'write task="embed" for vectors'),
     "cpu_offload_gb": Refused((0,), "weights stay on the device"),
     "cudagraph_capture_sizes": Refused((), _GRAPHS),
     "data_parallel_address": Refused((), _RANKS),
@@ -107,9 +108,9 @@ LLM_REFUSED = {
     "offload_prefetch_step": Refused((1,), "weights stay on the device"),
     "optimization_level": Refused((), "kernels are compiled when the LLM is made"),
     "override_generation_config": Refused(({},), "give SamplingParams, or edit generation_config.json in a copy of the folder"),
-    "override_pooler_config": Refused((), "an LLM generates text"),
+    "override_pooler_config": Refused((), _POOLING),
     "pipeline_parallel_size": Refused((1,), _RANKS),
-    "pooler_config": Refused((), "an LLM generates text"),
+    "pooler_config": Refused((), _POOLING),
     "preemption_mode": Refused(("recompute",), "a preempted request is computed again, and nothing is swapped"),
     "prefill_context_parallel_size": Refused((1,), _CONTEXT),
     "prefix_caching_hash_algo": Refused(("builtin", "sha256"), "prefixes are found by a keyed hash; their tokens are compared"),
@@ -123,7 +124,7 @@ LLM_REFUSED = {
     "revision": Refused((), _HUB),
     "rope_scaling": Refused((), "edit config.json in a copy of the folder"),
     "rope_theta": Refused((), "edit config.json in a copy of the folder"),
-    "runner": Refused(("auto", "generate"), "an LLM generates text"),
+    "runner": Refused(("auto", "generate"), 'write task="embed" for vectors'),
     "safetensors_load_strategy": Refused(("lazy",), "weights are read one tensor at a time"),
     "scheduler_cls": Refused((), "requests are answered in their order"),
     "scheduling_policy": Refused(("fcfs",), "requests are answered in their order"),
@@ -136,7 +137,6 @@ LLM_REFUSED = {
     "stream_interval": Refused((1,), _OUTPUTS),
     "structured_outputs_config": Refused((), "grammars come from llguidance; give SamplingParams(structured=...)"),
     "swap_space": Refused((0,), "a preempted request is computed again, and nothing is swapped"),
-    "task": Refused(("auto", "generate"), "an LLM generates text"),
     "tokenizer_mode": Refused(("auto",), "tokenizer.json is read, or older files through Transformers"),
     "tokenizer_pool_size": Refused((0,), "the server has threads of its own for tokenizers"),
     "tokenizer_revision": Refused((), _HUB),

@@ -81,6 +81,7 @@ class ModelConfig:
         residual_scale: the outputs of attention and feed-forward are multiplied by it (Granite).
         logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
+        head: whether there is an output head; without one, which needs `tie`, a decoder gives hidden states alone.
         wrapper: the model type of a checkpoint of which this is the text part (`rooftile.models.wrappers`), such as "qwen3_5";
             None for a decoder by itself.
         bos_ids, eos_ids: the tokens that begin and that end a text.
@@ -141,6 +142,7 @@ class ModelConfig:
     residual_scale: float | None = None
     logit_divisor: float | None = None
     tie: bool = False
+    head: bool = True
     wrapper: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -203,6 +205,8 @@ class ModelConfig:
             raise InvalidInput(f"a matrix would be {rows:,} x {columns:,} numbers; may have at most {MOST_NUMBERS:,}")
 
     def _check_norms(self) -> None:
+        if not (self.head or self.tie):
+            raise InvalidInput("head and tie are both off; a model without an output head has no weights of it: set tie")
         if not (self.pre_norms or self.post_norms):
             raise InvalidInput("pre_norms and post_norms are both off; a layer must have one of them")
         if any(not 0 <= n < self.layers for n in self.post_normed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.fused.norm import add_norm, normalise
 from rooftile.fused.one_row import project
 from rooftile.fused.rope import Rotation
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
         *, max_len: int | None = None, weights: Weights = "auto", on_layer: Callable[[Layer], None] | None = None,
-        placement: Placement | None = None,
+        placement: Placement | None = None, headless: bool = False,
     ) -> Decoder:  # fmt: skip
         """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
             on_layer: called with each layer whose weights are quantised once its projections have them, while others are read.
             placement: the dtype, the device, and this rank's part of a model that several ranks share; no other part is
                 read, except for modules that the checkpoint has quantised, which are read one by one.
+            headless: whether the output head is left out, for a decoder that gives hidden states alone.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported, or the ranks cannot share the model; the sentence
@@ -112,6 +114,7 @@ class Decoder(nn.Module):
         """
         asked = None if dtype_word(dtype, auto=True) == "auto" else torch_dtype(dtype)
         config = ModelConfig.from_folder(path)
+        config = replace(config, head=False, tie=True) if headless else config
         computed = config.dtype if asked is None and placement is None else asked
         placement = placed(placement, computed, device)
         # refused before any file of weights is opened
@@ -193,7 +196,13 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
-        """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
+        """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap.
+
+        Raises:
+            Unsupported: the model has no output head.
+        """
+        if not self.config.head:
+            raise Unsupported("the checkpoint has no output head, so its decoder gives hidden states and no logits")
         scores = (project if multiply is linear else multiply)(hidden, self.head, None)
         scores = self.placement.joined(scores, self.config.vocab_size)
         if self.config.logit_divisor is not None:

@@ -46,17 +46,29 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     # its experts in MXFP4 are read as plain tensors
     check_method(settings, also=("mxfp4",) if family == "gpt_oss" else ())
     fields = FAMILIES[family](settings)
+    if not _has_head(settings):
+        fields |= {"head": False, "tie": True}
     if family == "rooftile":
         return fields
     return fields | mixers_of(settings, fields["layers"]) | ({} if wrapper is None else {"wrapper": wrapper})
+
+
+def with_head(architecture: str) -> str:
+    """Returns the class with an output head for one without: `Qwen3ForCausalLM` for `Qwen3Model`."""
+    return architecture.removesuffix("Model") + "ForCausalLM" if architecture.endswith("Model") else architecture
+
+
+def _has_head(settings: Settings) -> bool:
+    said = settings.values.get("architectures") or []
+    return not any(str(name).endswith("Model") for name in ([said] if isinstance(said, str) else said))
 
 
 def _family(settings: Settings) -> str:
     said = settings.values.get("architectures") or []
     architectures = [str(name) for name in said] if isinstance(said, list) else [str(said)]
     for name in architectures:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if with_head(name) in ARCHITECTURES:
+            return ARCHITECTURES[with_head(name)]
     for name in (*architectures, str(settings.values.get("model_type"))):
         if name in LACKING:
             raise settings.refused(f"has {name}, which is not served: it has {LACKING[name]}, and no layer here has that")
@@ -65,8 +77,8 @@ def _family(settings: Settings) -> str:
     if not architectures and named in FAMILIES:
         return named
     raise settings.refused(
-        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, text parts of models that read images, and "
-        f"the encoders {', '.join(ENCODERS)}"
+        f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}, encoders, and text parts of "
+        "models that read images"
     )
 
 

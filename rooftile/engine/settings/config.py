@@ -58,6 +58,7 @@ class EngineConfig:
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     approximate: Approximation | str | Path | None = None
+    task: Literal["auto", "embed", "generate"] = "auto"
     weights: Weights = "auto"
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     state_every: int = 8192

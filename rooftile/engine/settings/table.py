@@ -203,6 +203,10 @@ SETTINGS = {
         Setting(
             "approximate", str, None, "A file of `rooftile calibrate`: answers read a share of the keys.", _file
         ),
+        Setting(
+            "task", str, "auto", "embed gives vectors, and keeps no cache; auto does where the folder asks for it; generate.",
+            _one_of("auto", "embed", "generate"),
+        ),
         Setting("weights", str, "auto", "Format of the projections: fp8, int8, w8, int4:64, 2:4; auto takes theirs.", _weights),
     )
 }  # fmt: skip

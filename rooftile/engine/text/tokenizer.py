@@ -130,6 +130,37 @@ class Tokenizer:
         """Returns the vocabulary's spelling of a token, or "" if there is no such id; the token's text is decode([id])."""
         return self._core.id_to_token(id) or ""
 
+    def encode_cut(self, text: str, most: int) -> list[int]:
+        """Encodes a text whose end is left out, so that it has `most` tokens with those around it; fewer stay as they are."""
+        _check_text(text, MOST_BYTES)
+        inner = self._core.encode(text, add_special_tokens=False)
+        inner.truncate(max(0, most - self._core.num_special_tokens_to_add(False)))
+        ids: list[int] = self._core.post_process(inner, None, True).ids
+        return ids[:most]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Encodes two texts as one, with the tokens that the checkpoint puts around and between them.
+
+        Args:
+            first, second: the texts.
+            most: the tokens of both that are kept; the longer one loses its end, then both do. None keeps all.
+
+        Returns:
+            The token ids, and the type of each token.
+
+        Raises:
+            InvalidInput: a text is too long, or has half of a surrogate pair in it.
+        """
+        for text in (first, second):
+            _check_text(text, MOST_BYTES)
+        one, two = (self._core.encode(text, add_special_tokens=False) for text in (first, second))
+        if most is not None:
+            kept = _shares(len(one), len(two), max(0, most - self._core.num_special_tokens_to_add(True)))
+            for each, length in zip((one, two), kept, strict=True):
+                each.truncate(length)
+        found = self._core.post_process(one, two, True)
+        return found.ids[:most], found.type_ids[:most]
+
     def encode(self, text: str, special: bool = True, *, most_bytes: int = MOST_BYTES) -> list[int]:
         """Encodes a text.
 
@@ -141,17 +172,7 @@ class Tokenizer:
         Raises:
             InvalidInput: the text is too long, or has half of a surrogate pair in it.
         """
-        if not isinstance(text, str):
-            raise InvalidInput(f"a text is a {type(text).__name__}; must be a string")
-        # a character has at least one byte
-        if len(text) > most_bytes:
-            raise InvalidInput(f"a text has {len(text)} characters; may have at most {most_bytes} bytes")
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidInput(f"character {error.start} of a text is half of a surrogate pair; must be whole") from None
-        if size > most_bytes:
-            raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
+        size = _check_text(text, most_bytes)
         # only a batch lets other threads go on while it is encoded; the fast kind keeps no offsets, which are not read
         if size > LONG:
             ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
@@ -289,6 +310,30 @@ class Tokenizer:
     def _special_spellings(self) -> re.Pattern[str] | None:
         spelt = [re.escape(self.token(id)) for id in self._special_ids if self.token(id)]
         return re.compile("|".join(spelt)) if spelt else None
+
+
+def _check_text(text: str, most_bytes: int) -> int:
+    """Returns the bytes of a text; refuses one that is too long, or is no text."""
+    if not isinstance(text, str):
+        raise InvalidInput(f"a text is a {type(text).__name__}; must be a string")
+    # a character has at least one byte
+    if len(text) > most_bytes:
+        raise InvalidInput(f"a text has {len(text)} characters; may have at most {most_bytes} bytes")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"character {error.start} of a text is half of a surrogate pair; must be whole") from None
+    if size > most_bytes:
+        raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
+    return size
+
+
+def _shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns how many tokens of two texts are kept: all of a short one, half of the room each otherwise."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -99,6 +99,8 @@ def _of_encoder(config: ModelConfig) -> Names:
 def names_of(config: ModelConfig) -> Names:
     """Returns the names that a model's family has, within a wrapper if there is one."""
     names = _of_family(config)
+    if not config.head:
+        names = replace(names, skipped=(*names.skipped, "lm_head."))
     if config.wrapper is None:
         return names
     return replace(names, prefixes=wrappers.PREFIXES, skipped=(*names.skipped, *wrappers.VISION))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from rooftile.models.projection import Norm, Projection
 
-if TYPE_CHECKING:
-    from rooftile.models.encoders.encoder import Encoder
+# its class is made of what is here
+Encoder = Any
 
 
 def tensors_of(encoder: Encoder) -> Iterator[tuple[str, Tensor]]:

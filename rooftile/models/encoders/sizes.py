@@ -39,7 +39,7 @@ class HeadSizes:
 @answers_words
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSizes:
-    """What an encoder has beside the sizes in `ModelConfig`.
+    """The sizes of an encoder beside those in `ModelConfig`.
 
     Args:
         token_types: rows of the table of token types; 0 for no such table.

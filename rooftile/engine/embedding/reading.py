@@ -1,0 +1,101 @@
+"""`TextReader`: texts, and pairs of texts, as the tokens that an embedding model reads. It needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rooftile.engine.embedding.folder import Recipe
+from rooftile.engine.text.prompt import check_tokens
+from rooftile.engine.text.tokenizer import Tokenizer
+from rooftile.errors import InvalidInput
+
+
+class ReadText(NamedTuple):
+    """A text, or a pair of texts, in tokens."""
+
+    tokens: list[int]
+    types: list[int] | None = None
+    """The type of each token, of a pair; None for type 0."""
+
+
+class TextReader:
+    """Reads texts as the recipe says, and refuses those that are too long.
+
+    Args:
+        tokenizer: the model's tokenizer, or None.
+        recipe: prompts and the like.
+        max_len: the longest text in tokens.
+        vocabulary: the model has tokens 0 to vocabulary - 1.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, recipe: Recipe, max_len: int, vocabulary: int) -> None:
+        self._tokenizer, self._recipe, self.max_len, self._vocabulary = tokenizer, recipe, max_len, vocabulary
+
+    def read(self, text: str | Sequence[int], *, prompt_name: str | None = None, cut: int | None = None) -> ReadText:
+        """Returns the tokens of a text, behind its prompt.
+
+        Args:
+            text: a text, or its token ids, which are read as they are.
+            prompt_name: the name of a prompt in the folder.
+            cut: a longer text loses its end, so that it has so many tokens, special ones included; -1 is the longest text.
+
+        Raises:
+            InvalidInput: the text cannot be read, or is too long.
+        """
+        limit = self.limit(cut)
+        if not isinstance(text, str):
+            if prompt_name is not None:
+                raise InvalidInput("prompt_name is given and a text is token ids, before which no prompt is put; give its text")
+            tokens = check_tokens(text, self._vocabulary)
+            return ReadText(self._checked(tokens if limit is None else tokens[:limit]))
+        tokenizer, whole = self._own, self._recipe.prompt(prompt_name) + text
+        whole = whole.lower() if self._recipe.lower else whole
+        tokens = tokenizer.encode(whole)
+        if limit is not None and len(tokens) > limit:
+            tokens = tokenizer.encode_cut(whole, limit)
+        if not tokens:
+            raise InvalidInput("the text has no token; it must have at least one")
+        return ReadText(self._checked(tokens))
+
+    def pair(self, first: str, second: str, *, cut: int | None = None) -> ReadText:
+        """Returns the tokens of two texts that a cross-encoder reads together; `cut` takes them from the longer one's end.
+
+        Raises:
+            InvalidInput: a text cannot be read, or both are too long.
+        """
+        for text in (first, second):
+            if not isinstance(text, str):
+                raise InvalidInput("a cross-encoder reads pairs of texts; must be strings, and not token ids")
+        lower = self._recipe.lower
+        first, second = (first.lower(), second.lower()) if lower else (first, second)
+        tokens, types = self._own.encode_pair(first, second, self.limit(cut))
+        return ReadText(self._checked(tokens), types if self._recipe.pair_types else None)
+
+    def limit(self, cut: int | None) -> int | None:
+        """Returns to how many tokens a text is cut; None for not at all.
+
+        Raises:
+            InvalidInput: `truncate_prompt_tokens` is no such number.
+        """
+        if cut is None:
+            return None
+        if not isinstance(cut, int) or isinstance(cut, bool) or (cut < 1 and cut != -1) or cut > self.max_len:
+            raise InvalidInput(
+                f"truncate_prompt_tokens is {cut!r}; must be from 1 to {self.max_len:,}, or -1 for the longest text"
+            )
+        return self.max_len if cut == -1 else cut
+
+    @property
+    def _own(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidInput("the model has no tokenizer; give token ids")
+        return self._tokenizer
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        if len(tokens) > self.max_len:
+            raise InvalidInput(
+                f"a text has {len(tokens):,} tokens, and the model reads {self.max_len:,}: give a shorter one, or "
+                "truncate_prompt_tokens=-1 to cut it"
+            )
+        return tokens
