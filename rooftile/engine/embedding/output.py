@@ -1,4 +1,4 @@
-"""What `LLM.embed` and `LLM.score` return."""
+"""Results of `LLM.embed` and `LLM.score`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows pooling: projections of vectors, which a folder has beside the model, and norms."""
+"""Operations on vectors after pooling: projections, which a folder has beside the model, and norms."""
 
 from __future__ import annotations
 
