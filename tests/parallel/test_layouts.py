@@ -69,15 +69,14 @@ def test_one_document_is_cut_as_zigzag_cuts_it():
     assert sorted(ranges(4096, 2, "balanced", (0, 4096))) == [((0, 1024), (3072, 4096)), ((1024, 3072),)]
 
 
-def test_documents_are_cut_at_their_borders_where_that_is_even():
-    """No key travels: each rank has whole documents."""
+def test_no_key_travels_where_whole_documents_are_even():
     cu = offsets([1024] * 8)
     s = Sequence(tokens=8192, ranks=4, mask=CAUSAL, H=4, Hk=4, D=8, Dv=8, cu=cu, layout="balanced")
     assert [share.exchange.tokens_sent for share in shares(s)] == [0] * 4
 
 
-def test_a_range_more_has_to_pay():
-    """4,000 documents of 8 tokens: of all cuts that are even enough, two make no document's keys travel."""
+def test_a_rank_has_one_range_of_many_short_documents():
+    """Many cuts are even enough, and some lie at borders of documents."""
     cu = offsets([8] * 4000)
     held = ranges(cu[-1], 8, "balanced", cu)
     assert all(start % 8 == 0 for parts in held for start, _ in parts)
