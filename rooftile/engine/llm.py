@@ -92,6 +92,9 @@ class LLM:
             order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
         chat_template: a file with a chat template, or its text, in place of the model's.
+        reasoning_parser: how the model marks its thoughts, in answers of `chat`: "auto" looks at the chat template, "none" leaves
+            them in the text; "think" (<think>), "granite", "mistral", "gemma4", "seed_oss", "minimax_m3", "apriel", or a name of
+            vLLM's for one of these.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
@@ -133,7 +136,8 @@ class LLM:
         *, context_parallel_size: int = 1, enable_expert_parallel: bool | None = None, max_num_seqs: int = 256,
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
-        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
+        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, reasoning_parser: str = "auto",
+        download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
         state_share: float = 0.1, task: Literal["auto", "embed", "generate"] = "auto",
@@ -144,7 +148,8 @@ class LLM:
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size,
             enable_expert_parallel=enable_expert_parallel, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
-            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
+            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template,
+            reasoning_parser=reasoning_parser, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
             state_every=state_every, state_share=state_share, task=task,
         )  # fmt: skip

@@ -104,7 +104,7 @@ class ThoughtReader:
         return [Thought(text)]
 
     def _takes_beginning(self) -> bool:
-        """Takes a mark that begins the thought; a model may write it although the prompt ends with it. Tells whether it is there."""
+        """Takes a mark that begins a thought, which models also write where the prompt has it; returns whether it is there."""
         text = self._held.lstrip(SPACES)
         mark = next((mark for mark in self._form.begins if text.startswith(mark)), None)
         if mark is not None:

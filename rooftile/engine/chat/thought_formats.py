@@ -59,8 +59,8 @@ FORMATS = (
     ThoughtFormat(
         "think", ("<think>",), ("</think>",), "</think>",
         (
-            "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3",
-            "poolside_v1", "qwen3", "smollm3", "step3", "step3p5",
+            "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3",
+            "olmo3", "poolside_v1", "qwen3", "smollm3", "step3", "step3p5",
         ),
     ),
 )  # fmt: skip
@@ -69,7 +69,7 @@ NAMES = {name: each for each in FORMATS for name in (each.name, *each.others)}
 AUTO, NONE = "auto", "none"
 
 
-def check_parser(name: object, setting: str = "reasoning_parser") -> None:
+def check_parser(setting: str, name: object) -> None:
     """Raises InvalidInput for a name that is none of a format's, nor auto or none."""
     if not isinstance(name, str) or name not in (AUTO, NONE, *NAMES):
         known = ", ".join(each.name for each in FORMATS)
@@ -86,7 +86,7 @@ def choose_format(template: str | None, name: str = AUTO) -> ThoughtFormat | Non
         >>> choose_format("... {{ '<think>' + thought + '</think>' }} ...").name
         'think'
     """
-    check_parser(name)
+    check_parser("reasoning_parser", name)
     if name == AUTO:
         return next((each for each in FORMATS if template is not None and each.sign in template), None)
     return NAMES.get(name)
