@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rooftile.engine.chat.read_outputs import read_thoughts, with_special_tokens
 from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
 from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
 from rooftile.engine.engine import Engine
@@ -239,7 +240,8 @@ class LLM:
             chat_template_kwargs: variables that the template reads, as {"enable_thinking": False}.
 
         Returns:
-            One RequestOutput per conversation, in their order.
+            One RequestOutput per conversation, in their order. If the model marks its thoughts (reasoning_parser), each answer
+            has them in `reasoning`, and the rest of its text in `content`; marks that are special tokens are in the text, too.
 
         Raises:
             InvalidInput: there is no tokenizer or chat template, or it refuses these messages, or does not read a variable.
@@ -251,7 +253,15 @@ class LLM:
             tokenizer.chat(each, opens, continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs)
             for each in cast("Any", [messages] if one else messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        self._check_generates()
+        form = self.engine.thoughts
+        if form is not None and form.spells_special(tokenizer):
+            sampling_params = with_special_tokens(sampling_params or self.get_default_sampling_params())
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        if form is not None:
+            for output in outputs:
+                read_thoughts(output, tokenizer, form)
+        return outputs
 
     def embed(
         self, texts: Text | Sequence[Text], *, prompt_name: str | None = None, dimensions: int | None = None,

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.chat.parts import PlainReader, read_whole
 from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.engine.chat.thought_formats import choose_format
 from rooftile.engine.text.tokenizer import Tokenizer
+from rooftile.errors import InvalidInput
 from tests.server.asking import CHATS, refused
 from tests.server.scripted import ScriptedServer
 from tests.server.thinking import TEMPLATE, thinking_server
@@ -141,3 +143,18 @@ def test_none_leaves_thoughts_in_the_text(folder, tmp_path) -> None:
         answer = server.post(CHATS, asked("both")).json()
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": SAID, "refusal": None}
         assert "completion_tokens_details" not in answer["usage"]
+
+
+def test_the_library_reads_the_same(folder, llm) -> None:
+    """LLM.chat has the thoughts of each answer beside its text; a stop string at its beginning ends a thought early."""
+    own = LLM(folder, device="cpu", num_blocks=600, max_model_len=2048, chat_template=TEMPLATE)
+    messages = [{"role": "user", "content": "Why?"}]
+    params = SamplingParams(temperature=0, max_tokens=8, n=2, ignore_eos=True)
+    (opened,) = own.chat(messages, params, chat_template_kwargs={"opened": True})
+    assert [(one.reasoning, one.content) for one in opened.outputs] == [(one.text.strip(), "") for one in opened.outputs]
+    (off,) = own.chat(messages, params, chat_template_kwargs={"enable_thinking": False})
+    assert [(one.reasoning, one.content) for one in off.outputs] == [(None, one.text) for one in off.outputs]
+    assert own.generate("a", params)[0].outputs[0].reasoning is None
+    assert llm.chat(messages, params)[0].outputs[0].content is None
+    with pytest.raises(InvalidInput, match="reasoning_parser is 'qwen'"):
+        LLM(folder, device="cpu", reasoning_parser="qwen")
