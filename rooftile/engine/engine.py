@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random, SystemRandom
 
+from rooftile.engine.chat.thought_formats import AUTO, choose_format
 from rooftile.engine.requests.output import RequestOutput, output_of
 from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
 from rooftile.engine.sampling.beam_search import BeamSearch
@@ -43,12 +44,13 @@ class Engine:
         shares_answers: whether the prefix cache holds the tokens of answers, too (see `Scheduler`).
         states: the rows of states; None if no layer has a state.
         state_every: the tokens of a prompt between two states that are kept.
+        reasoning_parser: how the model marks its thoughts (see `choose_format`).
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
         tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
-        states: StateRows | None = None, state_every: int = 8192,
+        states: StateRows | None = None, state_every: int = 8192, reasoning_parser: str = AUTO,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
@@ -66,6 +68,8 @@ class Engine:
         self._eos = frozenset(token for token in named if 0 <= token < config.vocab_size)
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
+        self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, reasoning_parser)
+        """How the model marks its thoughts; None if it does not."""
         self._ahead = runner.device.type == "cuda"
         self._in_flight: Result | None = None
         self._count = 0

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rooftile.engine.chat.read_outputs import read_thoughts, with_special_tokens
 from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
 from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
 from rooftile.engine.engine import Engine
@@ -92,6 +93,9 @@ class LLM:
             order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
         chat_template: a file with a chat template, or its text, in place of the model's.
+        reasoning_parser: how the model marks its thoughts, in answers of `chat`: "auto" looks at the chat template, "none" leaves
+            them in the text; "think" (<think>), "granite", "mistral", "gemma4", "seed_oss", "minimax_m3", "apriel", or a name of
+            vLLM's for one of these.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
@@ -133,7 +137,8 @@ class LLM:
         *, context_parallel_size: int = 1, enable_expert_parallel: bool | None = None, max_num_seqs: int = 256,
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
-        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, download: bool = False,
+        tokenizer: str | Path | None = None, chat_template: str | Path | None = None, reasoning_parser: str = "auto",
+        download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
         state_share: float = 0.1, task: Literal["auto", "embed", "generate"] = "auto",
@@ -144,7 +149,8 @@ class LLM:
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size,
             enable_expert_parallel=enable_expert_parallel, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
-            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template, download=download,
+            deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template,
+            reasoning_parser=reasoning_parser, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
             state_every=state_every, state_share=state_share, task=task,
         )  # fmt: skip
@@ -234,7 +240,8 @@ class LLM:
             chat_template_kwargs: variables that the template reads, as {"enable_thinking": False}.
 
         Returns:
-            One RequestOutput per conversation, in their order.
+            One RequestOutput per conversation, in their order. If the model marks its thoughts (reasoning_parser), each answer
+            has them in `reasoning`, and the rest of its text in `content`; marks that are special tokens are in the text, too.
 
         Raises:
             InvalidInput: there is no tokenizer or chat template, or it refuses these messages, or does not read a variable.
@@ -246,7 +253,15 @@ class LLM:
             tokenizer.chat(each, opens, continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs)
             for each in cast("Any", [messages] if one else messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        self._check_generates()
+        form = self.engine.thoughts
+        if form is not None and form.spells_special(tokenizer):
+            sampling_params = with_special_tokens(sampling_params or self.get_default_sampling_params())
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        if form is not None:
+            for output in outputs:
+                read_thoughts(output, tokenizer, form)
+        return outputs
 
     def embed(
         self, texts: Text | Sequence[Text], *, prompt_name: str | None = None, dimensions: int | None = None,

@@ -120,7 +120,6 @@ LLM_REFUSED = {
     "quantization_config": Refused((), "a quantised checkpoint is read as it is; weights= quantises one in 16 bits"),
     "quantization_param_path": Refused((), "an FP8 cache always finds its scales by itself"),
     "ray_workers_use_nsight": Refused((False,), _RANKS),
-    "reasoning_parser": Refused(("",), "text is answered as the model writes it; split it in your program"),
     "revision": Refused((), _HUB),
     "rope_scaling": Refused((), "edit config.json in a copy of the folder"),
     "rope_theta": Refused((), "edit config.json in a copy of the folder"),

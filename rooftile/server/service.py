@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rooftile.engine.chat.thought_formats import AUTO
 from rooftile.server.admission import Admission
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http.body import Bodies
@@ -63,7 +64,8 @@ class Service:
         facts = self.engines.facts
         if facts is None or self.engines.over.is_set():
             return False
-        self.texts = await Texts.load(facts.folder, self.settings.engine.get("chat_template"))
+        engine = self.settings.engine
+        self.texts = await Texts.load(facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO))
         return True
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ def test_the_engine_sends_tokens(llm, more, streams) -> None:
         assert [piece.tokens for piece in own] == (list(range(1, 13)) if streams else [12])
 
 
-@pytest.mark.parametrize("more", [{"stop": "zzz"}, {"logprobs": 0}, {"beam_width": 2}])
+@pytest.mark.parametrize("more", [{"stop": "zzz"}, {"logprobs": 0}])
 def test_the_engine_sends_text_that_may_end_an_answer_or_goes_with_logprobs(llm, more) -> None:
     (due,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY | more))
     found = pieces_of(play(llm, [Add(1, [5, 6, 7], GREEDY | more)]))

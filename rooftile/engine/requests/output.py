@@ -71,6 +71,8 @@ class CompletionOutput(_Lazy):
         stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer. With the reason "abort" it may be a
             sentence: every token was forbidden, and by what.
         score: the score in a beam search.
+        reasoning, content: for answers of `LLM.chat` of a model that marks its thoughts: these, None if there are none, and the
+            rest of the text. None for others.
     """
 
     index: int
@@ -81,6 +83,8 @@ class CompletionOutput(_Lazy):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
+    reasoning: str | None = None
+    content: str | None = None
 
     def __repr__(self) -> str:
         return f"CompletionOutput({self.index}: {_said(self)}, {shown.counted(len(self.token_ids), 'token')})"
@@ -183,6 +187,7 @@ def _completion(answer: Answer) -> CompletionOutput:
     output.finish_reason = answer.finish_reason
     output.stop_reason = answer.stop_reason
     output.score = answer.score
+    output.reasoning = output.content = None
     return output
 
 

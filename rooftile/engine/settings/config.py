@@ -55,6 +55,7 @@ class EngineConfig:
     seed: int | None = None
     tokenizer: str | Path | None = None
     chat_template: str | Path | None = None
+    reasoning_parser: str = "auto"
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     approximate: Approximation | str | Path | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rooftile.engine.chat.thought_formats import check_parser
 from rooftile.engine.mixers.settings import check_approximate
 from rooftile.engine.text.chat_template import template_of
 from rooftile.errors import InvalidInput, Unsupported
@@ -195,6 +196,10 @@ SETTINGS = {
         Setting("seed", int, None, "The same samples in each run, for requests without a seed of their own.", _seed),
         Setting("tokenizer", str, None, "A folder with another tokenizer than the model's.", _folder),
         Setting("chat_template", str, None, "A file with a chat template, or its text, in place of the model's.", _template),
+        Setting(
+            "reasoning_parser", str, "auto", "Marks around thoughts: think, granite, ...; auto looks at the chat template; none.",
+            check_parser,
+        ),
         Setting("download", bool, False, "Download a named model that is not in the Hugging Face Hub's cache here.", _switch),
         Setting(
             "generation_config", str, "auto", "auto takes sampling parameters from generation_config.json; none does not.",

@@ -105,6 +105,7 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
         shares_answers=not runner.layers.separates_prompts,
         states=layout.state_rows(sizes.load),
         state_every=config.state_every,
+        reasoning_parser=config.reasoning_parser,
     )
 
 

@@ -122,6 +122,11 @@ class Tokenizer:
         return size
 
     @property
+    def template(self) -> str | None:
+        """The chat template; None if there is none."""
+        return self._template
+
+    @property
     def has_template(self) -> bool:
         """Whether there is a chat template."""
         return self._template is not None
@@ -265,6 +270,10 @@ class Tokenizer:
     def is_silent(self, id: int, skip_special: bool) -> bool:
         """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
         return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None
+
+    def is_added(self, id: int) -> bool:
+        """Tells whether a token stands outside of the vocabulary's pieces: a special one, or one such as <think>."""
+        return id in self._added_ids
 
     def is_special(self, id: int) -> bool:
         """Tells whether a token is a special one."""

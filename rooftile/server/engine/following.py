@@ -27,7 +27,7 @@ class Followed:
         # text costs this process's core, for which the GPU waits. It is made here where it may end the answer, or where it goes
         # with logprobs, whose tokens' texts are made here
         params = request.params
-        self._sends_ids = request.search is None and not params.stops and params.logprobs is None
+        self._sends_ids = not params.stops and params.logprobs is None
         self._sent: dict[int, int] = {}
         self._owes_prompt = params.prompt_logprobs is not None
         self._ended: set[int] = set()
@@ -62,17 +62,20 @@ class Followed:
             self._ended.add(answer.index)
         if self._sends_ids:
             ids = None if detokenizer is None else detokenizer.take_ids()
-            return AnswerPiece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
+            return AnswerPiece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score, ids)
         text = "" if detokenizer is None else detokenizer.take()
         if answer.finish_reason is None and detokenizer is not None:
             # a stop string may still take away tokens whose text is held back
             tokens = min(tokens, detokenizer.tokens_released)
+        before, self._sent[answer.index] = self._sent.get(answer.index, 0), tokens
+        offsets = None if detokenizer is None else self._offsets(detokenizer, before, tokens)
         if self.request.params.logprobs is None:
-            return AnswerPiece(answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score)
-        before = self._sent.get(answer.index, 0)
+            return AnswerPiece(
+                answer.index, text, tokens, None, answer.finish_reason, answer.stop_reason, None, answer.score, None, offsets
+            )
         return AnswerPiece(
-            answer.index, text, tokens, self._logprobs(answer, tokens), answer.finish_reason, answer.stop_reason, answer.logprob,
-            None, None, None if detokenizer is None else self._offsets(detokenizer, before, tokens),
+            answer.index, text, tokens, self._logprobs(answer, before, tokens), answer.finish_reason, answer.stop_reason,
+            answer.logprob, None, None, offsets,
         )  # fmt: skip
 
     def _offsets(self, detokenizer: Detokenizer, first: int, last: int) -> list[int]:
@@ -80,10 +83,9 @@ class Followed:
         offsets = detokenizer.begins[first:last]
         return offsets + [detokenizer.length] * (last - first - len(offsets))
 
-    def _logprobs(self, answer: Answer, tokens: int) -> list[list[Scored]]:
+    def _logprobs(self, answer: Answer, first: int, tokens: int) -> list[list[Scored]]:
         """Returns the logprobs of the tokens that have not been sent."""
         request = answer.request
-        first, self._sent[answer.index] = self._sent.get(answer.index, 0), tokens
         start, count = len(request.prompt) + first, request.params.logprobs or 0
         ids = answer.ids[start : len(request.prompt) + tokens]
         found = []

@@ -20,6 +20,7 @@ from rooftile.server.http.body import read_object
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
 from rooftile.server.http.middleware import RequestMiddleware
+from rooftile.server.http.openai.chat_answers import message_of
 from rooftile.server.http.openai.complete_answers import CompleteAnswer, best
 from rooftile.server.http.openai.conversation import read_messages
 from rooftile.server.http.openai.fields import read_form
@@ -244,21 +245,26 @@ async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
     answers: dict[tuple[int, int], CompleteAnswer] = {}
     async for place, news in responder.news():
         for piece in news.pieces:
-            answers.setdefault((place, piece.index), CompleteAnswer()).add(piece)
+            answer = answers.setdefault((place, piece.index), CompleteAnswer())
+            answer.add(piece)
+            if generation.chat:
+                answer.parts.add(responder.read(place, piece))
     choices = []
     for place in range(len(responder.tokens)):
-        found = [answers[key] for key in sorted(answers) if key[0] == place]
-        chosen = best(found, generation.n) if len(found) > generation.n else found
+        several = [answers[key] for key in sorted(answers) if key[0] == place]
+        chosen = best(several, generation.n) if len(several) > generation.n else several
         for index, answer in enumerate(chosen):
             echo, logprobs = generation.echoes[place] if generation.echo else "", None
             if generation.logprobs is not None:
                 before = responder.echoed(place) if generation.echo else None
                 logprobs = objects.logprobs(answer.logprobs, answer.offsets, start=len(echo), before=before)
-            made = objects.choice(place * generation.n + index, echo + answer.text, answer.finish, answer.stop, logprobs)
+            text = echo + answer.text
+            said = message_of(answer.parts, thoughts=generation.thoughts) if generation.chat else text
+            made = objects.choice(place * generation.n + index, said, answer.finish, answer.stop, logprobs)
             choices.append(made if generation.chat else made | responder.listed(place))
-    said = objects.whole(choices, responder.usage.object())
+    found = objects.whole(choices, responder.usage.object())
     # in vLLM's places
-    return said | responder.listed(0) if generation.chat else said
+    return found | responder.listed(0) if generation.chat else found
 
 
 def _seconds(request: Request, most: float) -> float:

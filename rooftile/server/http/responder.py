@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from rooftile.engine.chat.parts import Part
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.admission import Ticket
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
-from rooftile.server.engine.messages import News
+from rooftile.server.engine.messages import AnswerPiece, News
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.middleware import mistake
+from rooftile.server.http.openai.chat_answers import ChatReaders
 from rooftile.server.http.openai.complete_answers import Usage
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.generation import GenerationRequest, refusal_of
@@ -54,6 +56,7 @@ class Responder:
         self._tickets: list[Ticket] = []
         self._engines: Engines | None = None
         self._decoder: AnswerDecoder | None = None
+        self._readers: ChatReaders | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
         self._ended: set[tuple[int, int]] = set()
@@ -71,7 +74,11 @@ class Responder:
         try:
             async with asyncio.timeout_at(self._deadline):
                 self.tokens = await self.generation.tokens(texts)
+                if self.generation.chat and texts.marks_are_special:
+                    self.generation.params.setdefault("skip_special_tokens", False)
                 self._decoder = AnswerDecoder(texts, self.generation.params, self.tokens)
+                self._readers = ChatReaders(lambda place: texts.reader(self.tokens[place]), self._decoder.tokens_before)
+                self.usage.thoughts = {} if self.generation.chat and texts.thoughts is not None else None
                 # the server may have begun to drain meanwhile
                 self._service.check()
                 await self._send(engines)
@@ -144,6 +151,15 @@ class Responder:
         finally:
             timer.cancel()
             merged.close()
+
+    def read(self, place: int, piece: AnswerPiece) -> list[Part]:
+        """Returns the parts that a piece of a chat's answer completes, and counts the tokens of its thought; once per piece."""
+        assert self._readers is not None
+        parts = self._readers.read(place, piece)
+        if self.usage.thoughts is not None:
+            answer = place, piece.index
+            self.usage.thoughts[answer] = self._readers.thought_tokens(answer)
+        return parts
 
     def echoed(self, place: int) -> dict[str, list[Any]] | None:
         """Returns the logprobs of a prompt that is echoed, in the form of completions."""

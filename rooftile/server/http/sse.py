@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from rooftile.server.engine.messages import News
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.middleware import mistake
+from rooftile.server.http.openai.chat_answers import delta_of
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.responder import Responder, unless_gone
 from rooftile.server.observe.log import AccessRecord, log
@@ -146,16 +147,20 @@ class _Chunks:
         generation, objects = self._responder.generation, self._objects
         for piece in news.pieces:
             index, text, before = place * generation.n + piece.index, piece.text, None
+            said: str | dict[str, Any] = text
+            if generation.chat:
+                said = delta_of(self._responder.read(place, piece), thoughts=generation.thoughts)
             if generation.echo and index not in self._echoed:
                 self._echoed.add(index)
-                text, before = generation.echoes[place] + text, self._responder.echoed(place)
+                said, before = generation.echoes[place] + text, self._responder.echoed(place)
             logprobs = None
             if generation.logprobs is not None and (piece.logprobs or before):
                 start = len(generation.echoes[place]) if generation.echo else 0
                 logprobs = objects.logprobs(piece.logprobs or [], piece.offsets, start=start, before=before)
-            # a token may have no text yet: half of a character, or the beginning of a stop string
-            if text or logprobs or piece.finish is not None or generation.continuous_usage:
-                delta = objects.delta(index, text, piece.finish, piece.stop, logprobs)
+            # a token may have no text yet: half of a character, or the beginning of a stop string or of a mark
+            if said or logprobs or piece.finish is not None or generation.continuous_usage:
+                said = {"content": ""} if said == {} else said
+                delta = objects.delta(index, said, piece.finish, piece.stop, logprobs)
                 now = self._responder.usage.object() if generation.continuous_usage else None
                 yield objects.chunk([delta], now, with_usage=self._with_usage)
 

@@ -12,6 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rooftile.engine.chat.parts import PlainReader, Reader
+from rooftile.engine.chat.thinking import ThoughtReader
+from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
 from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
@@ -32,20 +35,29 @@ class Texts:
 
     Args:
         tokenizer: the model's tokenizer, or None.
+        thoughts: the format of thoughts (see `choose_format`).
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, thoughts: str = AUTO) -> None:
         self._tokenizer = tokenizer
+        self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, thoughts)
+        """How the model marks its thoughts; None if it does not."""
         self._threads = ThreadPoolExecutor(limits.TOKENISING_THREADS, "tokenizer")
         self._queued = 0
 
     @classmethod
-    async def load(cls, folder: str | None, template: str | None = None) -> Texts:
-        """Loads the tokenizer of a folder, in a thread; `template` takes the place of its chat template."""
+    async def load(cls, folder: str | None, template: str | None = None, thoughts: str = AUTO) -> Texts:
+        """Loads the tokenizer of a folder, in a thread.
+
+        Args:
+            folder: the folder; None if the model has no tokenizer.
+            template: takes the place of the folder's chat template.
+            thoughts: the format of thoughts (see `choose_format`).
+        """
         if folder is None:
             return cls(None)
         with ThreadPoolExecutor(1, "loader") as thread:
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template))
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template), thoughts)
 
     @property
     def has_template(self) -> bool:
@@ -74,6 +86,17 @@ class Texts:
         """Returns the logprobs of a prompt as its client gets them."""
         return await self.in_thread(lambda: score_prompt(self._tokenizer, ids, ranked, forms))
 
+    @property
+    def marks_are_special(self) -> bool:
+        """Whether a mark around thoughts is a special token, which texts usually leave out."""
+        return self.thoughts is not None and self._tokenizer is not None and self.thoughts.spells_special(self._tokenizer)
+
+    def reader(self, prompt: Sequence[int]) -> Reader:
+        """Returns the reader of a chat's answer to a prompt."""
+        if self.thoughts is None or self._tokenizer is None:
+            return PlainReader()
+        return ThoughtReader(self.thoughts, stage_of(self._tokenizer, prompt, self.thoughts), PlainReader())
+
     def growing(self, skip_special: bool, prompt: Sequence[int]) -> Detokenizer:
         """Returns what makes the text of one answer to a prompt, whose tokens are not searched for stop strings here."""
         from rooftile.engine.sampling.params import SamplingParams
@@ -81,6 +104,15 @@ class Texts:
 
         assert self._tokenizer is not None, "tokens that belong to a text come from an engine with a tokenizer"
         return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special), prompt)
+
+    def tokens_before(
+        self, prompt: Sequence[int], ids: Sequence[int], begins: Sequence[int], place: int, *, skip_special: bool
+    ) -> int:
+        """Returns how many tokens of an answer begin before a place in its text (see `token_places.tokens_before`)."""
+        from rooftile.engine.text.token_places import tokens_before
+
+        assert self._tokenizer is not None, "a text was made by a tokenizer"
+        return tokens_before(self._tokenizer, prompt, ids, begins, place, skip_special=skip_special)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns in one of the threads."""
@@ -122,6 +154,7 @@ class AnswerDecoder:
         self._prompts = prompts
         self._skip_special = params.get("skip_special_tokens", True)
         self._growing: dict[tuple[int, int], Detokenizer] = {}
+        self._ids: dict[tuple[int, int], list[int]] = {}
 
     async def fill(self, place: int, news: News) -> None:
         """Gives each piece of news about a prompt the text of its tokens.
@@ -133,6 +166,14 @@ class AnswerDecoder:
             await self._texts.in_thread(lambda: self._fill(place, news))
         else:
             self._fill(place, news)
+
+    def tokens_before(self, answer: tuple[int, int], place: int) -> int | None:
+        """Returns how many tokens of an answer begin before a place in its text; None if its text comes from the engine."""
+        text = self._growing.get(answer)
+        if text is None:
+            return None
+        prompt, skip = self._prompts[answer[0]], self._skip_special
+        return self._texts.tokens_before(prompt, self._ids[answer], text.begins, place, skip_special=skip)
 
     async def score_prompt(self, place: int, ranked: Sequence[Ranked], forms: PromptForms) -> ScoredPrompt:
         """Returns the logprobs of a prompt as its client gets them.
@@ -151,6 +192,8 @@ class AnswerDecoder:
             if text is None:
                 text = self._growing[answer] = self._texts.growing(self._skip_special, self._prompts[place])
             text.add(piece.ids)
+            if self._texts.thoughts is not None:
+                self._ids.setdefault(answer, []).extend(piece.ids)
             if piece.finish is None:
                 piece.text = text.take()
                 # a token is counted when its text is there, like one whose text the engine holds back for a stop string

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rooftile.engine.chat.parts import WholeAnswer
 from rooftile.server.engine.messages import AnswerPiece, Scored
 
 
@@ -12,6 +13,8 @@ class CompleteAnswer:
     """One answer."""
 
     texts: list[str] = field(default_factory=list)
+    parts: WholeAnswer = field(default_factory=WholeAnswer)
+    """What a chat's answer consists of."""
     tokens: int = 0
     logprobs: list[list[Scored]] = field(default_factory=list)
     offsets: list[int] | None = None
@@ -47,16 +50,19 @@ class Usage:
     """The most tokens that an answer to the longest prompt can have, if more are asked for; None otherwise."""
     completion: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tokens of each answer, by the places of its prompt and of itself."""
+    thoughts: dict[tuple[int, int], int] | None = None
+    """How many of them are thoughts; None where none are looked for."""
 
     def object(self) -> dict[str, object]:
         """Returns the tokens in OpenAI's words."""
         completion = sum(self.completion.values())
-        limit = {} if self.max_tokens is None else {"completion_tokens_details": {"max_tokens": self.max_tokens}}
+        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        thoughts = {} if self.thoughts is None else {"reasoning_tokens": sum(self.thoughts.values())}
         paged = {"paged_tokens": self.paged} if self.paged > self.cached else {}
         return {
             "prompt_tokens": self.prompt, "completion_tokens": completion, "total_tokens": self.prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached} | paged,
-        } | limit  # fmt: skip
+        } | ({"completion_tokens_details": limit | thoughts} if limit | thoughts else {})  # fmt: skip
 
     def headers(self) -> dict[str, str]:
         """Returns the header that says how many tokens an answer can have, if more are asked for."""

@@ -40,6 +40,7 @@ REFUSED = {
     "verbosity": "max_tokens limits an answer", "prompt_cache_key": "cache_salt says who shares cached prefixes",
     "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": _CHAT, "enable_thinking": _CHAT,
     "add_generation_prompt": _CHAT, "continue_final_message": _CHAT,
+    "include_reasoning": _CHAT,
     "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
     "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
     "logits_processors": "nothing of a request is run", "priority": "requests are answered in their order",

@@ -129,6 +129,7 @@ class ChatForm(Sampling, Templated):
 
     messages: Any = Field(json_schema_extra={"type": "array", "items": Message.model_json_schema(), "maxItems": 1024})
     max_completion_tokens: int | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -46,6 +46,8 @@ class GenerationRequest:
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
     """How the chat template writes the messages: keywords of `Tokenizer.chat`."""
+    thoughts: bool = True
+    """Whether the client wants the thoughts of a chat's answers."""
     params: dict[str, Any]
     salt: str
     n: int
@@ -134,6 +136,7 @@ def chat_request(form: ChatForm, ready: Ready) -> GenerationRequest:
         generation.params["max_tokens"] = None
     generation.messages = read_messages(form.messages)
     generation.template = template_options(form)
+    generation.thoughts = form.include_reasoning is not False
     _add_prompt_logprobs(generation, form)
     return generation
 

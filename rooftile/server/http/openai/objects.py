@@ -34,18 +34,16 @@ class Objects:
         return self._head | {"object": self._kind(".chunk"), "choices": choices} | ({"usage": usage} if with_usage else {})
 
     def choice(
-        self, index: int, text: str, finish: str | None, stop: int | str | None, logprobs: dict[str, Any] | None
+        self, index: int, said: str | dict[str, Any], finish: str | None, stop: int | str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns one whole answer."""
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-        return self._choice(index, said, finish, stop, logprobs)
+        """Returns one whole answer: a completion's text, or a chat's message."""
+        return self._choice(index, {"message" if self._chat else "text": said}, finish, stop, logprobs)
 
     def delta(
-        self, index: int, text: str, finish: str | None, stop: int | str | None, logprobs: dict[str, Any] | None
+        self, index: int, said: str | dict[str, Any], finish: str | None, stop: int | str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns what is new in an answer."""
-        said = {"delta": {"content": text}} if self._chat else {"text": text}
-        return self._choice(index, said, finish, stop, logprobs)
+        """Returns what is new in an answer: a completion's text, or a chat's delta."""
+        return self._choice(index, {"delta" if self._chat else "text": said}, finish, stop, logprobs)
 
     def logprobs(
         self, logprobs: list[list[Scored]], offsets: list[int] | None, *, start: int = 0,
