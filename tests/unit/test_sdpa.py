@@ -84,7 +84,8 @@ def test_it_is_the_automatic_choice_on_the_cpu_where_it_is_exact() -> None:
     [
         ({"mask": rt.Window(3)}, "mask window(3, None); has full, causal"),
         ({"dim_v": 32}, "head dims 64 and 32; has equal ones"),
-        ({"layout": "packed"}, "layout 'packed'; has 'dense'"),
+        ({"layout": "packed", "device": "sm90", "dtype": torch.bfloat16}, "layout 'packed'; has 'dense', and on a CPU 'packed'"),
+        ({"layout": "packed"}, None),
         ({"softcap": 2.0}, "softcap; has none"),
         ({"has_bias": True}, "bias; has none"),
         ({"has_alibi": True}, "alibi; has none"),

@@ -49,16 +49,13 @@ class Embedder:
         head = None if self._encoder is None else self._encoder.head
         return self._steps.width if head is None else head.sizes.labels
 
-    def check_width(self, dimensions: int | None) -> None:
-        """Raises InvalidInput if vectors cannot be cut to so many numbers."""
-        check_dimensions(dimensions, self.width)
-
     @torch.inference_mode()
-    def vectors(self, texts: Sequence[ReadText]) -> Tensor:
-        """Returns the vectors of texts (n, width), or the logits of pairs of texts (n, labels), in fp32, on the CPU."""
-        # one copy to the host at the end, so that no batch waits for the one before
-        found = [self._batch(batch) for batch in batches(texts, self.max_batched_tokens)]
-        return torch.cat(found).cpu() if found else torch.empty(0, self.width)
+    def launched(self, texts: Sequence[ReadText]) -> list[Tensor]:
+        """Returns the vectors (n, width) of each batch of texts, or the logits of pairs (n, labels), in fp32 on the device.
+
+        It waits for no device.
+        """
+        return [self._batch(batch) for batch in batches(texts, self.max_batched_tokens)]
 
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the scores (n,) of a cross-encoder's logits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from rooftile.models import Decoder, Encoder, ModelConfig
 from rooftile.models.placement import Placement
 
 Text = str | Sequence[int]
+# texts that are encoded together, before a device reads them
+ENCODED = 256
 
 
 class EmbeddingModel:
@@ -55,9 +57,10 @@ class EmbeddingModel:
             raise Unsupported("the model is a cross-encoder, which scores pairs of texts and gives no vectors; ask it with score")
         check_dimensions(dimensions, self.embedder.width)
         recipe.prompt(prompt_name)
-        read = [self.reader.read(text, prompt_name=prompt_name, cut=cut) for text in texts]
-        vectors = cut_vectors(self._finite(read), dimensions, normalises=recipe.normalises)
-        return [EmbeddingOutput(vector, len(each.tokens)) for vector, each in zip(vectors, read, strict=True)]
+        read = (self.reader.read(some, prompt_name=prompt_name, cut=cut) for some in _some_at_a_time(texts))
+        whole, sizes = self._finite(read)
+        vectors = cut_vectors(whole, dimensions, normalises=recipe.normalises)
+        return [EmbeddingOutput(vector, size) for vector, size in zip(vectors, sizes, strict=True)]
 
     def score(self, query: str | Sequence[str], documents: str | Sequence[str], *, cut: int | None) -> list[ScoreOutput]:
         """See `LLM.score`."""
@@ -68,24 +71,35 @@ class EmbeddingModel:
         if self.embedder.is_cross:
             each = queries * len(answers) if len(queries) == 1 else queries
             pairs = [self.reader.pair(one, other, cut=cut) for one, other in zip(each, answers, strict=True)]
-            return _outputs(self.embedder.scores(self._finite(pairs)), [len(pair.tokens) for pair in pairs])
+            logits, sizes = self._finite([pairs])
+            return _outputs(self.embedder.scores(logits), sizes)
         asked, found = query_prompts(self.embedder.recipe)
-        read = [self.reader.read(text, prompt_name=asked, cut=cut) for text in queries]
-        read += [self.reader.read(text, prompt_name=found, cut=cut) for text in answers]
-        first, second = self._finite(read).split([len(queries), len(answers)])
-        sizes = [len(each.tokens) for each in read]
+        read = [self.reader.read(some, prompt_name=name, cut=cut) for some, name in ((queries, asked), (answers, found))]
+        vectors, sizes = self._finite(read)
+        first, second = vectors.split([len(queries), len(answers)])
         first_sizes = sizes[: len(queries)] * (len(answers) if len(queries) == 1 else 1)
         tokens = [one + other for one, other in zip(first_sizes, sizes[len(queries) :], strict=True)]
         return _outputs(functional.cosine_similarity(first, second), tokens)
 
-    def _finite(self, texts: Sequence[ReadText]) -> Tensor:
-        """Returns the vectors of texts; refuses one that is no vector of numbers."""
+    def _finite(self, texts: Iterable[Sequence[ReadText]]) -> tuple[Tensor, list[int]]:
+        """Returns the vectors of texts, and their tokens; refuses a vector that has nan or infinity.
+
+        A device reads some of the texts while the next are encoded.
+        """
+        found, sizes = [], []
         with current_device(self.embedder.device):
-            vectors = self.embedder.vectors(texts)
+            for some in texts:
+                found += self.embedder.launched(some)
+                sizes += [len(each.tokens) for each in some]
+            vectors = torch.cat(found).cpu() if found else torch.empty(0, self.embedder.width)
         broken = torch.nonzero(~vectors.isfinite().all(dim=1))
         if len(broken):
             raise InvalidInput(not_finite(int(broken[0])))
-        return vectors
+        return vectors, sizes
+
+
+def _some_at_a_time(texts: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (texts[first : first + ENCODED] for first in range(0, len(texts), ENCODED))
 
 
 def not_finite(place: int) -> str:

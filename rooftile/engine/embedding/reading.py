@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rooftile.engine.embedding.folder import Recipe
 from rooftile.engine.text.prompt import check_tokens
@@ -32,31 +32,39 @@ class TextReader:
     def __init__(self, tokenizer: Tokenizer | None, recipe: Recipe, max_len: int, vocabulary: int) -> None:
         self._tokenizer, self._recipe, self.max_len, self._vocabulary = tokenizer, recipe, max_len, vocabulary
 
-    def read(self, text: str | Sequence[int], *, prompt_name: str | None = None, cut: int | None = None) -> ReadText:
-        """Returns the tokens of a text, behind its prompt.
+    def read(self, texts: Sequence[Any], *, prompt_name: str | None = None, cut: int | None = None) -> list[ReadText]:
+        """Returns the tokens of texts, behind their prompt.
 
         Args:
-            text: a text, or its token ids, which are read as they are.
+            texts: texts, or token ids, which are read as they are.
             prompt_name: the name of a prompt in the folder.
-            cut: a longer text loses its end, so that it has so many tokens, special ones included; -1 is the longest text.
+            cut: a longer text loses its end, so that it has this number of tokens, special ones included; -1 is the longest.
 
         Raises:
-            InvalidInput: the text cannot be read, or is too long.
+            InvalidInput: a text cannot be read, or is too long.
         """
-        limit = self.limit(cut)
-        if not isinstance(text, str):
-            if prompt_name is not None:
-                raise InvalidInput("prompt_name is given and a text is token ids, before which no prompt is put; give its text")
-            tokens = check_tokens(text, self._vocabulary)
-            return ReadText(self._checked(tokens if limit is None else tokens[:limit]))
-        tokenizer, whole = self._own, self._recipe.prompt(prompt_name) + text
-        whole = whole.lower() if self._recipe.lower else whole
-        tokens = tokenizer.encode(whole)
+        limit, prompt = self.limit(cut), self._recipe.prompt(prompt_name)
+        lower = self._recipe.lower
+        whole = [prompt + text for text in texts if isinstance(text, str)]
+        whole = [text.lower() for text in whole] if lower else whole
+        # together: the tokenizer has several threads
+        encoded = iter(zip(whole, self._own.encode_many(whole), strict=True)) if whole else iter(())
+        return [
+            ReadText(self._encoded(*next(encoded), limit) if isinstance(text, str) else self._given(text, limit, prompt_name))
+            for text in texts
+        ]
+
+    def _given(self, ids: Any, limit: int | None, prompt_name: str | None) -> list[int]:
+        if prompt_name is not None:
+            raise InvalidInput("prompt_name is given and a text is token ids, before which no prompt is put; give its text")
+        return self._checked(check_tokens(ids, self._vocabulary)[:limit])
+
+    def _encoded(self, text: str, tokens: list[int], limit: int | None) -> list[int]:
         if limit is not None and len(tokens) > limit:
-            tokens = tokenizer.encode_cut(whole, limit)
+            tokens = self._own.encode_cut(text, limit)
         if not tokens:
             raise InvalidInput("the text has no token; it must have at least one")
-        return ReadText(self._checked(tokens))
+        return self._checked(tokens)
 
     def pair(self, first: str, second: str, *, cut: int | None = None) -> ReadText:
         """Returns the tokens of two texts that a cross-encoder reads together; `cut` takes them from the longer one's end.

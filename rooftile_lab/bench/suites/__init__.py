@@ -111,6 +111,7 @@ SUITES = {
         Suite("qat", "What rounding costs a small Llama in each format, and what training for the format wins back."),
         Suite("plans", "Predictions of plans for models and decoders beside measurements."),
         Suite("diagnosis", "Predictions of a diagnosis beside measurements: remedies in programs, bytes of operators."),
+        Suite("embeddings", "Vectors of texts beside padded batches of Transformers and sentence-transformers."),
         Suite("server", "A server beside its engine alone."),
         Suite("ladder", "The forward, from standard attention to the Hopper kernel, one technique at a time.", refresh=True),
         Suite("ladder-counters", "The chip's counters for each rung of the ladder, by Nsight Compute."),

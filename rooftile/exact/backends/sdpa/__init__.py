@@ -19,8 +19,8 @@ NAME = "sdpa"
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    if spec.layout != "dense":
-        yield f"layout {spec.layout!r}; has 'dense'"
+    if spec.layout != "dense" and (spec.layout, spec.device) != ("packed", "cpu"):
+        yield f"layout {spec.layout!r}; has 'dense', and on a CPU 'packed'"
     if spec.dim != spec.dim_v:
         yield f"head dims {spec.dim} and {spec.dim_v}; has equal ones"
     if spec.precision is not None:
@@ -63,9 +63,9 @@ def _cuda_refusals(spec: Spec) -> Iterator[str]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     if spec.device == "cpu":
-        from rooftile.exact.backends.sdpa import cpu
+        from rooftile.exact.backends.sdpa import cpu, cpu_packed
 
-        return cpu.forward(q, k, v, spec)
+        return cpu.forward(q, k, v, spec) if options.cu_q is None else cpu_packed.forward(q, k, v, options, spec)
     from rooftile.exact.backends.sdpa import cuda
 
     return cuda.forward(q, k, v, spec)
@@ -78,10 +78,12 @@ def backward(inputs: BackwardInputs, spec: Spec, *, far_backward: Callable[..., 
     if do is None:
         return Grads(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
     if spec.device == "cpu":
-        from rooftile.exact.backends.sdpa import cpu
+        from rooftile.exact.backends.sdpa import cpu, cpu_packed
 
         if cpu.has_far_rows(lse):
             return far_backward(do, q, k, v, options, spec)
+        if options.cu_q is not None:
+            return cpu_packed.backward(do, q, k, v, o, lse, options, spec)
         return cpu.backward(do, q, k, v, o, lse, spec)
     from rooftile.exact.backends.sdpa import cuda
 
