@@ -1,1 +1,1 @@
-"""What a server's engine imports beside itself, so that a script says what its model answers."""
+"""A script in place of a model: imported beside a server's engine, it says what the model answers."""
