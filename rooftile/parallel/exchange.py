@@ -27,6 +27,13 @@ class Exchange:
         # by rank: ranges of the local tokens that it gets, and ranges of the buffer that it fills
         self.sends = [_overlaps(held[rank], wanted[peer]) for peer in range(len(held))]
         self.places = [_overlaps(wanted[rank], held[peer], by_second=True) for peer in range(len(held))]
+        # numbers of tokens by rank, without what stays on this one
+        self.counts_out, self.counts_in = (
+            [0 if peer == rank else count(tuple(part)) for peer, part in enumerate(parts)] for parts in (self.sends, self.places)
+        )
+        # the order in which pieces of the buffer come from the ranks: theirs one after the other, by their places
+        starts = [start for parts in self.places for start, _ in parts]
+        self.order = sorted(range(len(starts)), key=starts.__getitem__)
         ranks = range(len(held))
         received = [sum(count(tuple(_overlaps(held[a], wanted[b]))) for a in ranks if a != b) for b in ranks]
         self.most_fetched = max(received)  # by a rank
@@ -34,12 +41,12 @@ class Exchange:
     @property
     def tokens_sent(self) -> int:
         """Tokens that this rank sends to others."""
-        return sum(count(tuple(part)) for peer, part in enumerate(self.sends) if peer != self.rank)
+        return sum(self.counts_out)
 
     @property
     def tokens_fetched(self) -> int:
         """Tokens that this rank gets from others."""
-        return sum(count(tuple(part)) for peer, part in enumerate(self.places) if peer != self.rank)
+        return sum(self.counts_in)
 
     def place(self, start: int) -> int:
         """Returns where a token lies in the buffer."""
@@ -64,7 +71,7 @@ class Fetched:
 
     def __init__(self, exchange: Exchange, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._exchange, self._tensors = exchange, tensors
-        self._coming = _Swap(tensors, exchange.sends, exchange.places, exchange, group)
+        self._coming = _Swap(tensors, exchange, group)
 
     def wait(self) -> list[Tensor]:
         """Returns tensors (..., buffer, heads, dim)."""
@@ -72,13 +79,10 @@ class Fetched:
         self._coming.wait()
         found = []
         for n, x in enumerate(self._tensors):
-            pieces: list[tuple[int, Tensor]] = []
-            for peer, places in enumerate(exchange.places):
-                own = peer == exchange.rank
-                came = _slices(x, exchange.sends[peer]) if own else self._coming.pieces(peer, n)
-                pieces += [(start, piece) for (start, _), piece in zip(places, came, strict=True)]
-            laid = [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
-            found.append(torch.cat(laid, dim=-3) if laid else x[..., :0, :, :])
+            pieces: list[Tensor] = []
+            for peer, own in enumerate(exchange.sends):
+                pieces += _slices(x, own) if peer == exchange.rank else self._coming.pieces(peer, n)
+            found.append(torch.cat([pieces[place] for place in exchange.order], dim=-3) if pieces else x.narrow(-3, 0, 0))
         return found
 
 
@@ -87,7 +91,7 @@ class GivenBack:
 
     def __init__(self, exchange: Exchange, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._exchange, self._grads = exchange, grads
-        self._coming = _Swap(grads, exchange.places, exchange.sends, exchange, group)
+        self._coming = _Swap(grads, exchange, group, back=True)
 
     def wait(self) -> list[Tensor]:
         """Returns tensors (..., tokens, heads, dim) of this rank's tokens.
@@ -123,28 +127,27 @@ def _own_part(grad: Tensor, exchange: Exchange) -> Tensor:
 class _Swap:
     """Sends parts of tensors to every other rank, and receives theirs, all in one collective."""
 
-    def __init__(
-        self, tensors: Sequence[Tensor], outgoing: list[list[Range]], incoming: list[list[Range]], exchange: Exchange,
-        group: dist.ProcessGroup,
-    ) -> None:  # fmt: skip
-        self._shapes, self._incoming = [x.shape for x in tensors], incoming
-        self._widths = [x.shape[:-3].numel() * x.shape[-2:].numel() for x in tensors]
-        others = [peer != exchange.rank for peer in range(len(outgoing))]
+    def __init__(self, tensors: Sequence[Tensor], exchange: Exchange, group: dist.ProcessGroup, *, back: bool = False) -> None:
+        """Sends the plan's tokens, or with `back` what came by it to where it came from."""
+        sends, comes = exchange.sends, exchange.places
+        counts_out, counts_in = exchange.counts_out, exchange.counts_in
+        if back:
+            sends, comes, counts_out, counts_in = comes, sends, counts_in, counts_out
+        self._shapes, self._comes, self._counts = [x.shape for x in tensors], comes, counts_in
+        self._widths = [x.shape[:-3].numel() * x.shape[-2] * x.shape[-1] for x in tensors]
         parts = [
             part
-            for ranges, is_other in zip(outgoing, others, strict=True) if is_other
+            for peer, ranges in enumerate(sends) if counts_out[peer]
             for x in tensors for part in _slices(x, ranges)
         ]  # fmt: skip
         width, like = sum(self._widths), tensors[0]
-        out, self._sizes = (
-            [is_other * count(tuple(ranges)) * width for ranges, is_other in zip(each, others, strict=True)]
-            for each in (outgoing, incoming)
-        )
+        self._sizes = [tokens * width for tokens in counts_in]
         self._got = like.new_empty(sum(self._sizes))
-        self._sent = _flat(parts, like)
+        sent = _flat(parts, like)
         self._work = None
         if exchange.most_fetched and width:
-            self._work = dist.all_to_all_single(self._got, self._sent, self._sizes, out, group=group, async_op=True)
+            out = [tokens * width for tokens in counts_out]
+            self._work = dist.all_to_all_single(self._got, sent, self._sizes, out, group=group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -152,9 +155,15 @@ class _Swap:
 
     def pieces(self, peer: int, n: int) -> list[Tensor]:
         """Returns what came of tensor n from a rank, a tensor (..., tokens, heads, dim) for each of its ranges."""
-        ranges, shape, width = self._incoming[peer], self._shapes[n], self._widths[n]
-        start = sum(self._sizes[:peer]) + count(tuple(ranges)) * sum(self._widths[:n])
-        flat = self._got[start : start + count(tuple(ranges)) * width]
+        ranges, shape, width, tokens = self._comes[peer], self._shapes[n], self._widths[n], self._counts[peer]
+        if not tokens:
+            return []
+        start = sum(self._sizes[:peer]) + tokens * sum(self._widths[:n])
+        if len(ranges) == 1 or shape[:-3].numel() == 1:
+            # the ranges lie back to back
+            whole = self._got.narrow(0, start, tokens * width).view(*shape[:-3], tokens, *shape[-2:])
+            return [whole] if len(ranges) == 1 else [*whole.split([stop - low for low, stop in ranges], dim=-3)]
+        flat = self._got[start : start + tokens * width]
         return [
             part.view(*shape[:-3], stop - low, *shape[-2:])
             for part, (low, stop) in zip(flat.split([(stop - low) * width for low, stop in ranges]), ranges, strict=True)
@@ -195,4 +204,5 @@ def _overlaps(first: Sequence[Range], second: Sequence[Range], by_second: bool =
 
 
 def _slices(x: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    return [x[..., start:stop, :, :] for start, stop in ranges]
+    # a call of attention makes dozens of these, and an index of several parts takes three times as long
+    return [x.narrow(-3, start, stop - start) for start, stop in ranges]

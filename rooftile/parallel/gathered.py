@@ -181,16 +181,21 @@ def _with_options(
 
 
 def _tokens(x: Tensor, part: Range) -> Tensor:
-    return x[..., slice(*part), :, :]
+    return x.narrow(-3, part[0], part[1] - part[0])
 
 
 def _heads(x: Tensor, part: slice) -> Tensor:
-    return x[..., part, :]
+    return _part(x, -2, part)
 
 
 def _of_piece(x: Tensor, rows: Range, heads: slice) -> Tensor:
-    return x[..., slice(*rows), heads, :]
+    return _part(_tokens(x, rows), -2, heads)
 
 
 def _rows_of_lse(lse: Tensor, rows: Range, heads: slice) -> Tensor:
-    return lse[..., heads, slice(*rows)]
+    return _part(lse.narrow(-1, rows[0], rows[1] - rows[0]), -2, heads)
+
+
+def _part(x: Tensor, axis: int, part: slice) -> Tensor:
+    size = part.stop - part.start
+    return x if size == x.shape[axis] else x.narrow(axis, part.start, size)
