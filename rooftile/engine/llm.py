@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -191,7 +191,7 @@ class LLM:
     @answers_with(ASKED)
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, use_tqdm: bool | None = None,
+        *, priority: int | Sequence[int] | None = None, use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers prompts; returns when all answers are complete.
 
@@ -199,6 +199,7 @@ class LLM:
             prompts: texts or lists of token ids, or a single one of them. Like in vLLM, a prompt may also be a dictionary with
                 "prompt" or "prompt_token_ids", and "cache_salt": the prefix cache is shared only between equal salts.
             sampling_params: one for all prompts, or a list with one for each; None takes `get_default_sampling_params()`.
+            priority: a number for all prompts, or one for each, in place of the `priority` in sampling_params.
             use_tqdm: whether to show a progress bar on stderr; None shows one on a terminal.
 
         Returns:
@@ -211,7 +212,7 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         several = list_prompts(prompts)
         with progress_bar(len(several), use_tqdm) as answered:
-            for place, found, prompt in self._run(several, sampling_params):
+            for place, found, prompt in self._run(several, sampling_params, priority):
                 if isinstance(found, RequestOutput):
                     outputs[place] = found
                 elif not found.live:
@@ -429,12 +430,14 @@ class LLM:
             raise InvalidInput("the LLM is an AsyncEngine's until that is closed; ask that engine")
 
     def _run(
-        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:  # fmt: skip
         """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
         self.check_process()
         self._check_generates()
-        each = _params_for(prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = _with_priorities(_params_for(prompts, given), priority)
         reader = _Reader()
         try:
             for place, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
@@ -512,3 +515,15 @@ def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[Samplin
     if len(each) != len(prompts):
         raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
     return each
+
+
+def _with_priorities(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
+    """Returns SamplingParams with one priority for all, or with one for each."""
+    if priority is None:
+        return params
+    several = list(priority) if isinstance(priority, list | tuple) else [cast("int", priority)] * len(params)
+    if len(several) != len(params):
+        raise InvalidInput(f"there are {len(several)} priorities for {len(params)} prompts; give one, or one for each")
+    # what is no SamplingParams is refused with its prompt
+    pairs = zip(params, several, strict=True)
+    return [replace(each, priority=number) if isinstance(each, SamplingParams) else each for each, number in pairs]

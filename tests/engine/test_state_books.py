@@ -138,7 +138,7 @@ class World:
         beams = answers > 1 and rng.random() < 0.5
         if self.scheduler.needed_by(len(prompt), limit, answers if beams else 1) > self.pool.total:
             return
-        request = Request(len(self.live), prompt, PARAMS, limit, frozenset(), rng.choice(("", "", "other")))
+        request = Request(self.counts["ask"], prompt, PARAMS, limit, frozenset(), rng.choice(("", "", "other")))
         request.answers = [Answer(request, n, n, list(prompt)) for n in range(answers)]
         if beams:
             # the scheduler only asks whether there is a search

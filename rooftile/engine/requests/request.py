@@ -115,6 +115,8 @@ class Request:
     ends: frozenset[int]
     """Tokens that end an answer."""
     cache_salt: str = ""
+    urgent: bool = False
+    """Whether it has waited so long that it comes before all others (see `WaitingQueue`)."""
     answers: list[Answer] = field(default_factory=list)
     prefilled: bool = False
     """Whether the prompt has been read once; from then on each answer runs by itself."""
@@ -147,6 +149,11 @@ class Request:
     def top_count(self) -> int | None:
         """How many of the most likely tokens are asked for; None if no logprobs are."""
         return self.params.logprobs if self.search is None else self.search.keep
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Its place among requests: the smallest first."""
+        return not self.urgent, self.params.priority, self.id
 
     @property
     def live(self) -> list[Answer]:

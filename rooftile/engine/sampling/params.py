@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of a request are chosen, and when its answers end."""
+"""`SamplingParams`: how the tokens of a request are chosen, when its answers end, and how urgent it is."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ STRUCTURES = ("json", "regex", "choice")
 OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
 # whole numbers have 64 bits on their way to the engine and to the device
 LARGEST = 2**63 - 1
+LARGEST_PRIORITY = 10**9
 # a length to a larger power leaves the range of a float
 LARGEST_PENALTY = 10.0
 
@@ -67,6 +68,8 @@ class SamplingParams:
         structured: what the answer must follow: {"json": a JSON schema}, {"regex": a regular expression} or {"choice": a list of
             texts}. It needs the package llguidance. None for free text.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
+        priority: requests with a smaller number begin first, and keep their place in the cache longest. At most 16 in a row begin
+            before the oldest request that waits, whatever their priorities.
 
     Raises:
         InvalidInput: a value is out of bounds, or two values contradict each other.
@@ -105,6 +108,7 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
+    priority: int = 0
 
     def __repr__(self) -> str:
         return changed(self)
@@ -153,7 +157,7 @@ class SamplingParams:
         for name, least, most in (
             ("n", 1, MOST_SAMPLES), ("top_k", 0, LARGEST), ("min_tokens", 0, LARGEST), ("max_tokens", 1, LARGEST),
             ("logprobs", 0, MOST_LOGPROBS), ("prompt_logprobs", 0, MOST_LOGPROBS), ("beam_width", 1, MOST_SAMPLES),
-            ("truncate_prompt_tokens", 1, LARGEST), ("seed", 0, LARGEST),
+            ("truncate_prompt_tokens", 1, LARGEST), ("seed", 0, LARGEST), ("priority", -LARGEST_PRIORITY, LARGEST_PRIORITY),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
@@ -256,7 +260,8 @@ def _several(name: str, value: object, due: str) -> tuple[Any, ...]:
 def _between(least: float, most: float) -> str:
     if most == math.inf:
         return f"of at least {least:g}"
-    return f"from {least:g} to {most if isinstance(most, int) else f'{most:g}'}"
+    first, last = (str(each) if isinstance(each, int) else f"{each:g}" for each in (least, most))
+    return f"from {first} to {last}"
 
 
 def _at_most(most: float) -> str:

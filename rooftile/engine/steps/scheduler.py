@@ -1,24 +1,25 @@
 """Decides what the model reads in the next step (continuous batching), in plain Python without a tensor.
 
 A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
-comes first, then prompts that are partly read, then new requests.
+comes first, then prompts that are partly read, then new requests. Each is in the order of priorities and then of age.
 
 The samples of a request run and wait like requests of one prompt that came one after the other: as many run as there are slots
 and blocks for, and the others follow. The prompt is read once: it stays in the cache until the last sample has begun, and one
 that begins later reads only the prompt's last token again. The beams of a search run and wait together.
 
-When the pool has no block left for a running answer, the newest answer is preempted: it gives up its blocks and waits again, at
-the head of the queue. Later it is computed again, except for what the cache still holds.
+When the pool has no block left for a running answer, the newest answer of the least priority is preempted: it gives up its blocks
+and waits again, before those that came later. Later it is computed again, except for what the cache still holds.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.steps.state_plan import StatePlan
+from rooftile.engine.steps.waiting_queue import WaitingQueue
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.states import StateRows
 
@@ -77,8 +78,8 @@ class Scheduler:
         self.states = None if states is None else StatePlan(pool, states, state_every)
         self.max_batched_tokens = max_batched_tokens
         self.shares_answers = shares_answers
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # in the order of priorities, then oldest first
         self.preemptions = 0
         # slots are taken from the end, so the lowest is used first
         self._all_slots = tuple(range(max_answers - 1, -1, -1))
@@ -111,8 +112,8 @@ class Scheduler:
         return answers * self.pool.needed_by(prompt, more, 1)
 
     def add(self, request: Request) -> None:
-        """Puts a request at the end of the queue."""
-        self.waiting.append(request)
+        """Puts a request into the queue."""
+        self.waiting.add(request)
 
     def schedule(self) -> StepPlan:
         """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
@@ -204,7 +205,7 @@ class Scheduler:
         return budget
 
     def _ensure_block(self, plan: StepPlan, answer: Answer) -> bool:
-        """Makes room for the answer's next token, if need be by preempting the newest answers.
+        """Makes room for the answer's next token, if need be by preempting the last answers.
 
         Returns False if the answer itself was preempted.
         """
@@ -214,7 +215,7 @@ class Scheduler:
                 # an answer that is computed again after a preemption has its room already
                 self._append(plan, answer, answer.planned + 1 - answer.table.length)
             except OutOfBlocks:
-                preempted = self._preempt_newest()
+                preempted = self._preempt_last()
                 if answer in preempted:
                     # other beams of its search may have been planned already
                     plan.work = [work for work in plan.work if work.answer not in preempted]
@@ -302,14 +303,14 @@ class Scheduler:
             if request.queued:
                 return
         while self.waiting and budget:
-            request = self.waiting[0]
+            request = self.waiting.head()
             # in this order an interruption cannot lose the request
-            self.running.append(request)
+            insort(self.running, request, key=lambda each: each.order)
             budget = self._start(plan, request, budget)
             if len(request.queued) == len(request.live):
-                self.running.pop()
+                self.running.remove(request)
                 return
-            self.waiting.popleft()
+            self.waiting.note_begun(request)
             if request.queued:
                 return
 
@@ -403,8 +404,8 @@ class Scheduler:
             other.table = self.pool.fork(first)
             self.pool.truncate(other.table, shared)
 
-    def _preempt_newest(self) -> list[Answer]:
-        """Takes blocks back from what runs and has come last: an answer, all beams of a search, or a prompt that is kept.
+    def _preempt_last(self) -> list[Answer]:
+        """Takes blocks back from what runs and is last, of the least priority or the newest: an answer, all beams of a search, or a prompt that is kept.
 
         Returns the answers that have lost theirs.
         """
@@ -422,7 +423,7 @@ class Scheduler:
         for answer in answers:
             self._release(answer)
         if request.queued == request.live and request.kept is None:
-            self.waiting.appendleft(request)
+            self.waiting.add(request)
             self.running.remove(request)
 
     def _remove(self, request: Request) -> None:
