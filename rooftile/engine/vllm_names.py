@@ -19,6 +19,7 @@ _HUB = "give the folder of the revision"
 _EXPERTS = "the families here have no experts"
 _GRAPHS = "graphs are captured for about twenty numbers of answers when the LLM is made"
 _LORA = "adapters are not read; merge them into the weights"
+_ORDER = "requests begin in the order of their priorities, then of their age"
 _CACHE = "a cache belongs to one LLM"
 
 LLM_RENAMED = {each.vllm: each.name for each in SETTINGS.values() if each.vllm is not None}
@@ -125,8 +126,8 @@ LLM_REFUSED = {
     "rope_theta": Refused((), "edit config.json in a copy of the folder"),
     "runner": Refused(("auto", "generate"), 'write task="embed" for vectors'),
     "safetensors_load_strategy": Refused(("lazy",), "weights are read one tensor at a time"),
-    "scheduler_cls": Refused((), "requests are answered in the order of their priorities, then of their age"),
-    "scheduling_policy": Refused(("fcfs", "priority"), "requests are answered in the order of their priorities, then of their age"),
+    "scheduler_cls": Refused((), _ORDER),
+    "scheduling_policy": Refused(("fcfs", "priority"), _ORDER),
     "served_model_name": Refused((), "an LLM serves no network"),
     "show_hidden_metrics_for_version": Refused((), "all metrics are shown"),
     "skip_mm_profiling": Refused((False, True), _TEXT),

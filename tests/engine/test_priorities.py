@@ -110,6 +110,6 @@ def test_priorities_are_whole_numbers_one_for_each(peers) -> None:
     with pytest.raises(InvalidInput, match="there are 1 priorities for 2 prompts"):
         llm.generate(prompts(2), GREEDY, priority=[1])
     for given in (True, 1.5, "high", 10**9 + 1):
-        with pytest.raises(InvalidInput, match="priority is .*; must be a whole number from -1000000000 to 1000000000"):
+        with pytest.raises(InvalidInput, match=r"priority is .*; must be a whole number from -1000000000 to 1000000000"):
             llm.generate(prompts(1), GREEDY, priority=given)
     assert_clean(llm)

@@ -405,7 +405,7 @@ class Scheduler:
             self.pool.truncate(other.table, shared)
 
     def _preempt_last(self) -> list[Answer]:
-        """Takes blocks back from what runs and is last, of the least priority or the newest: an answer, all beams of a search, or a prompt that is kept.
+        """Takes blocks back from what runs and is last: an answer, all beams of a search, or a prompt that is kept.
 
         Returns the answers that have lost theirs.
         """

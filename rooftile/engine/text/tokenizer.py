@@ -248,7 +248,7 @@ class Tokenizer:
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None, most_bytes: int = MOST_BYTES,
+        chat_template_kwargs: Mapping[str, Any] | None = None, special: bool = False, most_bytes: int = MOST_BYTES,
     ) -> list[int]:  # fmt: skip
         """Encodes a conversation with the checkpoint's chat template.
 
@@ -257,6 +257,7 @@ class Tokenizer:
             add_generation_prompt: whether to end where the model's answer begins.
             continue_final_message: whether to end in the text of the last message, the assistant's, which the model continues.
             chat_template_kwargs: variables that the template reads, such as enable_thinking.
+            special: whether to add the tokens that the checkpoint puts around a text; a template writes its own.
             most_bytes: the longest text that the template may write, in bytes of UTF-8.
 
         Raises:
@@ -265,12 +266,11 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidInput(f"{self._place} has no chat template; send a prompt instead of messages")
-        # the template writes the special tokens itself
         written = render(
             self._template, messages, add_generation_prompt, self._named, self._place,
             variables=chat_template_kwargs or {}, continue_final_message=continue_final_message,
         )  # fmt: skip
-        return self.encode(written, False, most_bytes=most_bytes)
+        return self.encode(written, special, most_bytes=most_bytes)
 
     def to_json(self) -> str:
         """Returns the tokenizer as the text of a tokenizer.json, with all added tokens."""

@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from rooftile import __version__
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
 from rooftile.server.http.anthropic.call import MessagesCall, count_request
@@ -28,6 +29,7 @@ from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Detokeni
 from rooftile.server.http.openai.generation import GenerationRequest, chat_request, completion_request
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.openai.template_options import template_options
+from rooftile.server.http.openai.token_ids import answer_ids, prompt_ids
 from rooftile.server.http.responder import Responder, late, unless_gone
 from rooftile.server.http.responses.call import ResponsesCall
 from rooftile.server.http.responses.store import ResponseStore
@@ -88,8 +90,10 @@ class Routes:
             ("POST", "/v1/responses", self.responses), ("GET", "/v1/responses/{id}", self.response),
             ("DELETE", "/v1/responses/{id}", self.forget_response), ("POST", "/v1/messages", self.messages),
             ("POST", "/v1/messages/count_tokens", self.count_tokens), ("POST", "/tokenize", self.tokenize),
-            ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
-            ("GET", "/openapi.json", self.openapi), *(("GET", path, self.page) for path in PAGE_FILES),
+            ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/ping", self.health),
+            ("POST", "/ping", self.health), ("GET", "/version", self.version), ("GET", "/load", self.load),
+            ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
         # routes without data of clients
         self.public = (self.health, self.page)
@@ -149,10 +153,11 @@ class Routes:
         _, texts, ready = self._service.check()
         form, messages = await read_object(request, self._service.bodies, self._read_tokenize)
         if messages is None:
-            tokens = await texts.encode(form.prompt or "", special=form.add_special_tokens)
+            tokens = await texts.encode(form.prompt or "", special=form.add_special_tokens is not False)
         else:
-            tokens = await texts.chat(messages, **template_options(form))
-        return json_answer({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
+            tokens = await texts.chat(messages, special=form.add_special_tokens is True, **template_options(form))
+        strings = {"token_strs": await texts.strings(tokens)} if form.return_token_strs else {}
+        return json_answer({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len} | strings)
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
@@ -172,6 +177,14 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Says whether requests are answered."""
         return json_answer(self._service.health())
+
+    async def version(self, request: Request) -> Response:
+        """Says which version answers."""
+        return json_answer({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """Returns how many prompts wait or run."""
+        return json_answer({"server_load": self._service.admission.running})
 
     async def metrics(self, request: Request) -> Response:
         """Returns Prometheus's series."""
@@ -261,10 +274,11 @@ async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
             text = echo + answer.text
             said = message_of(answer.parts, thoughts=generation.thoughts) if generation.chat else text
             made = objects.choice(place * generation.n + index, said, answer.finish, answer.stop, logprobs)
-            choices.append(made if generation.chat else made | responder.listed(place))
+            made |= answer_ids(responder, answer.logprobs)
+            choices.append(made if generation.chat else made | responder.listed(place) | prompt_ids(responder, place))
     found = objects.whole(choices, responder.usage.object())
     # in vLLM's places
-    return found | responder.listed(0) if generation.chat else found
+    return found | responder.listed(0) | prompt_ids(responder, 0) if generation.chat else found
 
 
 def _seconds(request: Request, most: float) -> float:

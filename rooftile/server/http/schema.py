@@ -20,7 +20,9 @@ _FORMS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 )  # fmt: skip
 _PLAIN = (
     ("/v1/models", "Lists the one model."), ("/v1/responses/{id}", "Returns a response that is kept."),
-    ("/health", "Says whether requests are answered."), ("/metrics", "Returns Prometheus's series."),
+    ("/health", "Says whether requests are answered."), ("/ping", "The same, also to POST."),
+    ("/version", "Says which version answers."), ("/load", "Returns how many prompts wait or run."),
+    ("/metrics", "Returns Prometheus's series."),
     ("/openapi.json", "This description."), ("/", "A page to try the model."),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from rooftile.server.http.body import ClientGone
 from rooftile.server.http.middleware import mistake
 from rooftile.server.http.openai.chat_answers import delta_of
 from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.openai.token_ids import answer_ids, prompt_ids
 from rooftile.server.http.responder import Responder, unless_gone
 from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
@@ -135,12 +136,15 @@ class _Chunks:
         self._objects = objects
         self._with_usage = responder.generation.include_usage or responder.generation.continuous_usage
         self._echoed: set[int] = set()
+        self._begun: set[int] = set()
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yields what comes before the answers."""
         generation = self._responder.generation
         for index in range(len(self._responder.tokens) * generation.n if generation.chat else 0):
-            yield self._objects.chunk([self._objects.opening(index)], None, with_usage=self._with_usage)
+            yield self._objects.chunk([self._objects.opening(index)], None, with_usage=self._with_usage) | (
+                prompt_ids(self._responder, 0) if index == 0 else {}
+            )
 
     def growth(self, place: int, news: News) -> Iterator[dict[str, Any]]:
         """Yields what is new in the answers to a prompt."""
@@ -158,9 +162,13 @@ class _Chunks:
                 start = len(generation.echoes[place]) if generation.echo else 0
                 logprobs = objects.logprobs(piece.logprobs or [], piece.offsets, start=start, before=before)
             # a token may have no text yet: half of a character, or the beginning of a stop string or of a mark
-            if said or logprobs or piece.finish is not None or generation.continuous_usage:
+            ids = answer_ids(self._responder, piece.logprobs)
+            if said or logprobs or ids.get("token_ids") or piece.finish is not None or generation.continuous_usage:
                 said = {"content": ""} if said == {} else said
-                delta = objects.delta(index, said, piece.finish, piece.stop, logprobs)
+                delta = objects.delta(index, said, piece.finish, piece.stop, logprobs) | ids
+                if not generation.chat and index not in self._begun:
+                    self._begun.add(index)
+                    delta |= prompt_ids(self._responder, place)
                 now = self._responder.usage.object() if generation.continuous_usage else None
                 yield objects.chunk([delta], now, with_usage=self._with_usage)
 

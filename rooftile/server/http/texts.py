@@ -68,6 +68,10 @@ class Texts:
         """Returns a text's token ids."""
         return await self._run(lambda own: own.encode(text, special, most_bytes=limits.PROMPT_BYTES))
 
+    async def strings(self, ids: Sequence[int]) -> list[str]:
+        """Returns the vocabulary's spellings of tokens."""
+        return await self._run(lambda own: [own.token(id) for id in ids])
+
     async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Returns a conversation's token ids; `options` are keywords of `Tokenizer.chat`."""
         return await self._run(lambda own: own.chat(messages, **options, most_bytes=limits.PROMPT_BYTES))

@@ -43,7 +43,7 @@ REFUSED = {
     "include_reasoning": _CHAT,
     "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
     "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
-    "logits_processors": "nothing of a request is run", "priority": "requests are answered in their order",
+    "logits_processors": "nothing of a request is run",
     "prompt_embeds": "prompts are text or token ids",
     "safety_identifier": "write user", "background": "answers are sent to who asks for them",
 }  # fmt: skip

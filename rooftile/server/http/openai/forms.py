@@ -57,6 +57,9 @@ class Sampling(BaseModel):
     allowed_token_ids: Any = _listed("integer")
     bad_words: Any = _listed("string")
     truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -141,7 +144,8 @@ class TokenizeForm(Templated):
     model: str | None = Field(default=None, max_length=128)
     prompt: str | None = None
     messages: Any = Field(default=None, json_schema_extra={"type": "array", "items": Message.model_json_schema()})
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeForm(BaseModel):

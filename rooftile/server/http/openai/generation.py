@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "prompt_logprobs", "seed", "max_tokens", "min_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
+    "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping", "priority",
 )  # fmt: skip
 # a plain word may be a field of a request, too
 _FLAGS = {name: flag for name, flag in FLAGS.items() if "_" in name}
@@ -55,6 +55,10 @@ class GenerationRequest:
     sampled: int
     """Answers per prompt that are computed: best_of, or the beams of a search, may be more than n."""
     logprobs: int | None = None
+    special: bool = True
+    """Whether a prompt's text gets the tokens that the checkpoint puts around texts; a chat template writes them itself."""
+    returns_ids: bool = False
+    """Whether the client wants the token ids of prompts and answers."""
     names: dict[str, str] = field(default_factory=dict)
     """The fields that the client has sent, by the library's names for them."""
     echo: bool = False
@@ -76,9 +80,10 @@ class GenerationRequest:
     async def tokens(self, texts: Texts) -> list[list[int]]:
         """Returns the tokens of each prompt that are read; with `echo` it also makes the prompts' texts."""
         if self.messages is not None:
-            found = [await texts.chat(self.messages, **self.template)]
+            found = [await texts.chat(self.messages, special=self.special, **self.template)]
         else:
-            found = [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
+            special = self.special
+            found = [await texts.encode(each, special=special) if isinstance(each, str) else each for each in self.prompts]
         cut = self.params.get("truncate_prompt_tokens")
         found = [each if cut is None else each[-cut:] for each in found]
         if self.echo:
@@ -161,7 +166,10 @@ def _request_of(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | Non
         params["logit_bias"] = _biases(form.logit_bias)
     if sampled is not None:
         params["n"] = sampled
-    if logprobs is not None or (sampled is not None and sampled > (form.n or 1)):
+    if form.return_token_ids and form.beam_width is not None:
+        raise _bad("return_token_ids", "return_token_ids is given with beam_width; a search gives its answers' texts alone")
+    # the engine names the tokens of an answer beside their logprobs
+    if logprobs is not None or form.return_token_ids or (sampled is not None and sampled > (form.n or 1)):
         params["logprobs"] = 0 if logprobs is None else logprobs
     grammar = grammar_of(form.response_format, read_part(StructuredOutputs, form.structured_outputs, "structured_outputs"))
     if grammar is not None:
@@ -177,7 +185,8 @@ def _request_of(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | Non
     return GenerationRequest(
         chat=chat, params=params, salt=form.cache_salt or "", n=form.n or 1,
         sampled=form.beam_width or sampled or form.n or 1, logprobs=logprobs, stream=bool(form.stream),
-        names=names,
+        special=not chat if form.add_special_tokens is None else form.add_special_tokens,
+        returns_ids=form.return_token_ids is True, names=names,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
     )  # fmt: skip
