@@ -23,6 +23,8 @@ PROMPT_BYTES = 2**20
 MESSAGES = 1024
 PROMPTS = 64
 ANSWERS = 128
+# texts of a request for vectors or scores, as many as OpenAI takes
+TEXTS = 2048
 BEST_OF = 16
 # logprobs of prompts in one answer, with logprobs of other tokens and of each of n answers: some 50 MB of JSON
 PROMPT_SCORES = 2**20

@@ -164,14 +164,30 @@ class ServerRun:
         if ready is None:
             # it has died since
             return
+        if ready.embedding is not None:
+            what = (
+                f"scores of {ready.embedding.width} labels"
+                if ready.embedding.is_cross
+                else f"vectors of {ready.embedding.width:,}"
+            )
+            log.info(
+                "ready: %s; model %s; %s; %s tokens per text, %s requests and %s tokens waiting, %g s per request; %s",
+                self._address, settings.served_model_name, what, f"{ready.max_len:,}", f"{settings.max_waiting:,}",
+                f"{settings.max_waiting_tokens:,}", settings.deadline_s, self._asked,
+            )  # fmt: skip
+            return
         log.info(
             "ready: %s; model %s; %scache of %s; at most %s answers at once, %s tokens per sequence, %s answers and %s prompt "
             "tokens waiting, %g s per request; %s",
             self._address, settings.served_model_name, f"{settings.replicas} replicas, each with a " * (settings.replicas > 1),
             ready.cache, f"{ready.max_answers:,}",
             f"{ready.max_len:,}", f"{settings.max_waiting:,}", f"{settings.max_waiting_tokens:,}", settings.deadline_s,
-            "keys are asked for" if settings.keys else "no key is asked for",
+            self._asked,
         )  # fmt: skip
+
+    @property
+    def _asked(self) -> str:
+        return "keys are asked for" if self._settings.keys else "no key is asked for"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rooftile.engine.chat.thought_formats import AUTO
+from rooftile.engine.embedding.folder import recipe_of
 from rooftile.server.admission import Admission
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http.body import Bodies
@@ -17,6 +19,9 @@ from rooftile.server.refusals import Refusal, retry_later
 from rooftile.server.replicas.engines import Engines
 from rooftile.server.replicas.replicas import Replicas
 from rooftile.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from rooftile.engine.embedding.reading import TextReader
 
 # how often the event loop's lag is measured
 LAG_S = 0.05
@@ -45,6 +50,7 @@ class Service:
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
         self.engines: Engines | None = None
         self.texts: Texts | None = None
+        self._reader: TextReader | None = None
         self.draining = False
         self.live: set[Live] = set()
         """Requests that are being answered."""
@@ -66,6 +72,9 @@ class Service:
             return False
         engine = self.settings.engine
         self.texts = await Texts.load(facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO))
+        if facts.embedding is not None:
+            recipe = await asyncio.to_thread(recipe_of, Path(facts.embedding.folder), causal=facts.embedding.causal)
+            self._reader = self.texts.text_reader(recipe, facts.max_len, facts.vocabulary)
         return True
 
     async def close(self) -> None:
@@ -94,6 +103,12 @@ class Service:
             raise retry_later("model_loading", f"the model is being read, {percent} %", 2)
         why = engines.cause
         raise Refusal("engine_down", why) if engines.over.is_set() else retry_later("engine_down", why, 2)
+
+    @property
+    def reader(self) -> TextReader:
+        """The reader of texts for a model that embeds them."""
+        assert self._reader is not None, "routes ask for it where the model embeds"
+        return self._reader
 
     def facts(self) -> dict[str, Any]:
         """Returns the served model in OpenAI's words."""

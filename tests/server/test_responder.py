@@ -17,7 +17,7 @@ from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.openai.generation import GenerationRequest
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.responder import Responder
-from rooftile.server.http.sse import events_of
+from rooftile.server.http.sse import chunks_of, events_of
 from rooftile.server.observe.log import AccessRecord
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal
@@ -135,7 +135,7 @@ def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted(
         responder.tokens = [[5]]
         (call,) = responder._calls = [RemoteCall(0)]
         access = responder._access
-        events = events_of(responder, Objects("abc", "tiny", 0, chat=True), access)
+        events = events_of(chunks_of(responder, Objects("abc", "tiny", 0, chat=True)), access)
         assert b'"role":"assistant"' in await anext(events)
         assert b'"index":1' in await anext(events)
         call.take(News(0, [AnswerPiece(0, "a", 1), AnswerPiece(1, "b", 1)], cached=16))

@@ -112,6 +112,12 @@ def recipe_of(folder: Path, *, causal: bool) -> Recipe:
     return recipe
 
 
+def query_prompts(recipe: Recipe) -> tuple[str | None, str | None]:
+    """Returns the names of the prompts of queries and of documents; None for none, or for the default one."""
+    found = next((name for name in DOCUMENT_PROMPTS if name in recipe.prompts), None)
+    return ("query" if "query" in recipe.prompts else None), found
+
+
 def _modules(folder: Path) -> tuple[tuple[str, ...] | None, tuple[Step, ...]]:
     """Returns the pooling and the steps of modules.json."""
     import json

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.engine.embedding.embedder import Embedder, check_dimensions, cut_vectors
-from rooftile.engine.embedding.folder import DOCUMENT_PROMPTS, MODULES, Recipe, recipe_of
+from rooftile.engine.embedding.folder import MODULES, Recipe, query_prompts, recipe_of
 from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
-from rooftile.engine.embedding.reading import ReadText, TextReader
+from rooftile.engine.embedding.reading import ReadText, TextReader, not_finite
 from rooftile.engine.engine import Engine
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Model, current_device, find_device, longest_sequence
@@ -100,20 +100,6 @@ class EmbeddingModel:
 
 def _some_at_a_time(texts: Sequence[Any]) -> Iterator[Sequence[Any]]:
     return (texts[first : first + ENCODED] for first in range(0, len(texts), ENCODED))
-
-
-def not_finite(place: int) -> str:
-    """Returns the sentence for a vector with nan or infinity in it."""
-    return (
-        f"the vector of text {place} has nan or infinity: the model's weights have, or its numbers are too large for its dtype; "
-        'try dtype="fp32"'
-    )
-
-
-def query_prompts(recipe: Recipe) -> tuple[str | None, str | None]:
-    """Returns the names of the prompts of queries and of documents; None for none, or for the default one."""
-    found = next((name for name in DOCUMENT_PROMPTS if name in recipe.prompts), None)
-    return ("query" if "query" in recipe.prompts else None), found
 
 
 def embeds(model: Model, config: EngineConfig) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rooftile.engine.embedding.folder import Recipe
 from rooftile.engine.text.prompt import check_tokens
-from rooftile.engine.text.tokenizer import Tokenizer
+from rooftile.engine.text.tokenizer import MOST_BYTES, Tokenizer
 from rooftile.errors import InvalidInput
 
 
@@ -27,10 +27,14 @@ class TextReader:
         recipe: prompts and the like.
         max_len: the longest text in tokens.
         vocabulary: the model has tokens 0 to vocabulary - 1.
+        most_bytes: the longest text that is accepted, in bytes of UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, recipe: Recipe, max_len: int, vocabulary: int) -> None:
-        self._tokenizer, self._recipe, self.max_len, self._vocabulary = tokenizer, recipe, max_len, vocabulary
+    def __init__(
+        self, tokenizer: Tokenizer | None, recipe: Recipe, max_len: int, vocabulary: int, most_bytes: int = MOST_BYTES
+    ) -> None:  # fmt: skip
+        self._tokenizer, self.recipe, self.max_len, self._vocabulary = tokenizer, recipe, max_len, vocabulary
+        self._most_bytes = most_bytes
 
     def read(self, texts: Sequence[Any], *, prompt_name: str | None = None, cut: int | None = None) -> list[ReadText]:
         """Returns the tokens of texts, behind their prompt.
@@ -43,12 +47,12 @@ class TextReader:
         Raises:
             InvalidInput: a text cannot be read, or is too long.
         """
-        limit, prompt = self.limit(cut), self._recipe.prompt(prompt_name)
-        lower = self._recipe.lower
+        limit, prompt = self.limit(cut), self.recipe.prompt(prompt_name)
+        lower = self.recipe.lower
         whole = [prompt + text for text in texts if isinstance(text, str)]
         whole = [text.lower() for text in whole] if lower else whole
         # together: the tokenizer has several threads
-        encoded = iter(zip(whole, self._own.encode_many(whole), strict=True)) if whole else iter(())
+        encoded = iter(zip(whole, self._own.encode_many(whole, most_bytes=self._most_bytes), strict=True)) if whole else iter(())
         return [
             ReadText(self._encoded(*next(encoded), limit) if isinstance(text, str) else self._given(text, limit, prompt_name))
             for text in texts
@@ -75,10 +79,10 @@ class TextReader:
         for text in (first, second):
             if not isinstance(text, str):
                 raise InvalidInput("a cross-encoder reads pairs of texts; must be strings, and not token ids")
-        lower = self._recipe.lower
+        lower = self.recipe.lower
         first, second = (first.lower(), second.lower()) if lower else (first, second)
-        tokens, types = self._own.encode_pair(first, second, self.limit(cut))
-        return ReadText(self._checked(tokens), types if self._recipe.pair_types else None)
+        tokens, types = self._own.encode_pair(first, second, self.limit(cut), most_bytes=self._most_bytes)
+        return ReadText(self._checked(tokens), types if self.recipe.pair_types else None)
 
     def limit(self, cut: int | None) -> int | None:
         """Returns to how many tokens a text is cut; None for not at all.
@@ -107,3 +111,11 @@ class TextReader:
                 "truncate_prompt_tokens=-1 to cut it"
             )
         return tokens
+
+
+def not_finite(place: int) -> str:
+    """Returns the sentence for a vector with nan or infinity in it."""
+    return (
+        f"the vector of text {place} has nan or infinity: the model's weights have, or its numbers are too large for its dtype; "
+        'try dtype="fp32"'
+    )

@@ -135,14 +135,14 @@ class Tokenizer:
         """Returns the vocabulary's spelling of a token, or "" if there is no such id; the token's text is decode([id])."""
         return self._core.id_to_token(id) or ""
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_many(self, texts: Sequence[str], *, most_bytes: int = MOST_BYTES) -> list[list[int]]:
         """Encodes texts together, with the tokens that the checkpoint puts around each, in several threads.
 
         Raises:
             InvalidInput: a text is too long, or has half of a surrogate pair in it.
         """
         for text in texts:
-            _check_text(text, MOST_BYTES)
+            _check_text(text, most_bytes)
         return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=True)]
 
     def encode_cut(self, text: str, most: int) -> list[int]:
@@ -153,12 +153,15 @@ class Tokenizer:
         ids: list[int] = self._core.post_process(inner, None, True).ids
         return ids[:most]
 
-    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+    def encode_pair(
+        self, first: str, second: str, most: int | None = None, *, most_bytes: int = MOST_BYTES
+    ) -> tuple[list[int], list[int]]:
         """Encodes two texts as one, with the tokens that the checkpoint puts around and between them.
 
         Args:
             first, second: the texts.
             most: the tokens of both that are kept; the longer one loses its end, then both do. None keeps all.
+            most_bytes: the longest text that is accepted, in bytes of UTF-8.
 
         Returns:
             The token ids, and the type of each token.
@@ -167,7 +170,7 @@ class Tokenizer:
             InvalidInput: a text is too long, or has half of a surrogate pair in it.
         """
         for text in (first, second):
-            _check_text(text, MOST_BYTES)
+            _check_text(text, most_bytes)
         one, two = (self._core.encode(text, add_special_tokens=False) for text in (first, second))
         if most is not None:
             kept = _shares(len(one), len(two), max(0, most - self._core.num_special_tokens_to_add(True)))

@@ -103,4 +103,4 @@ class RemoteCall:
         pieces, self._unread = [_joined(pieces) for pieces in self._unread.values()], {}
         prompt, self._prompt = self._prompt, None
         last = self._last
-        return News(self.id, pieces, last.finished, last.cached, last.error, prompt, last.paged)
+        return News(self.id, pieces, last.finished, last.cached, last.error, prompt, last.paged, last.vectors)

@@ -41,6 +41,19 @@ class Reading(Struct, tag="reading"):
     percent: int
 
 
+class EmbeddingFacts(Struct):
+    """The facts of a model that embeds texts and generates none."""
+
+    folder: str
+    """The model's folder, with its files of sentence-transformers."""
+    causal: bool
+    """Whether it is a decoder."""
+    width: int
+    """The numbers of a vector; of a cross-encoder its labels."""
+    is_cross: bool
+    """Whether it scores pairs of texts, and gives no vectors."""
+
+
 class Ready(Struct, tag="ready"):
     """The engine takes orders from now on."""
 
@@ -55,6 +68,8 @@ class Ready(Struct, tag="ready"):
     defaults: dict[str, Any]
     """Sampling parameters that the checkpoint recommends."""
     has_template: bool = False
+    embedding: EmbeddingFacts | None = None
+    """What a model that generates nothing does."""
 
 
 class Scored(Struct, array_like=True, gc=False):
@@ -109,6 +124,8 @@ class News(Struct, array_like=True, gc=False):
     """The prompt's tokens but the first, once, where their logprobs are asked for."""
     paged: int = 0
     """Tokens of the prompt whose blocks the prefix cache had; more than `cached` where no state was kept."""
+    vectors: bytes | None = None
+    """The vectors of a request's texts, or the scores of its pairs, one after the other in fp32, little-endian."""
 
 
 class RequestRefused(Struct, array_like=True):

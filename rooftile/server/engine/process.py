@@ -25,23 +25,36 @@ from rooftile.engine.start.replica import share_machine
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
 from rooftile.server.engine.link import SocketLink
-from rooftile.server.engine.messages import FAILED, Failed, Reading, Ready
+from rooftile.server.engine.messages import FAILED, EmbeddingFacts, Failed, Reading, Ready
 from rooftile.server.observe.log import log, start_log
 
 if TYPE_CHECKING:
+    from rooftile.engine.embedding.model import EmbeddingModel
     from rooftile.engine.llm import LLM
 
 
-def ready_message(llm: LLM, folder: str | None) -> Ready:
+def ready_message(llm: LLM, model: str, folder: str | None) -> Ready:
     """Describes the engine to the server."""
     from rooftile.engine.start.checkpoint import RECOMMENDED
 
+    if llm.embedding is not None and llm.embedding.is_alone:
+        return embedding_ready(llm.embedding, llm.config.max_num_seqs, model, folder)
     engine, params = llm.engine, llm.get_default_sampling_params()
     return Ready(
         cache=str(llm.caches), folder=folder, max_len=engine.max_len, vocabulary=engine.runner.decoder.config.vocab_size,
         max_answers=engine.max_answers, blocks=engine.pool.total, block_size=engine.pool.size,
         defaults={name: getattr(params, name) for name in RECOMMENDED},
         has_template=llm.tokenizer is not None and llm.tokenizer.has_template,
+    )  # fmt: skip
+
+
+def embedding_ready(model: EmbeddingModel, most_texts: int, place: str, folder: str | None) -> Ready:
+    """Describes a model that embeds to the server."""
+    embedder = model.embedder
+    facts = EmbeddingFacts(place, embedder.config.encoder is None, embedder.width, embedder.is_cross)
+    return Ready(
+        cache="nothing", folder=folder, max_len=model.reader.max_len, vocabulary=embedder.config.vocab_size,
+        max_answers=most_texts, blocks=0, block_size=16, defaults={}, embedding=facts,
     )  # fmt: skip
 
 
@@ -73,7 +86,12 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
         llm = LLM(model, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     freeze_garbage()
-    link.write(ready_message(llm, folder))
+    link.write(ready_message(llm, str(model), folder))
+    if llm.embedding is not None and llm.embedding.is_alone:
+        # here and not above: it imports torch
+        from rooftile.server.engine.embedding_loop import EmbeddingLoop
+
+        EmbeddingLoop(llm.embedding.embedder, link, llm.config.max_num_seqs).run()
     Loop(llm.engine, link, compiling_s=COMPILING_S).run()
 
 

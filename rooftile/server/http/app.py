@@ -18,6 +18,7 @@ from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
 from rooftile.server.http.anthropic.call import MessagesCall, count_request
 from rooftile.server.http.body import read_object
+from rooftile.server.http.embedding.routes import EmbeddingRoutes
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
 from rooftile.server.http.middleware import RequestMiddleware
@@ -46,6 +47,7 @@ PAGE_FILES = {
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "talk", "markdown", "live")},
 }  # fmt: skip
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
+EMBEDS = "the model was read to embed texts and generates none; ask /v1/embeddings, /v1/rerank or /score"
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
@@ -93,6 +95,7 @@ class Routes:
             ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/ping", self.health),
             ("POST", "/ping", self.health), ("GET", "/version", self.version), ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            *EmbeddingRoutes(service, self._check_model, _seconds).table,
             *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
         # routes without data of clients
@@ -204,6 +207,8 @@ class Routes:
     ) -> Response:
         service, access = self._service, request.state.access
         _, _, ready = service.check()
+        if ready.embedding is not None:
+            raise Refusal("unsupported", EMBEDS)
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
         # before a body is read and parsed for nothing
         service.admission.check_room(access.key)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rooftile.server.http.anthropic.forms import CountForm, MessagesForm
+from rooftile.server.http.embedding.forms import EmbeddingForm, RerankForm, ScoreForm
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
 from rooftile.server.http.responses.forms import ResponseForm
 from rooftile.server.refusals import CODES
@@ -16,6 +17,9 @@ _FORMS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/v1/completions", "Continues prompts.", CompletionForm), ("/v1/chat/completions", "Answers a conversation.", ChatForm),
     ("/v1/responses", "Answers an input of items.", ResponseForm), ("/v1/messages", "Answers a conversation.", MessagesForm),
     ("/v1/messages/count_tokens", "Counts the tokens of a conversation.", CountForm),
+    ("/v1/embeddings", "Returns the vectors of texts.", EmbeddingForm),
+    ("/v1/rerank", "Returns documents, those first that answer a query best.", RerankForm),
+    ("/score", "Returns the scores of pairs of texts.", ScoreForm),
     ("/tokenize", "Returns token ids.", TokenizeForm), ("/detokenize", "Returns text.", DetokenizeForm),
 )  # fmt: skip
 _PLAIN = (

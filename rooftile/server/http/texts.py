@@ -24,6 +24,8 @@ from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
     # slow to import, and needed only when the engine is ready
+    from rooftile.engine.embedding.folder import Recipe
+    from rooftile.engine.embedding.reading import TextReader
     from rooftile.engine.text.detokenizer import Detokenizer
     from rooftile.engine.text.tokenizer import Tokenizer
 
@@ -44,6 +46,12 @@ class Texts:
         """How the model marks its thoughts; None if it does not."""
         self._threads = ThreadPoolExecutor(limits.TOKENISING_THREADS, "tokenizer")
         self._queued = 0
+
+    def text_reader(self, recipe: Recipe, max_len: int, vocabulary: int) -> TextReader:
+        """Returns what reads the texts of a model that embeds them."""
+        from rooftile.engine.embedding.reading import TextReader
+
+        return TextReader(self._tokenizer, recipe, max_len, vocabulary, limits.PROMPT_BYTES)
 
     @classmethod
     async def load(cls, folder: str | None, template: str | None = None, thoughts: str = AUTO) -> Texts:
@@ -118,6 +126,16 @@ class Texts:
         assert self._tokenizer is not None, "a text was made by a tokenizer"
         return tokens_before(self._tokenizer, prompt, ids, begins, place, skip_special=skip_special)
 
+    async def read(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns in one of the threads, as one of the texts that may wait for them."""
+        if self._queued >= limits.TOKENISING:
+            raise retry_later("queue_full", f"{self._queued} texts wait for the tokenizer, as many as may; try again in 1 s", 1)
+        self._queued += 1
+        try:
+            return await self.in_thread(work)
+        finally:
+            self._queued -= 1
+
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns in one of the threads."""
         try:
@@ -134,14 +152,8 @@ class Texts:
     async def _run(self, work: Callable[[Tokenizer], T]) -> T:
         if self._tokenizer is None:
             raise InvalidInput("the model has no tokenizer; give token ids")
-        if self._queued >= limits.TOKENISING:
-            raise retry_later("queue_full", f"{self._queued} texts wait for the tokenizer, as many as may; try again in 1 s", 1)
         tokenizer = self._tokenizer
-        self._queued += 1
-        try:
-            return await self.in_thread(lambda: work(tokenizer))
-        finally:
-            self._queued -= 1
+        return await self.read(lambda: work(tokenizer))
 
 
 class AnswerDecoder:

@@ -1,8 +1,9 @@
 """PyTorch's own fused kernels: the fast path on the CPU, and a comparison on a GPU.
 
-On the CPU it runs FULL and CAUSAL attention with any lengths; on a GPU, FULL only. Where PyTorch's kernels break
-Rooftile's contract, it refuses, or corrects their results (`cpu.py`). One limit is left on a GPU: where all scores of a row lie
-near a million, dq in bf16 has up to four times the error of the plain definition in bf16, where other backends have twice.
+On the CPU it runs FULL and CAUSAL attention with any lengths, also packed ones; on a GPU, FULL only. Where PyTorch's kernels
+break Rooftile's contract, it refuses, or corrects their results (`cpu.py`). One limit is left on a GPU: where all scores of a
+row lie near a million, dq in bf16 has up to four times the error of the plain definition in bf16, where other backends have
+twice.
 """
 
 from __future__ import annotations
