@@ -65,7 +65,9 @@ class Service:
         if facts is None or self.engines.over.is_set():
             return False
         engine = self.settings.engine
-        self.texts = await Texts.load(facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO))
+        self.texts = await Texts.load(
+            facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO), engine.get("tool_call_parser", AUTO)
+        )
         return True
 
     async def close(self) -> None:

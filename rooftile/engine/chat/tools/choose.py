@@ -26,6 +26,20 @@ _ALL = (
 SYNTAXES = {each.name: each for each in _ALL}
 
 
+def why_no_syntax(name: str) -> str:
+    """Returns why there are no calls for a request with tools, as a sentence."""
+    if name == NONE:
+        return "tools are given, and tool_call_parser is none, so that no calls are read; leave tools out"
+    known = ", ".join(SYNTAXES)
+    return f"tools are given, and how this model writes calls is not known; start it with tool_call_parser, one of {known}"
+
+
+def check_call_parser(setting: str, name: object) -> None:
+    """Raises InvalidInput for a name that is none of a syntax, nor auto or none."""
+    if not isinstance(name, str) or name not in (AUTO, NONE, *SYNTAXES):
+        raise InvalidInput(f"{setting} is {str(name)[:80]!r}; must be auto, none, or a syntax of calls: {', '.join(SYNTAXES)}")
+
+
 def choose_syntax(template: str | None, name: str = AUTO) -> Syntax | None:
     """Returns how a model writes calls; None if it writes none, or in a way that is not known.
 
@@ -36,10 +50,7 @@ def choose_syntax(template: str | None, name: str = AUTO) -> Syntax | None:
     Raises:
         InvalidInput: there is no syntax of this name.
     """
-    if name == NONE:
-        return None
-    if name != AUTO:
-        if name not in SYNTAXES:
-            raise InvalidInput(f"tool_call_parser is {name!r}; must be {', '.join((AUTO, NONE, *SYNTAXES))}")
-        return SYNTAXES[name]
-    return None if template is None else next((each for each in _ALL if each.fits(template)), None)
+    check_call_parser("tool_call_parser", name)
+    if name == AUTO:
+        return None if template is None else next((each for each in _ALL if each.fits(template)), None)
+    return SYNTAXES.get(name)

@@ -1,7 +1,7 @@
 """Llama 3: an answer that is a call is one object, with or without a special token before it.
 
-    <|python_tag|>{"name": "weather", "parameters": {"city": "Kiel"}}
-    {"type": "function", "name": "weather", "parameters": {"city": "Kiel"}}; {"name": ...
+<|python_tag|>{"name": "weather", "parameters": {"city": "Kiel"}}
+{"type": "function", "name": "weather", "parameters": {"city": "Kiel"}}; {"name": ...
 """
 
 from __future__ import annotations

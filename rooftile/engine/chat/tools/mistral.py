@@ -1,8 +1,8 @@
 """Mistral: a special token, and then a list of objects, or since 2025 one function's name with its arguments.
 
-    [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Kiel"}, "id": "Ab3dE6gHi"}]
-    [TOOL_CALLS]weather[ARGS]{"city": "Kiel"}
-    [TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{"city": "Kiel"}
+[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Kiel"}, "id": "Ab3dE6gHi"}]
+[TOOL_CALLS]weather[ARGS]{"city": "Kiel"}
+[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{"city": "Kiel"}
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class MistralReader(CallReader):
     MARKS = ("[TOOL_CALLS]",)
     SPECIAL = frozenset(MARKS)
     INSIDE = ("[ARGS]", "[CALL_ID]")
-    """Special tokens within a call."""
 
     def calls(self, mark: str) -> Reading[None]:
         """Reads what stands behind one token."""

@@ -27,6 +27,8 @@ class CallReader:
     """What begins calls."""
     ENDS: tuple[str, ...] = ()
     """What ends calls: the rest of a broken call is left out up to there."""
+    INSIDE: tuple[str, ...] = ()
+    """Marks within calls."""
     SPECIAL: frozenset[str] = frozenset()
     """Marks that are special tokens in the models that write them: never content."""
 
@@ -39,6 +41,11 @@ class CallReader:
         # white space that is content if text follows
         self._spaces = ""
         self._silent_since_call = False
+
+    @classmethod
+    def marks(cls) -> tuple[str, ...]:
+        """Returns all marks, which the text of an answer must have."""
+        return (*cls.MARKS, *cls.INSIDE, *cls.ENDS)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that the next text completes."""
