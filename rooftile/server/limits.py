@@ -29,6 +29,8 @@ BEST_OF = 16
 # logprobs of prompts in one answer, with logprobs of other tokens and of each of n answers: some 50 MB of JSON
 PROMPT_SCORES = 2**20
 BIASES = 1024
+# calls in one message of the assistant. No flag: tools have limits of their own in engine/chat/tools/use.py
+CALLS = 128
 # answers of /v1/responses that are kept, as JSON. No flag: a client that needs more sends its whole input
 RESPONSES_BYTES = 64 * 2**20
 # names that a client chooses

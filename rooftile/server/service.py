@@ -71,7 +71,9 @@ class Service:
         if facts is None or self.engines.over.is_set():
             return False
         engine = self.settings.engine
-        self.texts = await Texts.load(facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO))
+        self.texts = await Texts.load(
+            facts.folder, engine.get("chat_template"), engine.get("reasoning_parser", AUTO), engine.get("tool_call_parser", AUTO)
+        )
         if facts.embedding is not None:
             recipe = await asyncio.to_thread(recipe_of, Path(facts.embedding.folder), causal=facts.embedding.causal)
             self._reader = self.texts.text_reader(recipe, facts.max_len, facts.vocabulary)

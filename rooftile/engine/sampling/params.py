@@ -62,6 +62,7 @@ class SamplingParams:
         logprobs: return the logprob of each token, and of this many of the most likely ones; None for no logprobs.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_tokens: special tokens, as they are spelt, that are text even so, such as ["[TOOL_CALLS]"].
         beam_width: search for the most likely answers with this many beams instead of sampling; the best n are returned.
         length_penalty: for beam search: an answer's score is the sum of its logprobs divided by its length to this power,
             in [-10, 10].
@@ -104,6 +105,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    shown_special_tokens: Sequence[str] = ()
     structured: Mapping[str, Any] | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
@@ -117,6 +119,8 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or a list of them")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        shown = _several("shown_special_tokens", self.shown_special_tokens, "a list of special tokens, as they are spelt")
+        object.__setattr__(self, "shown_special_tokens", shown)
         object.__setattr__(self, "bad_words", _several("bad_words", self.bad_words, "a list of words"))
         if self.allowed_token_ids is not None:
             allowed = _several("allowed_token_ids", self.allowed_token_ids, "a list of token ids")

@@ -56,6 +56,7 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     chat_template: str | Path | None = None
     reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     approximate: Approximation | str | Path | None = None

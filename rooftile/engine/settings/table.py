@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rooftile.engine.chat.thought_formats import check_parser
+from rooftile.engine.chat.tools.choose import check_call_parser
 from rooftile.engine.mixers.settings import check_approximate
 from rooftile.engine.text.chat_template import template_of
 from rooftile.errors import InvalidInput, Unsupported
@@ -199,6 +200,10 @@ SETTINGS = {
         Setting(
             "reasoning_parser", str, "auto", "Marks around thoughts: think, granite, ...; auto looks at the chat template; none.",
             check_parser,
+        ),
+        Setting(
+            "tool_call_parser", str, "auto", "How calls are written: hermes, mistral, ...; auto looks at the chat template; none.",
+            check_call_parser,
         ),
         Setting("download", bool, False, "Download a named model that is not in the Hugging Face Hub's cache here.", _switch),
         Setting(

@@ -38,6 +38,7 @@ class _WrongVariable(ValueError):
 def render(
     template: str, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, named: Mapping[str, str], place: str,
     *, variables: Mapping[str, Any] = MappingProxyType({}), continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:  # fmt: skip
     """Returns a conversation as the template writes it.
 
@@ -49,6 +50,7 @@ def render(
         place: the folder of the template, for error messages.
         variables: the caller's variables of the template, such as enable_thinking.
         continue_final_message: whether to end in the text of the last message, which the model continues.
+        tools: the functions that the model may call, in OpenAI's form.
 
     Raises:
         InvalidInput: the messages are none, or the template refuses them, fails or runs for too long; it does not read one of
@@ -64,9 +66,11 @@ def render(
     try:
         program, read = _compiled(template)
         _check_variables(variables, read, named)
+        if tools and "tools" not in read:
+            raise _WrongVariable(f"tools are given, and the chat template of {place} has no place for them; leave tools out")
         with _limited(MOST_STEPS):
             written: str = program.render(
-                messages=written_as, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+                messages=written_as, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **named, **variables,
             )  # fmt: skip
     except ImportError:

@@ -29,7 +29,7 @@ class Detokenizer:
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        params: stop, include_stop, min_tokens and skip_special_tokens are used.
+        params: stop, include_stop, min_tokens, skip_special_tokens and shown_special_tokens are used.
         prompt: the tokens that the answer continues; the text is what they add to the prompt's.
 
     Example:
@@ -41,6 +41,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self.stopped: str | None = None
+        if params.skip_special_tokens and params.shown_special_tokens:
+            tokenizer = tokenizer.showing(params.shown_special_tokens)
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt)
         self._stops = [StopString(stop, tokenizer.spells_special(stop)) for stop in params.stops]

@@ -8,7 +8,8 @@ template comes only from the folder, never with a request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from rooftile.errors import InvalidInput
 # a text without a bound can bring a service down: its bytes are counted before it is encoded
 MOST_BYTES = 4 * 2**20
 
+# sets of shown special tokens that are kept: a model has one or two
+VIEWS = 16
 # bytes, or tokens, from which on other threads would notice that the interpreter is held
 LONG = 16 * 2**10
 # Transformers removes the spaces of these from decoded text where a checkpoint asks for it, in this order
@@ -76,6 +79,8 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._first_texts: dict[int, str] = {}
         self._spelling: dict[int, bool] = {}
+        self._shown: frozenset[int] = frozenset()
+        self._views: dict[tuple[str, ...], Tokenizer] = {}
         # a prompt is neither cut nor padded
         core.no_truncation()
         core.no_padding()
@@ -201,6 +206,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Decodes token ids; an id that is not in the vocabulary has no text."""
         given = list(ids)
+        if skip_special and self._shown:
+            given, skip_special = [id for id in given if id not in self._special_ids], False
         if len(given) > LONG:
             text: str = self._core.decode_batch([given], skip_special_tokens=skip_special)[0]
         else:
@@ -251,7 +258,8 @@ class Tokenizer:
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None, special: bool = False, most_bytes: int = MOST_BYTES,
+        chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
+        special: bool = False, most_bytes: int = MOST_BYTES,
     ) -> list[int]:  # fmt: skip
         """Encodes a conversation with the checkpoint's chat template.
 
@@ -261,6 +269,7 @@ class Tokenizer:
             continue_final_message: whether to end in the text of the last message, the assistant's, which the model continues.
             chat_template_kwargs: variables that the template reads, such as enable_thinking.
             special: whether to add the tokens that the checkpoint puts around a text; a template writes its own.
+            tools: the functions that the model may call, in OpenAI's form.
             most_bytes: the longest text that the template may write, in bytes of UTF-8.
 
         Raises:
@@ -271,7 +280,7 @@ class Tokenizer:
             raise InvalidInput(f"{self._place} has no chat template; send a prompt instead of messages")
         written = render(
             self._template, messages, add_generation_prompt, self._named, self._place,
-            variables=chat_template_kwargs or {}, continue_final_message=continue_final_message,
+            variables=chat_template_kwargs or {}, continue_final_message=continue_final_message, tools=tools,
         )  # fmt: skip
         return self.encode(written, special, most_bytes=most_bytes)
 
@@ -287,6 +296,29 @@ class Tokenizer:
     def is_added(self, id: int) -> bool:
         """Tells whether a token stands outside of the vocabulary's pieces: a special one, or one such as <think>."""
         return id in self._added_ids
+
+    def showing(self, tokens: Sequence[str]) -> Tokenizer:
+        """Returns this tokenizer, of which some special tokens are text like others."""
+        key = tuple(tokens)
+        if key in self._views:
+            return self._views[key]
+        shown = frozenset(id for id in self._special_ids if self.token(id) in tokens)
+        other = copy(self) if shown else self
+        if shown:
+            other._shown, other._special_ids = shown, self._special_ids - shown
+        if len(self._views) < VIEWS:
+            self._views[key] = other
+        return other
+
+    def special_tokens(self, texts: Iterable[str]) -> tuple[str, ...]:
+        """Returns the special tokens that are spelt in some texts."""
+        found = self._special_spellings
+        return () if found is None else tuple(dict.fromkeys(token for text in texts for token in found.findall(text)))
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a special token by its spelling; None if there is no such special token."""
+        id: int | None = self._core.token_to_id(token)
+        return id if id in self._special_ids else None
 
     def is_special(self, id: int) -> bool:
         """Tells whether a token is a special one."""

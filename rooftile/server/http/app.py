@@ -264,9 +264,10 @@ async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
     async for place, news in responder.news():
         for piece in news.pieces:
             answer = answers.setdefault((place, piece.index), CompleteAnswer())
-            answer.add(piece)
             if generation.chat:
+                # before the piece is added: calls decide how an answer has ended
                 answer.parts.add(responder.read(place, piece))
+            answer.add(piece)
     choices = []
     for place in range(len(responder.tokens)):
         several = [answers[key] for key in sorted(answers) if key[0] == place]

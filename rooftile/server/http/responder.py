@@ -73,11 +73,13 @@ class Responder:
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
+                tools = self.generation.tools
+                texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
-                if self.generation.chat and texts.marks_are_special:
-                    self.generation.params.setdefault("skip_special_tokens", False)
+                if self.generation.chat and (marks := texts.special_marks(tools)):
+                    self.generation.params["shown_special_tokens"] = list(marks)
                 self._decoder = AnswerDecoder(texts, self.generation.params, self.tokens)
-                self._readers = ChatReaders(lambda place: texts.reader(self.tokens[place]), self._decoder.tokens_before)
+                self._readers = ChatReaders(lambda place: texts.reader(self.tokens[place], tools), self._decoder.tokens_before)
                 self.usage.thoughts = {} if self.generation.chat and texts.thoughts is not None else None
                 # the server may have begun to drain meanwhile
                 self._service.check()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rooftile.engine.chat.parts import PlainReader, Reader
 from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
+from rooftile.engine.chat.tools.choose import choose_syntax, why_no_syntax
+from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
@@ -38,12 +40,16 @@ class Texts:
     Args:
         tokenizer: the model's tokenizer, or None.
         thoughts: the format of thoughts (see `choose_format`).
+        calls: the syntax of calls (see `choose_syntax`).
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, thoughts: str = AUTO) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, thoughts: str = AUTO, calls: str = AUTO) -> None:
         self._tokenizer = tokenizer
         self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, thoughts)
         """How the model marks its thoughts; None if it does not."""
+        self.syntax = None if tokenizer is None else choose_syntax(tokenizer.template, calls)
+        """How the model writes calls; None if it writes none that can be read."""
+        self._calls = calls
         self._threads = ThreadPoolExecutor(limits.TOKENISING_THREADS, "tokenizer")
         self._queued = 0
 
@@ -54,18 +60,21 @@ class Texts:
         return TextReader(self._tokenizer, recipe, max_len, vocabulary, limits.PROMPT_BYTES)
 
     @classmethod
-    async def load(cls, folder: str | None, template: str | None = None, thoughts: str = AUTO) -> Texts:
+    async def load(
+        cls, folder: str | None, template: str | None = None, thoughts: str = AUTO, calls: str = AUTO
+    ) -> Texts:  # fmt: skip
         """Loads the tokenizer of a folder, in a thread.
 
         Args:
             folder: the folder; None if the model has no tokenizer.
             template: takes the place of the folder's chat template.
             thoughts: the format of thoughts (see `choose_format`).
+            calls: the syntax of calls (see `choose_syntax`).
         """
         if folder is None:
             return cls(None)
         with ThreadPoolExecutor(1, "loader") as thread:
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template), thoughts)
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder, template), thoughts, calls)
 
     @property
     def has_template(self) -> bool:
@@ -98,33 +107,49 @@ class Texts:
         """Returns the logprobs of a prompt as its client gets them."""
         return await self.in_thread(lambda: score_prompt(self._tokenizer, ids, ranked, forms))
 
-    @property
-    def marks_are_special(self) -> bool:
-        """Whether a mark around thoughts is a special token, which texts usually leave out."""
-        return self.thoughts is not None and self._tokenizer is not None and self.thoughts.spells_special(self._tokenizer)
+    def check_tools(self, use: ToolUse | None) -> None:
+        """Raises InvalidInput if the model's calls cannot be read, and there are tools to call."""
+        if use is not None and self.syntax is None:
+            raise InvalidInput(why_no_syntax(self._calls))
 
-    def reader(self, prompt: Sequence[int]) -> Reader:
+    def special_marks(self, use: ToolUse | None) -> tuple[str, ...]:
+        """Returns the marks around thoughts and calls that are special tokens, which texts usually leave out."""
+        if self._tokenizer is None:
+            return ()
+        thoughts = () if self.thoughts is None else self.thoughts.marks
+        calls = () if use is None or self.syntax is None else self.syntax.reader.marks()
+        return self._tokenizer.special_tokens((*thoughts, *calls))
+
+    def reader(self, prompt: Sequence[int], use: ToolUse | None) -> Reader:
         """Returns the reader of a chat's answer to a prompt."""
+        rest: Reader = PlainReader() if use is None or self.syntax is None else self.syntax.reader(use.tools)
         if self.thoughts is None or self._tokenizer is None:
-            return PlainReader()
-        return ThoughtReader(self.thoughts, stage_of(self._tokenizer, prompt, self.thoughts), PlainReader())
+            return rest
+        return ThoughtReader(self.thoughts, stage_of(self._tokenizer, prompt, self.thoughts), rest)
 
-    def growing(self, skip_special: bool, prompt: Sequence[int]) -> Detokenizer:
+    def growing(self, skip_special: bool, prompt: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
         """Returns what makes the text of one answer to a prompt, whose tokens are not searched for stop strings here."""
         from rooftile.engine.sampling.params import SamplingParams
         from rooftile.engine.text.detokenizer import Detokenizer
 
         assert self._tokenizer is not None, "tokens that belong to a text come from an engine with a tokenizer"
-        return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special), prompt)
+        return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special, shown_special_tokens=shown), prompt)
 
     def tokens_before(
-        self, prompt: Sequence[int], ids: Sequence[int], begins: Sequence[int], place: int, *, skip_special: bool
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        begins: Sequence[int],
+        place: int,
+        *,
+        skip_special: bool,
+        shown: Sequence[str] = (),
     ) -> int:
         """Returns how many tokens of an answer begin before a place in its text (see `token_places.tokens_before`)."""
         from rooftile.engine.text.token_places import tokens_before
 
         assert self._tokenizer is not None, "a text was made by a tokenizer"
-        return tokens_before(self._tokenizer, prompt, ids, begins, place, skip_special=skip_special)
+        return tokens_before(self._tokenizer.showing(shown), prompt, ids, begins, place, skip_special=skip_special)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns in one of the threads, as one of the texts that may wait for them."""
@@ -169,6 +194,7 @@ class AnswerDecoder:
         self._texts = texts
         self._prompts = prompts
         self._skip_special = params.get("skip_special_tokens", True)
+        self._shown = params.get("shown_special_tokens", ())
         self._growing: dict[tuple[int, int], Detokenizer] = {}
         self._ids: dict[tuple[int, int], list[int]] = {}
 
@@ -189,7 +215,7 @@ class AnswerDecoder:
         if text is None:
             return None
         prompt, skip = self._prompts[answer[0]], self._skip_special
-        return self._texts.tokens_before(prompt, self._ids[answer], text.begins, place, skip_special=skip)
+        return self._texts.tokens_before(prompt, self._ids[answer], text.begins, place, skip_special=skip, shown=self._shown)
 
     async def score_prompt(self, place: int, ranked: Sequence[Ranked], forms: PromptForms) -> ScoredPrompt:
         """Returns the logprobs of a prompt as its client gets them.
@@ -206,7 +232,7 @@ class AnswerDecoder:
             answer = place, piece.index
             text = self._growing.get(answer)
             if text is None:
-                text = self._growing[answer] = self._texts.growing(self._skip_special, self._prompts[place])
+                text = self._growing[answer] = self._texts.growing(self._skip_special, self._prompts[place], self._shown)
             text.add(piece.ids)
             if self._texts.thoughts is not None:
                 self._ids.setdefault(answer, []).extend(piece.ids)

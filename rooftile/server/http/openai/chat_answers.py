@@ -1,18 +1,33 @@
 """The parts of a chat's answers: `ChatReaders` finds them in the text as it comes, and two functions write them in OpenAI's form.
 
+A call gets its id here: nine letters and digits, since the chat templates of Mistral take no others.
+
 Thoughts have two names on the wire: `reasoning_content`, which DeepSeek began with, and `reasoning`, which vLLM has come to.
 """
 
 from __future__ import annotations
 
+import secrets
+import string
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rooftile.engine.chat.parts import Content, Part, Reader, Thought, WholeAnswer
+from rooftile.engine.chat.parts import (
+    CallArguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reader,
+    Thought,
+    WholeAnswer,
+)
 from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.server.engine.messages import AnswerPiece
 
+ID_LETTERS = string.ascii_letters + string.digits
 Answer = tuple[int, int]
 """An answer by the places of its prompt and of itself."""
 
@@ -30,6 +45,8 @@ class ChatReaders:
         self._make = reader
         self._tokens_before = tokens_before
         self._readers: dict[Answer, Reader] = {}
+        self._ended_calls: set[Answer] = set()
+        self._broken: set[Answer] = set()
         self._offsets: dict[Answer, list[int]] = {}
 
     def read(self, place: int, piece: AnswerPiece) -> list[Part]:
@@ -40,11 +57,20 @@ class ChatReaders:
             reader = self._readers[answer] = self._make(place)
         self._offsets.setdefault(answer, []).extend(piece.offsets or ())
         parts = reader.feed(piece.text)
-        return parts if piece.finish is None else parts + reader.finish()
+        if piece.finish is not None:
+            parts += reader.finish()
+        for part in parts:
+            if isinstance(part, CallEnd):
+                self._ended_calls.add(answer)
+            elif isinstance(part, CallBroken):
+                self._broken.add(answer)
+        if piece.finish == "stop" and answer in self._ended_calls and answer not in self._broken:
+            piece.finish = "tool_calls"
+        return parts
 
     def thought_tokens(self, answer: Answer) -> int:
         """Returns how many tokens of an answer begin in its thought, marks left out, as far as the text was read."""
-        reader = self._readers[answer]
+        reader = self._readers.get(answer)
         if not isinstance(reader, ThoughtReader):
             return 0
         begin, end = (self._count_before(answer, place) for place in (reader.begin, reader.end))
@@ -62,8 +88,18 @@ def delta_of(parts: Iterable[Part], *, thoughts: bool) -> dict[str, Any]:
         parts: the parts.
         thoughts: whether the client wants thoughts.
     """
-    said: dict[str, str] = {}
+    said: dict[str, Any] = {}
     for part in parts:
+        if isinstance(part, CallStart | CallArguments):
+            calls = said.setdefault("tool_calls", [])
+            if isinstance(part, CallStart):
+                function = {"name": part.name, "arguments": ""}
+                calls.append({"index": part.index, "id": call_id(), "type": "function", "function": function})
+            elif calls and calls[-1]["index"] == part.index:
+                calls[-1]["function"]["arguments"] += part.text
+            else:
+                calls.append({"index": part.index, "function": {"arguments": part.text}})
+            continue
         names = ("reasoning_content", "reasoning") if isinstance(part, Thought) else ("content",)
         if isinstance(part, Content) or (isinstance(part, Thought) and thoughts):
             said |= {name: said.get(name, "") + part.text for name in names}
@@ -73,4 +109,14 @@ def delta_of(parts: Iterable[Part], *, thoughts: bool) -> dict[str, Any]:
 def message_of(answer: WholeAnswer, *, thoughts: bool) -> dict[str, Any]:
     """Returns an answer as a message."""
     thought = dict.fromkeys(("reasoning_content", "reasoning"), answer.thought) if answer.thought and thoughts else {}
-    return {"role": "assistant", "content": answer.content, "refusal": None} | thought
+    calls = [
+        {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]  # fmt: skip
+    content = answer.content if answer.content or not calls else None
+    return {"role": "assistant", "content": content, "refusal": None} | thought | ({"tool_calls": calls} if calls else {})
+
+
+def call_id() -> str:
+    """Returns an id for a call that no other call has."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(9))

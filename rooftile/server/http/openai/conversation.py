@@ -14,15 +14,15 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server import limits
 from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import Message
+from rooftile.server.http.openai.tools import read_calls, read_id
 from rooftile.server.refusals import Refusal
 
 _TEXT = "messages are text"
-_TOOLS = "there are no tools"
 _CONTINUE = "set continue_final_message to true beside messages, and the last message is continued"
 # fields that change the text that a model reads, and why they are not supported. Clients send empty ones back with an answer
 CHANGING = {
-    "audio": _TEXT, "documents": _TEXT, "files": _TEXT, "function_call": _TOOLS, "image": _TEXT, "images": _TEXT,
-    "partial": _CONTINUE, "prefix": _CONTINUE, "refusal": _TEXT, "tool_call_id": _TOOLS, "tool_calls": _TOOLS, "tools": _TOOLS,
+    "audio": _TEXT, "documents": _TEXT, "files": _TEXT, "function_call": "write tool_calls", "image": _TEXT, "images": _TEXT,
+    "partial": _CONTINUE, "prefix": _CONTINUE, "refusal": _TEXT, "tools": "write tools beside messages",
     "videos": _TEXT,
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, [], {}, "", False)
@@ -57,6 +57,16 @@ def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
     except (InvalidInput, Unsupported) as error:
         code = "unsupported" if isinstance(error, Unsupported) else "invalid_value"
         raise Refusal(code, str(error), param=f"{where}.content") from None
+    if message.tool_calls and message.role != "assistant":
+        raise _bad(
+            f"{where}.tool_calls", f"{where} is of the role {message.role[:40]!r} and has tool_calls; the assistant's have"
+        )
+    if message.role == "tool":
+        found["tool_call_id"] = read_id(message.tool_call_id, f"{where}.tool_call_id")
+    if message.tool_calls:
+        found["tool_calls"] = read_calls(message.tool_calls, f"{where}.tool_calls")
+        # where there are calls a template looks for null
+        found["content"] = found["content"] or None
     if message.name is not None:
         found["name"] = message.name
     thought = message.reasoning_content or message.reasoning

@@ -30,11 +30,9 @@ _CHAT = "a prompt is read as it is; send messages to /v1/chat/completions"
 
 # fields of OpenAI's API and of other servers that are refused: why
 REFUSED = {
-    "tools": "there are no tools; ask for JSON with response_format",
-    "tool_choice": "there are no tools; ask for JSON with response_format",
-    "functions": "there are no functions; ask for JSON with response_format",
-    "function_call": "there are no functions; ask for JSON with response_format",
-    "parallel_tool_calls": "there are no tools",
+    "tools": "a prompt is continued, and only a chat calls functions", "functions": "write tools",
+    "tool_choice": "a prompt is continued, and only a chat calls functions", "function_call": "write tool_choice",
+    "parallel_tool_calls": "a prompt is continued, and only a chat calls functions",
     "audio": _TEXT, "modalities": _TEXT, "web_search_options": "nothing is looked up", "suffix": "text is continued at its end",
     "prediction": "tokens are computed one by one", "reasoning_effort": _CHAT,
     "verbosity": "max_tokens limits an answer", "prompt_cache_key": "cache_salt says who shares cached prefixes",

@@ -113,6 +113,8 @@ class Message(BaseModel):
         json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
     )
     name: str | None = None
+    tool_calls: Any = _listed("object")
+    tool_call_id: Any = Field(default=None, json_schema_extra={"type": "string"})
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -133,6 +135,9 @@ class ChatForm(Sampling, Templated):
     messages: Any = Field(json_schema_extra={"type": "array", "items": Message.model_json_schema(), "maxItems": 1024})
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = None
+    tools: Any = _listed("object", "Functions that the model may call.")
+    tool_choice: Any = Field(default=None, json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}]})
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.settings.table import FLAGS
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.words import rename
@@ -19,6 +20,7 @@ from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Sampling
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.http.openai.template_options import template_options
+from rooftile.server.http.openai.tools import tools_of
 from rooftile.server.refusals import Refusal
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class GenerationRequest:
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
     """How the chat template writes the messages: keywords of `Tokenizer.chat`."""
+    tools: ToolUse | None = None
+    """The functions that a chat's answers may call."""
     thoughts: bool = True
     """Whether the client wants the thoughts of a chat's answers."""
     params: dict[str, Any]
@@ -140,7 +144,10 @@ def chat_request(form: ChatForm, ready: Ready) -> GenerationRequest:
         # a chat answers until it is done, and a completion 16 tokens, as in OpenAI's API
         generation.params["max_tokens"] = None
     generation.messages = read_messages(form.messages)
+    generation.tools = tools_of(form)
     generation.template = template_options(form)
+    if generation.tools is not None:
+        generation.template["tools"] = [tool.given for tool in generation.tools.tools]
     generation.thoughts = form.include_reasoning is not False
     _add_prompt_logprobs(generation, form)
     return generation

@@ -1,0 +1,148 @@
+"""Readers of calls: for every cut of a text the parts are those of the whole, and nothing of it is lost or leaks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings, strategies
+
+from rooftile.engine.chat.parts import CallArguments, CallBroken, CallEnd, CallStart, Content
+from rooftile.engine.chat.tools.choose import SYNTAXES
+from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
+
+HERMES, LLAMA, MISTRAL = (SYNTAXES[name].reader for name in ("hermes", "llama3_json", "mistral"))
+ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
+OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
+PIECES = {
+    "hermes": ["<tool_call>", "</tool_call>", "\n", OBJECT, '{"name": "add"}', '{"arguments": {}, "name": "add"}', "Good day. "],
+    "llama3_json": [
+        "<|python_tag|>", "; ", OBJECT.replace("arguments", "parameters"), '{"type": "function", "name": "add"', "}", "Hi",
+        '{"a": 1}',
+    ],
+    "mistral": ["[TOOL_CALLS]", "[", "]", OBJECT, ", ", "weather", "[ARGS]", "[CALL_ID]Ab3dE6gHi", ARGUMENTS, "Good day. "],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIECES)
+@settings(max_examples=60, deadline=None)
+@given(data=strategies.data())
+def test_parts_are_the_same_for_every_cut(name, data) -> None:
+    text = data.draw(texts(PIECES[name]))
+    reader = SYNTAXES[name].reader
+    due = parts_of(reader(TOOLS), [text])
+    assert parts_of(reader(TOOLS), [*text]) == due
+    for cut in range(0, len(text), 3):
+        assert parts_of(reader(TOOLS), [text[:cut], text[cut:]]) == due, cut
+    _check_order(due)
+
+
+def _check_order(parts) -> None:
+    """Calls are counted from 0, do not overlap, and have one end each; what has a right end is a JSON object."""
+    open_, count, arguments = None, 0, ""
+    for part in parts:
+        match part:
+            case CallStart(index, name):
+                assert (open_, index) == (None, count)
+                assert name
+                open_, count, arguments = index, count + 1, ""
+            case CallArguments(index, text):
+                assert index == open_
+                arguments += text
+            case CallEnd(index):
+                assert index == open_
+                assert isinstance(json.loads(arguments), dict)
+                open_ = None
+            case CallBroken(index, why):
+                assert index == open_
+                assert why
+                open_ = None
+            case Content(text):
+                assert text
+    assert open_ is None
+
+
+CASES = [
+    (HERMES, f"<tool_call>\n{OBJECT}\n</tool_call>", "", 1),
+    (HERMES, f"I look.\n\n<tool_call>\n{OBJECT}\n</tool_call>\n<tool_call>\n{OBJECT}\n</tool_call>\n", "I look.", 2),
+    (HERMES, f"<tool_call>{OBJECT}</tool_call> Done. ", " Done. ", 1),
+    (HERMES, f"<tool_call>[{OBJECT},\n{OBJECT}]</tool_call>", "", 2),
+    (HERMES, f'<tool_call>{{"arguments": {ARGUMENTS}, "id": "x", "name": "weather"}}', "", 1),
+    (HERMES, f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}', "", 1),
+    (HERMES, "<tool_call>\n" + OBJECT[:-1], "", 1),
+    (LLAMA, OBJECT, "", 1),
+    (LLAMA, "<|python_tag|>" + OBJECT.replace("arguments", "parameters") + "; " + OBJECT, "", 2),
+    (LLAMA, '\n {"type": "function", "name": "weather", "parameters": ' + ARGUMENTS + "}", "", 1),
+    (MISTRAL, f"[TOOL_CALLS][{OBJECT}, {OBJECT}]", "", 2),
+    (MISTRAL, f"Look: [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]weather{ARGUMENTS}", "Look:", 2),
+    (MISTRAL, f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{ARGUMENTS}", "", 1),
+]
+
+
+@pytest.mark.parametrize(("reader", "text", "content", "count"), CASES)
+def test_calls(reader, text, content, count) -> None:
+    found, calls, broken = said(reader, text)
+    assert found == content
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", json.loads(ARGUMENTS))] * count
+    assert broken == [None] * count
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "content"),
+    [
+        (HERMES, "a < b, <tool and <tool_cal", None),
+        (HERMES, " two spaces \n", None),
+        (HERMES, "<tool_call>\nhello</tool_call>", None),
+        (HERMES, '<tool_call>{"name": ""}</tool_call>', None),
+        (HERMES, '<tool_call>{"name": "a\\nb", "arguments": {}}', None),
+        (HERMES, '<tool_call>{"name": "' + "x" * 65 + '", "arguments": {}}', None),
+        (HERMES, '<tool_call>{"nam', None),
+        (LLAMA, '{"name": "Bob", "parameters": {}}', None),
+        (LLAMA, '{"answer": {"name": "add"}}', None),
+        (LLAMA, 'Use {"name": "add", "parameters": {}}', None),
+        (LLAMA, "<|python_tag|>print(1)", "print(1)"),
+        (MISTRAL, "[TOOL_CALLS]hello", "hello"),
+        (MISTRAL, "A [TOOL", None),
+    ],
+)
+def test_what_is_no_call_is_content(reader, text, content) -> None:
+    assert said(reader, text) == (text if content is None else content, [], [])
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "arguments"),
+    [
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"city": "Ki', '{"city": "Ki'),
+        (HERMES, '<tool_call>{"name": "add", "argum', ""),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a" 1}}</tool_call>', '{"a" 1}'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', '{"a": NaN}'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ""),
+        (HERMES, '<tool_call>{"name": "add", "arguments": ' + "[" * 9 + "</tool_call>", ""),
+        (LLAMA, '{"name": "add", "parameters": {"a', '{"a'),
+        (MISTRAL, "[TOOL_CALLS]add[ARGS]{", "{"),
+        (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}', "{}"),
+    ],
+)
+def test_a_broken_call_is_told(reader, text, arguments) -> None:
+    content, ((name, found),), (why,) = said(reader, text)
+    assert (content, name, found) == ("", "add", arguments)
+    assert (why is None) == (arguments == "{}")
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    reader = HERMES(TOOLS)
+    assert reader.feed('<tool_call>{"name": "weather", "arguments": {"city"') == [
+        CallStart(0, "weather"), CallArguments(0, '{"city"'),
+    ]  # fmt: skip
+    assert reader.feed(': "K') == [CallArguments(0, ': "K')]
+    assert reader.feed('iel"}}') == [CallArguments(0, 'iel"}'), CallEnd(0)]
+
+
+def test_hostile_texts_end() -> None:
+    """Deep nesting, and very many marks in one text, take no long time and raise nothing."""
+    deep = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}</tool_call>"
+    _, calls, (why,) = said(HERMES, deep)
+    assert len(calls) == 1
+    assert why is not None
+    content, calls, _ = said(HERMES, "<tool_call>" * 20_000)
+    assert (len(content), calls) == (11 * 20_000, [])
