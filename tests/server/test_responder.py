@@ -55,7 +55,7 @@ def made(engine: FakeEngine, prompts: int = 2, deadline_s: float = 60.0) -> Resp
 async def waiting_for_the_second(responder: Responder, engine: FakeEngine) -> asyncio.Task[None]:
     """Returns the task of a request whose first prompt the engine has taken, and whose second it has not."""
     task = asyncio.create_task(responder.begin())
-    while len(engine.sent) < 2:
+    while len(engine.sent) < 2 and not task.done():
         await asyncio.sleep(0)
     engine.sent[0].taken.set_result(None)
     await asyncio.sleep(0)
@@ -94,7 +94,7 @@ def test_what_is_late_is_aborted_also_where_its_client_reads_nothing() -> None:
         engine = FakeEngine()
         responder = made(engine, prompts=1, deadline_s=0.2)
         task = asyncio.create_task(responder.begin())
-        while not engine.sent:
+        while not engine.sent and not task.done():
             await asyncio.sleep(0)
         (call,) = engine.sent
         call.taken.set_result(None)
@@ -172,7 +172,7 @@ def test_a_refusal_of_the_engine_says_whose_mistake_it_is(ours, code) -> None:
         engine = FakeEngine()
         responder = made(engine, prompts=1)
         task = asyncio.create_task(responder.begin())
-        while not engine.sent:
+        while not engine.sent and not task.done():
             await asyncio.sleep(0)
         engine.sent[0].fail(EngineRefused("the detail", ours=ours))
         with pytest.raises(Refusal) as refused:

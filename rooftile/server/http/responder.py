@@ -74,7 +74,8 @@ class Responder:
         try:
             async with asyncio.timeout_at(self._deadline):
                 tools = self.generation.tools
-                texts.check_tools(tools)
+                if tools is not None:
+                    texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
                 if self.generation.chat and (marks := texts.special_marks(tools)):
                     self.generation.params["shown_special_tokens"] = list(marks)
