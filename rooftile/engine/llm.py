@@ -264,6 +264,7 @@ class LLM:
                 read_thoughts(output, tokenizer, form)
         return outputs
 
+    @answers_foreign_words
     def embed(
         self, texts: Text | Sequence[Text], *, prompt_name: str | None = None, dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -293,6 +294,7 @@ class LLM:
                 list_prompts(texts), prompt_name=prompt_name, dimensions=dimensions, cut=truncate_prompt_tokens
             )  # fmt: skip
 
+    @answers_foreign_words
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[ScoreOutput]:

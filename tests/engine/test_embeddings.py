@@ -272,3 +272,13 @@ def test_scores_are_those_of_sentence_transformers(tmp_path: Path) -> None:
         expected = model.predict([("the roof", text) for text in TEXTS])
         found = LLM(tmp_path / "whole").score("the roof", TEXTS, truncate_prompt_tokens=-1)
         assert [each.score for each in found] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_warm_up_runs_texts_of_all_kinds_and_changes_nothing(tmp_path: Path) -> None:
+    llm = LLM(encoder_folder(tmp_path))
+    before = vectors(llm, TEXTS)
+    seen: list[int] = []
+    llm.embedding.embedder._run.register_forward_hook(lambda module, given, out: seen.append(len(out)))
+    llm.embedding.embedder.warm_up(LONGEST)
+    assert seen == [1, 32, 7, LONGEST]
+    assert torch.equal(vectors(llm, TEXTS), before)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from rooftile.engine import LLM
+from rooftile.server.http.embedding.call import vectors_of
+from rooftile.server.refusals import Refusal
 from tests.engine.embedding_folders import LONGEST, PROMPTS, TEXTS, described, encoder_folder, tokenizer
 from tests.server.live import Server
 from tests.server.small import KEY, LINE
@@ -153,7 +155,20 @@ def test_refusals(path: str, fields: dict[str, Any], said: str, embedding: Serve
     # half of a surrogate pair is written as an escape
     answer = embedding.client.post(path, content=json.dumps(fields), headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 404), answer.text
-    assert said in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert said in error["message"]
+    if "model reads" in said:
+        assert error["param"] == "input"
+    if "from 1 to 40" in said:
+        assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_nan_is_told_and_not_sent() -> None:
+    data = np.array([[1, 2], [3, np.nan], [np.inf, 0]], dtype="<f4")
+    assert vectors_of(data[:1].tobytes(), 1).tolist() == [[1, 2]]
+    with pytest.raises(Refusal, match="text 1 has nan or infinity") as caught:
+        vectors_of(data.tobytes(), 3)
+    assert caught.value.status == 500
 
 
 def test_a_generating_server_embeds_nothing(server: Server) -> None:

@@ -20,7 +20,7 @@ from tests.server.inside import ask
 KEY, LINE = new_key("ann")
 OTHER, OTHER_LINE = new_key("bob")
 KEYS = Keys(dict([LINE.split(":"), OTHER_LINE.split(":")]))
-OPEN = {"/health", "/", "/page.css", "/page.js", "/talk.js", "/markdown.js", "/live.js", "/icon.svg"}
+OPEN = {"/health", "/ping", "/", "/page.css", "/page.js", "/talk.js", "/markdown.js", "/live.js", "/icon.svg"}
 
 
 def routes() -> list[tuple[str, str]]:
@@ -37,7 +37,7 @@ ROUTES = routes()
 
 
 def test_the_walk_finds_the_routes() -> None:
-    assert len(ROUTES) == 27 + 13, "thirteen may be asked for their head, too"
+    assert len(ROUTES) == 31 + 16, "sixteen may be asked for their head, too"
     assert {path for _, path in ROUTES} >= OPEN
 
 

@@ -26,7 +26,7 @@ ROOMS = (
 RECORDS = {
     "InvalidInput", "Unsupported", "OutOfBlocks", "Overloaded", "RankEnded", "Status", "BlockScaled", "Format", "Granularity",
     "QuantisedQKV", "QuantisedRows", "Scaled", "TwoLevelScaled", "BlockTable", "Copy", "Rotation", "CompletionOutput",
-    "RequestOutput", "EngineStats", "Logprob", "Members", "Method", "Attend", "WeightFormat",
+    "RequestOutput", "EmbeddingOutput", "ScoreOutput", "EngineStats", "Logprob", "Members", "Method", "Attend", "WeightFormat",
     # a layer has the name, too
     "rooftile.moe:Routing",
 }  # fmt: skip

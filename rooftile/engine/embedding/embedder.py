@@ -57,6 +57,14 @@ class Embedder:
         """
         return [self._batch(batch) for batch in batches(texts, self.max_batched_tokens)]
 
+    def warm_up(self, max_len: int) -> None:
+        """Runs batches of the kinds that kernels are compiled apart for, so that no later text waits for a compiler.
+
+        Triton compiles apart for a number that is 1, and for one that 16 divides.
+        """
+        for lengths in ((1,), (16, 16), (3, 4), (max_len,)):
+            self.launched([ReadText([0] * min(length, max_len), [0] * min(length, max_len)) for length in lengths])
+
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the scores (n,) of a cross-encoder's logits.
 

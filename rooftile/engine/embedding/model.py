@@ -155,6 +155,9 @@ def read_embedding_model(model: Model, config: EngineConfig) -> EmbeddingModel:
             model, max_len=max_len, weights=config.weights, placement=Placement(dtype, device), headless=True
         )
     embedder = Embedder(network, recipe, max_batched_tokens=config.max_batched_tokens)
+    if device.type == "cuda":
+        with current_device(device):
+            embedder.warm_up(max_len)
     return EmbeddingModel(embedder, find_tokenizer(model, config), max_len, is_alone=True)
 
 

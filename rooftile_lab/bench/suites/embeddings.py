@@ -45,7 +45,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
     on_gpu = session.device.type == "cuda"
     for name in names:
         size, _, dtype = name.rpartition("-")
-        texts = texts_of(2048 if on_gpu else 16 if size == "tiny" else 96)
+        texts = texts_of(2048 if on_gpu else 16 if size == "tiny" else 48)
         with tempfile.TemporaryDirectory() as place:
             folder = write(Path(place), *SIZES[size])
             say(f"{name}: {len(texts)} texts")

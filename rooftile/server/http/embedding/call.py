@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.engine.embedding.reading import ReadText, TextReader, not_finite
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_FIELDS = ("prompt_name", "truncate_prompt_tokens")
 
 
 class EmbeddingCall:
@@ -33,13 +34,13 @@ class EmbeddingCall:
         service: the server.
         access: what the log will say about it.
         deadline: by this time of the event loop it must be over.
-        fields: the fields that its form has, one of which a refusal names.
+        field: the field with the texts, which the refusal of a text names.
     """
 
-    def __init__(self, service: Service, access: AccessRecord, deadline: float, fields: Collection[str]) -> None:
+    def __init__(self, service: Service, access: AccessRecord, deadline: float, field: str) -> None:
         self.sizes: list[int] = []
         """The tokens of each text that the model reads."""
-        self._service, self._access, self._deadline, self._fields = service, access, deadline, fields
+        self._service, self._access, self._deadline, self._field = service, access, deadline, field
         self._call: RemoteCall | None = None
         self._ticket: Ticket | None = None
         self._engines: Engines | None = None
@@ -72,13 +73,17 @@ class EmbeddingCall:
         except TimeoutError:
             raise late(self._began) from None
         except (InvalidInput, Unsupported) as error:
-            raise refusal_of(error, self._fields) from None
+            refusal = refusal_of(error, _FIELDS)
+            # a sentence begins with the field that it is about, and may name another as advice
+            if not str(error).startswith(refusal.param or " "):
+                refusal.param = self._field
+            raise refusal from None
         except EngineRefused as error:
             log.error("request %s: %s", self._access.id, error)
             raise mistake(self._access.id) from None
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None
-        return _vectors(data, len(found))
+        return vectors_of(data, len(found))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns in a thread: an answer may have millions of numbers."""
@@ -115,7 +120,7 @@ class EmbeddingCall:
             self._ticket.end()
 
 
-def _vectors(data: bytes, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def vectors_of(data: bytes, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Returns vectors as an array; refuses one that has nan or infinity, for which JSON has no word."""
     import numpy as np
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,8 @@ _KINDS: list[Any] = [{"type": "string"}, {"type": "array", "items": {"type": "st
 class Embedding(BaseModel):
     """The fields that all have."""
 
+    texts: ClassVar[str]
+    """The field with the texts."""
     model_config = ConfigDict(extra="forbid")
     model: str | None = Field(default=None, max_length=128)
     truncate_prompt_tokens: int | None = None
@@ -23,6 +25,7 @@ class Embedding(BaseModel):
 class EmbeddingForm(Embedding):
     """`POST /v1/embeddings`."""
 
+    texts: ClassVar[str] = "input"
     input: Any = Field(json_schema_extra={"anyOf": [*_KINDS, _IDS, {"type": "array", "items": _IDS}]})
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -32,6 +35,7 @@ class EmbeddingForm(Embedding):
 class RerankForm(Embedding):
     """`POST /v1/rerank`."""
 
+    texts: ClassVar[str] = "documents"
     query: str
     documents: Any = Field(json_schema_extra={"type": "array", "items": {"type": "string"}})
     top_n: int | None = None
@@ -41,5 +45,6 @@ class RerankForm(Embedding):
 class ScoreForm(Embedding):
     """`POST /score`."""
 
+    texts: ClassVar[str] = "text_1"
     text_1: Any = Field(json_schema_extra={"anyOf": _KINDS})
     text_2: Any = Field(json_schema_extra={"anyOf": _KINDS})

@@ -143,7 +143,7 @@ class EmbeddingRoutes:
             raise late(began) from None
         if service.settings.log_prompts:
             access.prompt = str(form.model_dump(exclude_none=True))
-        call = EmbeddingCall(service, access, deadline, kind.model_fields)
+        call = EmbeddingCall(service, access, deadline, kind.texts)
         try:
             found = await unless_gone(request.receive, answer(form, call, ready.embedding))
         finally:
