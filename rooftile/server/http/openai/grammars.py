@@ -16,6 +16,8 @@ from rooftile.server.refusals import Refusal
 ANY_OBJECT = {"json": '{"type":"object"}'}
 # the older names of fields of structured_outputs, which vLLM had
 OLDER = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+# the fields of a form that ask for a grammar
+FIELDS = ("response_format", "structured_outputs", *OLDER)
 
 
 def grammar_of(form: Sampling) -> tuple[dict[str, Any] | None, str]:
@@ -24,8 +26,7 @@ def grammar_of(form: Sampling) -> tuple[dict[str, Any] | None, str]:
     Raises:
         Refusal: there are two grammars, an unknown one, or one that is too large.
     """
-    sent = ("response_format", "structured_outputs", *OLDER)
-    given = [name for name in sent if getattr(form, name) is not None]
+    given = [name for name in FIELDS if getattr(form, name) is not None]
     if len(given) > 1:
         raise _bad(given[1], f"{given[0]} and {given[1]} are both given; give one of them")
     if not given:
