@@ -167,7 +167,7 @@ SAMPLING_REFUSED = {
     "detokenize": Refused((True,), "text is put together when it is read, so unread text costs little"),
     "extra_args": Refused(({},), "there are no plugins"),
     "flat_logprobs": Refused((False,), "logprobs are dictionaries"),
-    "guided_decoding": Refused((), 'write structured={"json": ...}, {"regex": ...} or {"choice": [...]}'),
+    "guided_decoding": Refused((), 'write structured={"json": ...}, {"regex": ...}, {"choice": [...]} or {"grammar": ...}'),
     "logits_processors": Refused(([],), _LOGITS),
     "logprob_token_ids": Refused((), "logprobs has the most likely tokens"),
     "output_kind": Refused((), _OUTPUTS),

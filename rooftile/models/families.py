@@ -82,11 +82,12 @@ def _family(settings: Settings) -> str:
     )
 
 
-def _llama(settings: Settings) -> Fields:
+def _llama(settings: Settings, *, partly: bool = True) -> Fields:
+    # Transformers' Llama leaves partial_rotary_factor out where nothing is stretched, and fails where it is; vLLM reads it
     bias = settings.flag("attention_bias")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
     return decoder_fields(
-        settings, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos
+        settings, "llama", partly=partly, qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"), bos_ids=bos, eos_ids=eos
     )
 
 
@@ -178,7 +179,7 @@ def _ministral3(settings: Settings) -> Fields:
 
 
 def _granite(settings: Settings) -> Fields:
-    return _llama(settings) | {
+    return _llama(settings, partly=False) | {
         "family": "granite",
         "scale": settings.positive("attention_multiplier", 1.0),
         "embedding_scale": settings.positive("embedding_multiplier", 1.0),

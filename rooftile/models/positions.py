@@ -8,7 +8,7 @@ from typing import Any, cast
 from rooftile.models.rotary import Rotary, Scaling
 from rooftile.weights.files.settings import Settings
 
-_SCALINGS = ("linear", "llama3", "longrope", "yarn")
+_SCALINGS = ("linear", "dynamic", "llama3", "longrope", "yarn")
 
 
 def qwen_windows(settings: Settings) -> tuple[int | None, ...]:
@@ -68,7 +68,7 @@ def _rotary(
     theta = rope.positive("rope_theta", theta)
     share = rope.positive("partial_rotary_factor", settings.positive("partial_rotary_factor", 1.0))
     if share != 1 and not partly:
-        raise settings.refused("has a partial_rotary_factor; supported is one with Phi, whose attention reads it")
+        raise settings.refused("has a partial_rotary_factor; supported is one with Llama and Phi, whose attention reads it")
     dim = int(dim * share)
     if kind == "default":
         return Rotary(dim=dim, theta=theta), max_len
@@ -78,6 +78,7 @@ def _rotary(
     if kind == "longrope":
         return _longrope(rope, dim, theta, trained, max_len), max_len
     factor = rope.positive("factor")
+    options: dict[str, Any]
     if kind == "llama3":
         options = {
             "low_freq_factor": rope.positive("low_freq_factor"),
@@ -87,6 +88,10 @@ def _rotary(
         # older checkpoints give the training length where the stretched one belongs
         max_len = max(max_len, int(factor * trained))
         options = _yarn_options(rope, factor)
+    elif kind == "dynamic":
+        # Transformers has no other training length here
+        trained = max_len
+        max_len, options = max(max_len, int(factor * trained)), {}
     else:
         options = {}
     return Rotary(dim=dim, theta=theta, scaling=cast(Scaling, kind), factor=factor, original_len=trained, **options), max_len

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 
-Scaling = Literal["linear", "llama3", "longrope", "yarn"]
+Scaling = Literal["linear", "dynamic", "llama3", "longrope", "yarn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Rotary:
         theta: the base of the wavelengths.
         scaling: how wavelengths are stretched for sequences beyond the training length; None for not at all.
         factor: the factor of the stretching.
-        original_len: the training length, for "llama3", "longrope" and "yarn".
+        original_len: the training length, for all of them but "linear".
         low_freq_factor, high_freq_factor: for "llama3": waves with fewer turns than the first within original_len are stretched,
             waves with more turns than the second are not, and waves between partly.
         beta_fast, beta_slow: for "yarn": waves with at least the first number of turns are not stretched, waves with at most the
@@ -64,6 +64,8 @@ class Rotary:
             raise InvalidInput(f"rotary.{factors}; the first must be less")
         if not self.beta_slow <= self.beta_fast < math.inf:
             raise InvalidInput(f"rotary.beta_slow is {self.beta_slow} and beta_fast {self.beta_fast}; the first must not be more")
+        if self.scaling == "dynamic" and self.dim < 4:
+            raise InvalidInput(f"rotary.dim is {self.dim} with dynamic scaling; must be at least 4")
         if self.scaling == "longrope":
             self._check_factors()
 
@@ -89,6 +91,8 @@ class Rotary:
                 return plain
             case "linear":
                 return plain / self.factor
+            case "dynamic":
+                return self._dynamic(exponents, length)
             case "llama3":
                 return self._llama3(plain)
             case "longrope":
@@ -103,6 +107,12 @@ class Rotary:
         angles = positions[:, None] * self.frequencies(length).to(positions.device)  # (length, dim / 2)
         waves = torch.cat((angles.cos(), angles.sin()), dim=1)
         return (waves * self.attention_factor).to(dtype)
+
+    def _dynamic(self, exponents: Tensor, length: int) -> Tensor:
+        """Stretches the base for the longest sequence; one of the training length or less has the plain frequencies."""
+        longest = max(length, self.original_len)
+        stretch = (self.factor * longest / self.original_len) - (self.factor - 1)
+        return 1.0 / (self.theta * stretch ** (self.dim / (self.dim - 2))) ** exponents
 
     def _llama3(self, plain: Tensor) -> Tensor:
         wavelengths = 2 * math.pi / plain

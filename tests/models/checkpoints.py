@@ -31,6 +31,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN_IN_FULL = YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}
 YARN_SHORT = YARN | {"attention_factor": 1.5, "original_max_position_embeddings": 4}

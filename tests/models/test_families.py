@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from rooftile.models import Decoder, ModelConfig
 from tests.models.checkpoints import (
     CONFIGS,
+    DYNAMIC,
     LINEAR,
     LLAMA3,
+    SMALL,
+    THETA,
     YARN,
     assert_same,
     loaded,
@@ -70,6 +75,41 @@ def test_longrope_goes_by_the_longest_sequence_that_is_read(
         settings["rope_parameters"]["rope_type"] = older
         (tmp_path / "config.json").write_text(json.dumps(settings))
         assert ModelConfig.from_folder(tmp_path) == decoder.config
+
+
+@pytest.mark.parametrize(("max_len", "lengths"), [(128, (37, 1, 128, 13)), (200, (200,)), (None, (512,))])
+def test_dynamic_waves_go_by_the_longest_sequence_that_is_read(
+    max_len: int | None, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Up to the training length they are plain; beyond it Transformers, too, has one base for all of the longest sequence."""
+    model = made(transformers.LlamaConfig(**SMALL, rope_parameters=dict(DYNAMIC)))
+    decoder = Decoder.from_folder(saved(model, tmp_path), max_len=max_len)
+    assert_same(logits_of_ours(decoder, prompts(lengths)), logits_of_theirs(model, prompts(lengths)))
+
+
+def test_a_llama_of_which_a_part_turns_is_a_phi_without_its_joint_weights(tmp_path: Path) -> None:
+    """Transformers' Llama does not read partial_rotary_factor, so Phi-3 says what is due: it has the same layers."""
+    model = made(transformers.Phi3Config(**SMALL, rope_parameters=dict(THETA) | {"partial_rotary_factor": 0.6}))
+    stored, kv = {}, model.config.num_key_value_heads * 10
+    for name, x in model.state_dict().items():
+        if "qkv_proj" in name:
+            parts = zip("qkv", x.split((40, kv, kv)), strict=True)
+            stored |= {name.replace("qkv_proj", f"{part}_proj"): rows.contiguous() for part, rows in parts}
+        elif "gate_up_proj" in name:
+            parts = zip(("gate", "up"), x.chunk(2), strict=True)
+            stored |= {name.replace("gate_up_proj", f"{part}_proj"): rows.contiguous() for part, rows in parts}
+        else:
+            stored[name] = x.contiguous()
+    config = transformers.LlamaConfig(
+        **SMALL, rms_norm_eps=model.config.rms_norm_eps, rope_parameters=dict(THETA) | {"partial_rotary_factor": 0.6}
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = "float32"
+    config.save_pretrained(tmp_path)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    decoder = Decoder.from_folder(tmp_path)
+    assert decoder.config.rotary.dim == 6
+    assert_same(logits_of_ours(decoder, prompts()), logits_of_theirs(model, prompts()))
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3, LINEAR, YARN], ids=["default", "llama3", "linear", "yarn"])

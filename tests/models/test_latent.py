@@ -168,7 +168,7 @@ def test_a_folder_that_says_fp8_and_has_none_is_refused(tmp_path: Path) -> None:
         ({"q_lora_rank": 0}, "has q_lora_rank 0; must be a whole number of at least 1"),
         ({"kv_lora_rank": 1 << 40}, "a matrix would be .* numbers; may have at most"),
         ({"attention_bias": True, "q_lora_rank": None}, "has attention_bias and a q_lora_rank of null; supported is one of them"),
-        ({"rope_scaling": {"type": "dynamic"}}, "has rope_type 'dynamic'; supported are"),
+        ({"rope_scaling": {"type": "ntk"}}, "has rope_type 'ntk'; supported are"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(changed: dict[str, Any], due: str) -> None:

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rooftile.errors import InvalidInput
 from rooftile.models.config import config_of
 from rooftile.models.rotary import Rotary
-from tests.models.checkpoints import LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
+from tests.models.checkpoints import DYNAMIC, LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
 
 LONG_LLAMA3 = LLAMA3 | {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
 LONG_YARN = YARN | {"factor": 3.0, "rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768}
@@ -31,7 +31,7 @@ SHORT, LONG = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "rope",
-    [THETA, LINEAR, LLAMA3, LONG_LLAMA3, YARN, YARN_IN_FULL, YARN_SHORT, LONG_YARN, STEEP, SHRUNK, SHORT, LONG],
+    [THETA, LINEAR, DYNAMIC, LLAMA3, LONG_LLAMA3, YARN, YARN_IN_FULL, YARN_SHORT, LONG_YARN, STEEP, SHRUNK, SHORT, LONG],
     ids=lambda rope: str(rope)[:120],
 )
 def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dtype) -> None:
@@ -45,6 +45,22 @@ def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dt
     assert table.dtype == dtype
     for waves, due in zip(table[positions].chunk(2, dim=-1), (cos, sin), strict=True):
         assert torch.equal(torch.cat((waves, waves), dim=-1), due[0])
+
+
+def test_dynamic_waves_are_stretched_for_the_longest_sequence() -> None:
+    """Transformers stretches them when it meets a longer sequence; all positions of that sequence then have the same base."""
+    config = transformers.LlamaConfig(**SMALL | {"head_dim": 64, "max_position_embeddings": 100}, rope_parameters=dict(DYNAMIC))
+    ours = config_of(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "here")
+    assert (ours.max_len, ours.rotary.original_len) == (400, 100)
+    for length in (64, 100, 101, 400):
+        positions = torch.arange(length)
+        cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), positions[None])
+        table = ours.rotary.table(length, dtype=torch.float32)
+        torch.testing.assert_close(torch.cat((table, table), dim=-1)[:, :32], cos[0][:, :32], rtol=0, atol=1e-4)
+        torch.testing.assert_close(table[:, 32:], sin[0][:, :32], rtol=0, atol=1e-4)
+    assert not torch.equal(ours.rotary.frequencies(101), ours.rotary.frequencies(100))
+    with pytest.raises(InvalidInput, match=r"rotary.dim is 2 with dynamic scaling; must be at least 4"):
+        Rotary(dim=2, scaling="dynamic", original_len=8)
 
 
 def test_factors_are_checked() -> None:

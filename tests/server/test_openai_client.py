@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from rooftile.engine import SamplingParams
@@ -224,3 +227,32 @@ def test_64_at_once(server, llm) -> None:
 
     assert asyncio.run(asyncio.wait_for(all_of_them(), 60)) == due
     server.wait_until_idle()
+
+
+class Roof(pydantic.BaseModel):
+    """An answer of bounded length, so that any model completes it."""
+
+    colour: Literal["red", "blue"]
+    tiles: list[Literal[1, 2]] = pydantic.Field(max_length=2)
+    slate: bool | None
+
+
+@pytest.mark.parametrize("path", ["chat.completions", "beta.chat.completions"])
+def test_parse_returns_the_pydantic_object(client, path) -> None:
+    found = attrgetter(path)(client).parse(
+        model="tiny", messages=MESSAGES, response_format=Roof, max_completion_tokens=300, seed=2
+    )
+    message = found.choices[0].message
+    assert isinstance(message.parsed, Roof)
+    assert message.parsed == Roof.model_validate_json(message.content)
+    assert message.refusal is None
+
+
+def test_a_stream_is_parsed_at_its_end(client) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": Roof, "max_completion_tokens": 300, "seed": 2}
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        found = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(found, Roof)
+    assert "content.done" in events
+    assert found == client.chat.completions.parse(**asked).choices[0].message.parsed

@@ -131,7 +131,10 @@ def test_over_http_as_the_client_writes_it(server, llm) -> None:
 def test_another_kind_of_grammar_is_refused_by_name(server) -> None:
     answer = server.post("/v1/completions", prompt="a", structured_outputs={"lark": "start: x"}, max_tokens=5)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "'lark' is no field of structured_outputs; has json, regex, choice"
+    assert (
+        answer.json()["error"]["message"]
+        == "'lark' is no field of structured_outputs; has json, regex, choice, grammar, structural_tag, json_object"
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,8 +158,33 @@ def test_another_kind_of_grammar_is_refused_by_name(server) -> None:
         ({"choice": ["a"], "regex": "b"}, "invalid_value"),
         ({}, "invalid_value"),
         ({"json": 5}, "invalid_value"),
+        ({"json": "{"}, "invalid_grammar"),
+        ({"json": "5"}, "invalid_value"),
+        ({"json": '"' * 70_000}, "invalid_grammar"),
+        ({"json": "[" * 50_000}, "invalid_grammar"),
+        ({"json": '{"a":"\\ud800"}'}, "invalid_grammar"),
+        ({"grammar": ""}, "invalid_grammar"),
+        ({"grammar": "root ::= ("}, "invalid_grammar"),
+        ({"grammar": "start: missing"}, "invalid_grammar"),
+        ({"grammar": "start: " + "(" * 9000}, "invalid_grammar"),
+        ({"grammar": "a" * 20_000}, "invalid_value"),
+        ({"grammar": "start: " + 'a: "b"\n' * 600}, "invalid_grammar"),
+        ({"grammar": "root ::= " + "(" * 9000}, "invalid_grammar"),
+        ({"structural_tag": {}}, "invalid_value"),
+        ({"structural_tag": "["}, "invalid_grammar"),
+        ({"structural_tag": {"structures": [], "triggers": ["a"]}}, "invalid_value"),
+        ({"structural_tag": {"structures": [{"begin": "b", "schema": {}, "end": ""}], "triggers": ["a"]}}, "invalid_value"),
+        ({"structural_tag": {"structures": [{"begin": "a", "schema": 5, "end": ""}], "triggers": ["a"]}}, "invalid_value"),
+        (
+            {"structural_tag": {"structures": [{"begin": "a", "schema": DEEP | {"type": "x"}, "end": ""}], "triggers": ["a"]}},
+            "invalid_grammar",
+        ),
+        ({"structural_tag": {"format": {"type": "any_text"}}}, "invalid_value"),
+        ({"structural_tag": {"structures": [], "triggers": [], "more": 1}}, "invalid_value"),
+        ({"json_object": False}, "invalid_value"),
+        ({"json_object": True, "regex": "a"}, "invalid_value"),
     ],
-    ids=range(18),
+    ids=range(40),
 )
 def test_a_bad_grammar_is_refused(server, grammar, code) -> None:
     answer = server.post("/v1/completions", prompt="a", structured_outputs=grammar, max_tokens=5)
@@ -244,3 +272,72 @@ def test_properties_come_in_the_order_of_their_own_schema(llm, first) -> None:
         schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
         (output,) = llm.generate("a", SamplingParams(structured={"json": schema}, seed=3, max_tokens=1000))
         assert list(json.loads(output.outputs[0].text)) == list(order)
+
+
+CHAIN = {"$defs": {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(1500)} | {"1500": {}}, "$ref": "#/$defs/0"}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json": CHAIN}, {"json": json.dumps(CHAIN)},
+        {"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(500)) + 'r500: "a"'},
+        {"grammar": "root ::= a0\n" + "".join(f"a{n} ::= a{n + 1} a{n + 1}\n" for n in range(400)) + 'a400 ::= "a"?'},
+        {"grammar": "start: T0\n" + "".join(f"T{n}: T{n + 1} T{n + 1}\n" for n in range(60)) + 'T60: "a"'},
+        {"grammar": 'start: ("a"{1,1000} "b"{1,1000}){1,1000}'},
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_what_refers_far_ends_no_engine(server, grammar) -> None:
+    """The compiler follows references by recursion: an overflow of its stack would be the end of the engine's process."""
+    answer = server.post("/v1/completions", prompt="a", structured_outputs=grammar, max_tokens=2)
+    assert answer.status_code == 200 or answer.json()["error"]["code"] == "invalid_grammar"
+    assert server.complete(max_tokens=1)["choices"]
+
+
+TAGS = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"const": 1}, "end": "</f>"}, {"begin": "<f=b>", "schema": {"const": "x"}, "end": "!"},
+    ],
+    "triggers": ["<f="],
+}  # fmt: skip
+FORMAT = {
+    "type": "triggered_tags", "triggers": ["<f="],
+    "tags": [
+        {"type": "tag", "begin": each["begin"], "content": {"type": "json_schema", "json_schema": each["schema"]},
+         "end": each["end"]}
+        for each in TAGS["structures"]
+    ],
+}  # fmt: skip
+
+
+def test_every_way_to_ask_for_a_grammar(server, llm) -> None:
+    object_ = {"type": "json_object"}
+    for fields, pattern in (
+        ({"structured_outputs": {"grammar": 'root ::= "a" b{2} | "c"\nb ::= [0-9]'}}, "a[0-9]{2}|c"),
+        ({"structured_outputs": {"grammar": 'start: /[ab]{3}/ "!"'}}, "[ab]{3}!"),
+        ({"structured_outputs": {"json": '{"const": "a"}'}}, '"a"'), ({"guided_json": {"const": "a"}}, '"a"'),
+        ({"guided_json": '{"const": "a"}'}, '"a"'), ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"), ({"guided_grammar": 'root ::= "yes"'}, "yes"),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*"), ({"response_format": object_}, r"\{.*"),
+        ({"structured_outputs": {"structural_tag": TAGS}}, ".*"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, ".*"),
+        ({"response_format": {"type": "structural_tag"} | TAGS}, ".*"),
+        ({"response_format": {"type": "structural_tag", "format": FORMAT}}, ".*"),
+    ):  # fmt: skip
+        answer = server.post("/v1/completions", prompt="a", seed=3, max_tokens=40, **fields)
+        assert answer.status_code == 200, answer.text
+        assert re.fullmatch(pattern, answer.json()["choices"][0]["text"], re.DOTALL), fields
+    both = server.post("/v1/completions", prompt="a", guided_regex="a", response_format=object_).json()["error"]
+    assert both["message"] == "response_format and guided_regex are both given; give one of them"
+
+
+def test_many_grammars_leave_memory_flat(llm) -> None:
+    import psutil
+
+    compiled, process, before = llm.engine.grammars, psutil.Process(), 0
+    for n in range(1500):
+        compiled.compile({"choice": [f"text {n}", "another " * (n % 7 + 1)]})
+        before = process.memory_info().rss if n == 300 else before
+    assert len(compiled._kept) <= 64
+    assert process.memory_info().rss - before < 64 * 2**20

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rooftile.engine.sampling.gbnf import is_gbnf, lark_of
 from rooftile.engine.sampling.grammar_errors import reason_of
+from rooftile.engine.sampling.structural_tags import lark_of_tags
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 
@@ -33,6 +35,11 @@ BYTES_PER_CHARACTER = 128
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 # the classes that a JSON schema's pattern has in ASCII alone; sets may stand inside of sets
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
+# llguidance compiles by recursion, along schemas that refer to one another and rules that name one another: 64 KiB of them take
+# some 50 MB of stack, and an overflow would end the process. Memory is taken as far as it is used
+STACK_BYTES = 256 * 2**20
+# rules of a grammar in Lark's form, counted by their colons: 500 that each name another twice take 2 s
+RULES = 512
 # the first version of llguidance with the arguments used here
 OLDEST = (1, 9)
 
@@ -75,7 +82,7 @@ class Grammars:
             if found is not None:
                 self._kept.move_to_end(key)
                 return found.fork()
-        made = self._compile(structured)
+        made = with_deep_stack(lambda: self._compile(structured))
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > KEPT or BYTES_PER_CHARACTER * sum(map(len, self._kept)) > KEPT_BYTES:
@@ -92,7 +99,8 @@ class Grammars:
         try:
             # an error of many words would show a client the state of the parser
             limits = LLParserLimits(verbose_errors=False)
-            matcher = LLMatcher(self._tokens(), grammar_of(structured, LLMatcher), log_level=0, limits=limits)
+            grammar = grammar_of(structured, LLMatcher, self._tokenizer.added_id)
+            matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
             raise refused(str(error)) from None
         if matcher.is_error():
@@ -190,8 +198,36 @@ class Matcher:
         return GrammarFailed(f"the answer's grammar has failed: {reason_of(self._matcher.get_error()) or 'it has stopped'}")
 
 
-def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
-    """Returns a grammar in llguidance's words."""
+_stack_size = threading.Lock()
+
+
+def with_deep_stack(work: Callable[[], Matcher]) -> Matcher:
+    """Returns what `work` returns, in a thread with a stack of `STACK_BYTES`."""
+    made: list[Matcher] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    with _stack_size:
+        # the size holds for all threads that begin from now on
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def grammar_of(structured: Mapping[str, Any], compiler: Any, token_id: Callable[[str], int | None]) -> str:
+    """Returns a grammar in llguidance's words; `token_id` returns the added token that a text spells, if it does."""
     ((kind, value),) = structured.items()
     grammar: str
     if kind == "json":
@@ -202,6 +238,13 @@ def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
         grammar = compiler.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     elif kind == "regex":
         grammar = compiler.grammar_from_regex(with_ascii_classes(value))
+    elif kind == "grammar":
+        written = lark_of(value) if is_gbnf(value) else value
+        if written.count(":") > RULES:
+            raise InvalidInput(f"the grammar cannot be used: it has {written.count(':'):,} rules (colons); may have {RULES:,}")
+        grammar = compiler.grammar_from_lark(written)
+    elif kind == "structural_tag":
+        grammar = compiler.grammar_from_lark(lark_of_tags(value, WHITESPACE, token_id))
     else:
         texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
         grammar = compiler.grammar_from_lark(f"start: {texts}")

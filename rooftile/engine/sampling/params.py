@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftile.engine.sampling.structural_tags import check_tags
 from rooftile.engine.settings.changed import changed
 from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
@@ -20,7 +21,7 @@ MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_WORDS = 64
 # the kinds of structured output
-STRUCTURES = ("json", "regex", "choice")
+STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag")
 # whole numbers that may be None
 OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
 # whole numbers have 64 bits on their way to the engine and to the device
@@ -66,8 +67,10 @@ class SamplingParams:
         beam_width: search for the most likely answers with this many beams instead of sampling; the best n are returned.
         length_penalty: for beam search: an answer's score is the sum of its logprobs divided by its length to this power,
             in [-10, 10].
-        structured: what the answer must follow: {"json": a JSON schema}, {"regex": a regular expression} or {"choice": a list of
-            texts}. It needs the package llguidance. None for free text.
+        structured: what the answer must follow: {"json": a JSON schema, also as a text}, {"regex": a regular expression},
+            {"choice": a list of texts}, {"grammar": a grammar in Lark's form or in GBNF, the EBNF of llama.cpp and XGrammar} or
+            {"structural_tag": {"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}}, which leaves the
+            text free up to a trigger. It needs the package llguidance. None for free text.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
         priority: requests with a smaller number begin first, and keep their place in the cache longest. At most 16 in a row begin
             before the oldest request that waits, whatever their priorities.
@@ -216,11 +219,15 @@ class SamplingParams:
         if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in STRUCTURES:
             raise InvalidInput(f"structured is {repr(given)[:60]}; must be a dictionary with one of {', '.join(STRUCTURES)}")
         kind: str = next(iter(given))
-        dues: dict[str, tuple[type, ...]] = {"json": (dict, bool, str), "regex": (str,), "choice": (list, tuple)}
+        dues: dict[str, tuple[type, ...]] = {
+            "json": (dict, bool, str), "regex": (str,), "choice": (list, tuple), "grammar": (str,), "structural_tag": (dict,),
+        }  # fmt: skip
         if not isinstance(given[kind], dues[kind]):
             raise InvalidInput(f"structured has a {kind} of type {type(given[kind]).__name__}; must be {dues[kind][0].__name__}")
         if kind == "choice" and not (given[kind] and all(isinstance(text, str) and text for text in given[kind])):
             raise InvalidInput("structured has a choice that is no list of texts; must have one or more, none empty")
+        if kind == "structural_tag":
+            check_tags(given[kind])
         for name, none in (("min_tokens", 0), ("ignore_eos", False), ("bad_words", ()), ("allowed_token_ids", None)):
             if getattr(self, name) != none:
                 raise InvalidInput(f"{name} is given with structured, which alone decides what may come next")

@@ -320,6 +320,11 @@ class Tokenizer:
         id: int | None = self._core.token_to_id(token)
         return id if id in self._special_ids else None
 
+    def added_id(self, text: str) -> int | None:
+        """Returns the added token that a text spells; None if it spells none."""
+        id: int | None = self._core.token_to_id(text)
+        return id if id in self._added_ids else None
+
     def is_special(self, id: int) -> bool:
         """Tells whether a token is a special one."""
         return id in self._special_ids

@@ -39,8 +39,6 @@ REFUSED = {
     "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": _CHAT, "enable_thinking": _CHAT,
     "add_generation_prompt": _CHAT, "continue_final_message": _CHAT,
     "include_reasoning": _CHAT,
-    "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
-    "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
     "logits_processors": "nothing of a request is run",
     "prompt_embeds": "prompts are text or token ids",
     "safety_identifier": "write user", "background": "answers are sent to who asks for them",

@@ -38,6 +38,9 @@ class StructuredOutputs(BaseModel):
     json_: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Any = Field(default=None, json_schema_extra={"anyOf": [{"type": "object"}, {"type": "string"}]})
+    json_object: bool | None = None
 
 
 class Sampling(BaseModel):
@@ -80,6 +83,11 @@ class Sampling(BaseModel):
     stream_options: Any = _object(StreamOptions.model_json_schema())
     response_format: Any = _object()
     structured_outputs: Any = _object(StructuredOutputs.model_json_schema())
+    # older names of structured_outputs
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Any = _listed("string")
+    guided_grammar: str | None = None
     # taken, and without any effect
     user: str | None = None
     metadata: Any = _object()

@@ -16,7 +16,7 @@ from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http.openai.conversation import read_messages
 from rooftile.server.http.openai.fields import read_part
-from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Sampling, StreamOptions, StructuredOutputs
+from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Sampling, StreamOptions
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.http.openai.prompts import PromptForms
 from rooftile.server.http.openai.template_options import template_options
@@ -178,7 +178,7 @@ def _request_of(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | Non
     # the engine names the tokens of an answer beside their logprobs
     if logprobs is not None or form.return_token_ids or (sampled is not None and sampled > (form.n or 1)):
         params["logprobs"] = 0 if logprobs is None else logprobs
-    grammar = grammar_of(form.response_format, read_part(StructuredOutputs, form.structured_outputs, "structured_outputs"))
+    grammar, names["structured"] = grammar_of(form)
     if grammar is not None:
         params["structured"] = grammar
     check_params(params, type(form).model_fields, ready.vocabulary, names)
@@ -201,8 +201,7 @@ def _request_of(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | Non
 
 def _names_of(form: Sampling, *, chat: bool, sampled: int | None) -> dict[str, str]:
     """Returns the fields that a client has sent by the library's names, where they differ."""
-    found = {"structured": "response_format" if form.structured_outputs is None else "structured_outputs"}
-    found["include_stop"] = "include_stop_str_in_output"
+    found = {"include_stop": "include_stop_str_in_output"}
     if sampled is not None:
         found["n"] = "best_of"
     if chat:

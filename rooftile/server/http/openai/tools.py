@@ -10,6 +10,7 @@ from rooftile.engine.chat.tools.use import ToolUse, read_use
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.http.openai.forms import ChatForm
+from rooftile.server.http.openai.grammars import FIELDS
 from rooftile.server.refusals import Refusal
 
 
@@ -23,7 +24,7 @@ def tools_of(form: ChatForm) -> ToolUse | None:
         use = read_use(form.tools, form.tool_choice, form.parallel_tool_calls)
     except InvalidInput as error:
         raise _bad(str(error).split()[0].split("[")[0].split(".")[0], str(error)) from None
-    if use is not None and use.required and (form.response_format or form.structured_outputs):
+    if use is not None and use.required and any(getattr(form, name) for name in FIELDS):
         raise _bad("tool_choice", "tool_choice asks for a call, and response_format or structured_outputs for another form")
     return use
 
