@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from rooftile.engine.adapters.adapters import LoadedAdapter
 from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
@@ -115,6 +116,7 @@ class Request:
     ends: frozenset[int]
     """Tokens that end an answer."""
     cache_salt: str = ""
+    adapter: LoadedAdapter | None = None
     answers: list[Answer] = field(default_factory=list)
     prefilled: bool = False
     """Whether the prompt has been read once; from then on each answer runs by itself."""

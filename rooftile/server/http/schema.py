@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rooftile.server.http.adapters import LoadAdapterForm, UnloadAdapterForm
 from rooftile.server.http.anthropic.forms import CountForm, MessagesForm
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
 from rooftile.server.http.responses.forms import ResponseForm
@@ -16,10 +17,12 @@ _FORMS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/v1/completions", "Continues prompts.", CompletionForm), ("/v1/chat/completions", "Answers a conversation.", ChatForm),
     ("/v1/responses", "Answers an input of items.", ResponseForm), ("/v1/messages", "Answers a conversation.", MessagesForm),
     ("/v1/messages/count_tokens", "Counts the tokens of a conversation.", CountForm),
+    ("/v1/load_lora_adapter", "Loads an adapter.", LoadAdapterForm),
+    ("/v1/unload_lora_adapter", "Unloads an adapter.", UnloadAdapterForm),
     ("/tokenize", "Returns token ids.", TokenizeForm), ("/detokenize", "Returns text.", DetokenizeForm),
 )  # fmt: skip
 _PLAIN = (
-    ("/v1/models", "Lists the one model."), ("/v1/responses/{id}", "Returns a response that is kept."),
+    ("/v1/models", "Lists the model and its adapters."), ("/v1/responses/{id}", "Returns a response that is kept."),
     ("/health", "Says whether requests are answered."), ("/metrics", "Returns Prometheus's series."),
     ("/openapi.json", "This description."), ("/", "A page to try the model."),
 )  # fmt: skip

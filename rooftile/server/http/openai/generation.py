@@ -55,6 +55,8 @@ class GenerationRequest:
     sampled: int
     """Answers per prompt that are computed: best_of, or the beams of a search, may be more than n."""
     logprobs: int | None = None
+    adapter: str | None = None
+    """The adapter that the client has named as its model."""
     names: dict[str, str] = field(default_factory=dict)
     """The fields that the client has sent, by the library's names for them."""
     echo: bool = False
