@@ -29,7 +29,7 @@ def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_settings(**given: Any) -> None:
         settings = {each.name: given.pop(each.name) for each in added}
-        command(**given, settings=checked({name: value for name, value in settings.items() if value is not None}))
+        command(**given, settings=checked({name: value for name, value in settings.items() if value not in (None, [])}))
 
     made: Any = with_settings
     made.__signature__ = inspect.Signature([*own, *(_parameter(each) for each in added)])

@@ -49,6 +49,9 @@ def serve(
     drain: Annotated[float, typer.Option("--drain", help="Seconds for running requests after SIGTERM.")] = 30.0,
     stall: Annotated[float, typer.Option("--stall", help="Seconds after which a step is taken for dead.")] = 120.0,
     metrics_prefix: Annotated[str, typer.Option("--metrics-prefix", help="The first word of each metric.")] = "rooftile",
+    adapter_folder: Annotated[
+        Path | None, typer.Option("--adapter-folder", help="A folder below which clients with a key may load adapters.")
+    ] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write the log as JSON lines.")] = False,
     *,
@@ -91,7 +94,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=origins_of(allowed_origins or ()),
         replicas=replicas, max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key,
         max_body=max_body, deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json,
-        log_prompts=log_prompts, on_cluster=bool(cluster), engine=settings,
+        log_prompts=log_prompts, adapter_folder=adapter_folder, on_cluster=bool(cluster), engine=settings,
     )  # fmt: skip
     if cluster:
         from rooftile.server.on_ray.command import run as run_on_ray

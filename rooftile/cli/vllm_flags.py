@@ -44,7 +44,7 @@ SERVER_REFUSED = {
     "max_log_len": Refused((), _LOG),
     "middleware": Refused(([],), "nothing but the server's own code runs in it; let a proxy do it"),
     "model": Refused((), "give it first, without a flag"),
-    "prompt_adapters": Refused((), "adapters are not read; merge them into the weights"),
+    "prompt_adapters": Refused((), "soft prompts are not read; --adapter reads LoRA"),
     "response_role": Refused(("assistant",), "answers have the role assistant"),
     "return_tokens_as_token_ids": Refused((False,), "logprobs have each token's text and bytes"),
     "root_path": Refused((), "let the proxy take its path off"),

@@ -73,8 +73,9 @@ class AsyncEngine:
 
     @answers_with(ASKED)
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", deltas: bool = False
-    ) -> AsyncGenerator[RequestOutput, None]:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", deltas: bool = False,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Answers a prompt and yields its answers while they grow: each output holds everything so far, the last is finished.
 
         A caller that stops reading (a cancelled task, a closed iterator) aborts its request.
@@ -87,20 +88,23 @@ class AsyncEngine:
             deltas: each output holds only the text, tokens and logprobs that are new since the one before, so that a long answer
                 costs its reader no more than a short one. Together they are the complete answer. A search shows its answers
                 only at the end.
+            adapter: the name of the adapter that answers; None for the model as it is.
 
         Raises:
             InvalidInput: the request can never be answered; the sentence says why.
             Overloaded: too many answers or prompt tokens wait already.
             RuntimeError: the engine has failed or was closed.
         """
-        outputs = self._read(prompt, params, salt, streams=True)
+        outputs = self._read(prompt, params, salt, streams=True, adapter=adapter)
         searches = isinstance(params, SamplingParams) and params.beam_width is not None
         return growth_of(outputs, at_end=searches) if deltas else outputs
 
     @answers_with(ASKED)
-    async def complete(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> RequestOutput:
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None
+    ) -> RequestOutput:  # fmt: skip
         """Answers a prompt like `generate`, and returns only the complete answers; no output is built on the way."""
-        (output,) = [output async for output in self._read(prompt, params, salt, streams=False)]
+        (output,) = [output async for output in self._read(prompt, params, salt, streams=False, adapter=adapter)]
         return output
 
     def abort(self, request_id: int) -> None:
@@ -134,7 +138,7 @@ class AsyncEngine:
         await self.close()
 
     async def _read(
-        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool
+        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool, adapter: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Sends a call to the engine's thread and yields its news."""
         self.llm.check_process()
@@ -148,7 +152,7 @@ class AsyncEngine:
         params = self.llm.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"params is {params!r}; must be SamplingParams")
-        call = self._callers.begin(parsed, params, streams=streams)
+        call = self._callers.begin(parsed, params, streams=streams, adapter=adapter)
         try:
             output = None
             while output is None or not output.finished:

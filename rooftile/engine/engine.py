@@ -6,8 +6,10 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random, SystemRandom
 
+from rooftile.engine.adapters.adapters import Adapters
 from rooftile.engine.chat.thought_formats import AUTO, choose_format
 from rooftile.engine.requests.output import RequestOutput, output_of
 from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
@@ -66,6 +68,8 @@ class Engine:
         named = (*config.eos_ids, *(() if tokenizer is None else tokenizer.eos_ids))
         # some checkpoints write an out-of-range id to mean "no EOS token"
         self._eos = frozenset(token for token in named if 0 <= token < config.vocab_size)
+        self.adapters = None if runner.adapters is None else Adapters(runner.adapters)
+        """The adapters that requests may name; None if there is no room for any."""
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
         self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, reasoning_parser)
@@ -81,8 +85,9 @@ class Engine:
         return self.scheduler.idle and self._in_flight is None
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "", grammar: Matcher | None = None
-    ) -> Request:
+        self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "", grammar: Matcher | None = None,
+        adapter: str | None = None,
+    ) -> Request:  # fmt: skip
         """Takes a request in; it runs as soon as there is room.
 
         Args:
@@ -90,6 +95,7 @@ class Engine:
             params: how to answer it.
             cache_salt: the request shares cached prefixes only with requests of the same salt.
             grammar: the grammar of `params.structured`, if it was compiled already.
+            adapter: the name of the adapter that answers it; None for the model as it is.
 
         Raises:
             InvalidInput: the request can never run; the sentence says why.
@@ -98,6 +104,10 @@ class Engine:
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
             prompt = prompt[-params.truncate_prompt_tokens :]
         limit = self._check(prompt, params, cache_salt)
+        loaded = None if adapter is None else self._adapters().find(adapter)
+        if loaded is not None:
+            # an adapter's keys and values are its own
+            cache_salt = f"{loaded.salt}\0{cache_salt}"
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         if params.prompt_logprobs is not None:
             # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
@@ -106,7 +116,7 @@ class Engine:
             if self.grammars is None:
                 raise InvalidInput("structured output is asked for, and the model has no tokenizer")
             grammar = self.grammars.compile(params.structured)
-        request = Request(self._count, prompt, params, limit, ends, cache_salt)
+        request = Request(self._count, prompt, params, limit, ends, cache_salt, adapter=loaded)
         if self.tokenizer is not None:
             request.tokenizer = self.tokenizer
             request.banned = banned_sequences(self.tokenizer, params.bad_words)
@@ -130,6 +140,20 @@ class Engine:
             raise InvalidInput(f"every token is forbidden where the answer begins, by {names}: allow another")
         self.scheduler.add(request)
         return request
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Reads an adapter; see `LLM.load_adapter`."""
+        used = {request.adapter for request in (*self.scheduler.running, *self.scheduler.waiting) if request.adapter is not None}
+        self._adapters().load(name, path, used)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes no more requests for an adapter; see `LLM.unload_adapter`."""
+        self._adapters().unload(name)
+
+    def _adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise InvalidInput("the engine has no room for adapters: give max_adapters when it is made")
+        return self.adapters
 
     def output_of(self, request: Request, prompt: str | None = None) -> RequestOutput:
         """Returns a request's state of this moment. One whose text cannot be made ends with an error, and no other does."""

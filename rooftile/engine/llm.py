@@ -29,7 +29,7 @@ from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommend
 from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, ModelConfig
 from rooftile.runtime.words import answers_foreign_words, answers_with, takes_names
 from rooftile.weights.files.plan import Weights
@@ -114,9 +114,13 @@ class LLM:
             recently gives way. 0 keeps no state, so no prefix is found.
         task: "embed" reads a model for `embed` and `score` alone, without a cache and an output head; "generate" for answers,
             beside which a decoder embeds, too. "auto" embeds with an encoder and with a folder of sentence-transformers.
+        adapters: LoRA adapters of this model, the folder of each by its name: {"name": folder}, or words "name=folder". Prompts
+            name one (`generate(..., adapter="name")`), and prompts of several adapters and of none are answered together.
+        max_adapters: the most adapters at once, for which memory is kept (`load_adapter`); None for as many as `adapters` has.
+        max_adapter_rank: the largest rank that there is memory for, at most 256; None for the largest of `adapters`, at least 16.
 
-    vLLM's names kv_cache_dtype, max_num_batched_tokens and num_gpu_blocks_override are taken too; its other keywords are refused
-    one by one, with the reason, unless they ask for what happens anyway.
+    vLLM's names kv_cache_dtype, max_num_batched_tokens, num_gpu_blocks_override, max_loras and max_lora_rank are taken too; its
+    other keywords are refused one by one, with the reason, unless they ask for what happens anyway.
 
     Raises:
         InvalidInput: the folder holds no model that can be loaded, or a setting makes no sense; the sentence says which and why.
@@ -142,6 +146,8 @@ class LLM:
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
         state_share: float = 0.1, task: Literal["auto", "embed", "generate"] = "auto",
+        adapters: Mapping[str, str | Path] | Sequence[str] | None = None, max_adapters: int | None = None,
+        max_adapter_rank: int | None = None,
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -152,7 +158,8 @@ class LLM:
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template,
             reasoning_parser=reasoning_parser, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
-            state_every=state_every, state_share=state_share, task=task,
+            state_every=state_every, state_share=state_share, task=task, adapters=adapters, max_adapters=max_adapters,
+            max_adapter_rank=max_adapter_rank,
         )  # fmt: skip
         self.model = str(model) if isinstance(model, str | Path) else "a decoder"
         self._default_params, self._has_told_defaults = SamplingParams(), True
@@ -168,6 +175,8 @@ class LLM:
                 model = find_folder(model, download=download)
             self._source = model
             if embeds(model, self.config):
+                if self.config.adapter_slots:
+                    raise Unsupported("adapters are asked for, and the model gives vectors, which has none: leave them out")
                 self.embedding = read_embedding_model(model, self.config)
                 self.tokenizer, self._end = self.embedding.tokenizer, weakref.finalize(self, lambda: None)
                 return
@@ -191,7 +200,8 @@ class LLM:
     @answers_with(ASKED)
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, priority: int | Sequence[int] | None = None, use_tqdm: bool | None = None,
+        *, adapter: str | Sequence[str | None] | None = None, priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers prompts; returns when all answers are complete.
 
@@ -199,6 +209,7 @@ class LLM:
             prompts: texts or lists of token ids, or a single one of them. Like in vLLM, a prompt may also be a dictionary with
                 "prompt" or "prompt_token_ids", and "cache_salt": the prefix cache is shared only between equal salts.
             sampling_params: one for all prompts, or a list with one for each; None takes `get_default_sampling_params()`.
+            adapter: the name of the adapter that answers, or a list with one for each prompt; None for the model as it is.
             priority: a number for all prompts, or one for each, in place of the `priority` in sampling_params.
             use_tqdm: whether to show a progress bar on stderr; None shows one on a terminal.
 
@@ -212,7 +223,7 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         several = list_prompts(prompts)
         with progress_bar(len(several), use_tqdm) as answered:
-            for place, found, prompt in self._run(several, sampling_params, priority):
+            for place, found, prompt in self._run(several, sampling_params, adapter, priority):
                 if isinstance(found, RequestOutput):
                     outputs[place] = found
                 elif not found.live:
@@ -228,13 +239,14 @@ class LLM:
         self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None, use_tqdm: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | Sequence[str | None] | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers conversations, which the checkpoint's chat template writes.
 
         Args:
             messages: a conversation, or a list of them: dictionaries with a role and content each.
-            sampling_params, use_tqdm: see `generate`.
+            sampling_params, adapter, use_tqdm: see `generate`.
             add_generation_prompt: whether a prompt ends where the model's answer begins; None does so unless
                 continue_final_message is set.
             continue_final_message: whether a prompt ends in the text of its last message, the assistant's, which is continued.
@@ -258,11 +270,54 @@ class LLM:
         form = self.engine.thoughts
         if form is not None and form.spells_special(tokenizer):
             sampling_params = with_special_tokens(sampling_params or self.get_default_sampling_params())
-        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
         if form is not None:
             for output in outputs:
                 read_thoughts(output, tokenizer, form)
         return outputs
+
+    @answers_with(ASKED)
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Reads a LoRA adapter of the model, from a folder that peft's `save_pretrained` has written; prompts may name it then.
+
+        Nothing changes if it is refused. The LLM may be answering.
+
+        Args:
+            name: what prompts call it.
+            path: the folder, with adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            InvalidInput: the name is taken, no slot is free, or the adapter does not fit the model; the sentence says which.
+            Unsupported: it has what is not computed, such as DoRA.
+
+        Example:
+            >>> llm = LLM("Llama-3.2-1B", max_adapters=4)                           # doctest: +SKIP
+            >>> llm.load_adapter("pirate", "adapters/pirate")                       # doctest: +SKIP
+            >>> llm.generate("The roof", adapter="pirate")                          # doctest: +SKIP
+        """
+        self._check_generates()
+        with self._lock:
+            self._check_free()
+            with current_device(self.engine.runner.device):
+                self.engine.load_adapter(name, path)
+
+    @answers_with(ASKED)
+    def unload_adapter(self, name: str) -> None:
+        """Takes no more prompts for an adapter. Those that are being answered end with it; then its memory is free.
+
+        Raises:
+            InvalidInput: there is no adapter of this name.
+        """
+        self._check_generates()
+        with self._lock:
+            self._check_free()
+            self.engine.unload_adapter(name)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of the adapters that prompts may name."""
+        self._check_generates()
+        return {} if self.engine.adapters is None else dict(self.engine.adapters.paths)
 
     @answers_foreign_words
     def embed(
@@ -349,15 +404,16 @@ class LLM:
 
     @answers_with(ASKED)
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, RequestOutput]]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, adapter: str | Sequence[str | None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:  # fmt: skip
         """Answers prompts like `generate`, and yields answers while they grow.
 
         Yields:
             The place of a prompt in the list and its answers so far, each time they have changed. A later step changes nothing
             in what was yielded before.
         """
-        for place, found, prompt in self._run(list_prompts(prompts), sampling_params):
+        for place, found, prompt in self._run(list_prompts(prompts), sampling_params, adapter):
             with self._lock:
                 # another thread may be about to take in this request's next token
                 output = found if isinstance(found, RequestOutput) else self.engine.output_of(found, prompt)
@@ -433,17 +489,18 @@ class LLM:
 
     def _run(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None = None,
+        adapter: str | Sequence[str | None] | None = None, priority: int | Sequence[int] | None = None,
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:  # fmt: skip
         """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
         self.check_process()
         self._check_generates()
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _with_priorities(_params_for(prompts, given), priority)
+        adapters = _adapters_for(prompts, adapter)
         reader = _Reader()
         try:
-            for place, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-                refused = self._add(reader, place, prompt, params)
+            for place, (prompt, params, name) in enumerate(zip(prompts, each, adapters, strict=True)):
+                refused = self._add(reader, place, prompt, params, name)
                 if refused is not None:
                     yield place, refused, refused.prompt
             while (changed := self._next_changes(reader)) is not None:
@@ -457,13 +514,15 @@ class LLM:
                     self._readers.pop(request, None)
                     self.engine.abort(request)
 
-    def _add(self, reader: _Reader, place: int, prompt: Prompt, params: SamplingParams) -> RequestOutput | None:
+    def _add(
+        self, reader: _Reader, place: int, prompt: Prompt, params: SamplingParams, adapter: str | None
+    ) -> RequestOutput | None:  # fmt: skip
         """Adds a prompt to the engine; returns the output with the reason if the prompt is refused."""
         with self._lock:
             self._check_free()
             try:
                 text, tokens, cache_salt = parse_prompt(prompt, self.tokenizer)
-                request = self.engine.add(tokens, params, cache_salt=cache_salt)
+                request = self.engine.add(tokens, params, cache_salt=cache_salt, adapter=adapter)
             except InvalidInput as error:
                 # a subclass may raise again
                 ids: list[int] = [*prompt] if type(prompt) is list or type(prompt) is tuple else []
@@ -529,3 +588,13 @@ def _with_priorities(params: list[SamplingParams], priority: int | Sequence[int]
     # what is no SamplingParams is refused with its prompt
     pairs = zip(params, several, strict=True)
     return [replace(each, priority=number) if isinstance(each, SamplingParams) else each for each, number in pairs]
+
+
+def _adapters_for(prompts: list[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
+    """Returns the name of one adapter per prompt, or None."""
+    each = list(adapter) if isinstance(adapter, list | tuple) else [adapter] * len(prompts)
+    if not all(isinstance(name, str | None) for name in each):
+        raise InvalidInput(f"adapter is {repr(adapter)[:80]}; must be the name of an adapter, a list of names, or None")
+    if len(each) != len(prompts):
+        raise InvalidInput(f"there are {len(each)} adapters for {len(prompts)} prompts; give one, or one for each")
+    return cast("list[str | None]", each)

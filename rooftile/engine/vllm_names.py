@@ -18,7 +18,7 @@ _HUB = "give the folder of the revision"
 
 _EXPERTS = "the families here have no experts"
 _GRAPHS = "graphs are captured for about twenty numbers of answers when the LLM is made"
-_LORA = "adapters are not read; merge them into the weights"
+_LORA = "adapters have max_adapters slots on the device, in the model's dtype, and max_adapter_rank"
 _ORDER = "requests begin in the order of their priorities, then of their age"
 _CACHE = "a cache belongs to one LLM"
 
@@ -55,7 +55,7 @@ LLM_REFUSED = {
     "enable_chunked_prefill": Refused((True,), "prompts are always read in chunks"),
     "enable_eplb": Refused((False,), _EXPERTS),
     "enable_log_requests": Refused((False,), "requests are logged by `rooftile serve`, with prompts if --log-prompts is given"),
-    "enable_lora": Refused((False,), _LORA),
+    "enable_lora": Refused((False, True), _LORA),
     "enable_lora_bias": Refused((False,), _LORA),
     "enable_mfu_metrics": Refused((False,), "rooftile diagnose counts operations and bytes"),
     "enable_prompt_embeds": Refused((False,), "prompts are text or token ids"),
@@ -82,12 +82,9 @@ LLM_REFUSED = {
     "logprobs_mode": Refused(("raw_logprobs",), "logprobs come from the model, before temperature and truncation"),
     "long_prefill_token_threshold": Refused((0,), "max_batched_tokens bounds what a step reads of prompts"),
     "lora_dtype": Refused(("auto",), _LORA),
-    "lora_modules": Refused((), _LORA),
     "max_cpu_loras": Refused((), _LORA),
     "max_logprobs": Refused((), "a request may ask for 20 logprobs"),
     "max_long_partial_prefills": Refused((1,), "max_batched_tokens bounds what a step reads of prompts"),
-    "max_lora_rank": Refused((16,), _LORA),
-    "max_loras": Refused((1,), _LORA),
     "max_num_partial_prefills": Refused((1,), "max_batched_tokens bounds what a step reads of prompts"),
     "max_parallel_loading_workers": Refused((), "weights are read one tensor at a time"),
     "max_seq_len_to_capture": Refused((), _GRAPHS),
@@ -153,7 +150,7 @@ GENERATE_WORDS = {
     "chat_template_content_format": "templates get the content as text",
     "documents": "write them into a message",
     "inputs": "prompts come first, by position",
-    "lora_request": _LORA,
+    "lora_request": 'write adapter="name", after LLM(adapters={"name": folder}) or load_adapter("name", folder)',
     "mm_processor_kwargs": _TEXT,
     "params": "write sampling_params=",
     "prompt_token_ids": 'a prompt may be token ids, or {"prompt_token_ids": ids}',

@@ -55,12 +55,17 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
 
 def with_head(architecture: str) -> str:
     """Returns the class with an output head for one without: `Qwen3ForCausalLM` for `Qwen3Model`."""
-    return architecture.removesuffix("Model") + "ForCausalLM" if architecture.endswith("Model") else architecture
+    return architecture if _is_headed(architecture) else architecture.removesuffix("Model") + "ForCausalLM"
+
+
+def _is_headed(architecture: str) -> bool:
+    # GPT2LMHeadModel has one
+    return not architecture.endswith("Model") or architecture.endswith("LMHeadModel")
 
 
 def _has_head(settings: Settings) -> bool:
     said = settings.values.get("architectures") or []
-    return not any(str(name).endswith("Model") for name in ([said] if isinstance(said, str) else said))
+    return all(_is_headed(str(name)) for name in ([said] if isinstance(said, str) else said))
 
 
 def _family(settings: Settings) -> str:

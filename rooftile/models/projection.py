@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ class InputFormat(NamedTuple):
     scale: Tensor | None = None  # the one scale of all rows, where the checkpoint has it
 
 
+class Addend(Protocol):
+    """An addend of a projection's result, such as the adapters of the requests that an engine answers."""
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Adds to y (total, out), in place, what belongs to x (total, in)."""
+
+
 class Projection(nn.Module):
     """A linear projection: a weight (out, in), and a bias (out,) where the family has one.
 
@@ -51,6 +58,8 @@ class Projection(nn.Module):
         self.weight = None if waits else placement.parameter(outputs, inputs)
         self.bias = placement.parameter(outputs) if bias else None
         self.parts: tuple[Part, ...] = ()
+        self.adapters: Addend | None = None
+        """What is added to its results; its input is then in the model's dtype, whatever the format of the weight."""
 
     def fill(self, parts: Sequence[Part] | None) -> None:
         """Takes the rows of the weight, or with None makes an uninitialised one."""
@@ -60,7 +69,9 @@ class Projection(nn.Module):
     def rows(self, x: Tensor) -> InputFormat:
         """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
         quantised = [part for part in self.parts if isinstance(part, QuantisedWeight)]
-        if not quantised or len(quantised) < len(self.parts) or (torch.is_grad_enabled() and x.requires_grad):
+        if self.adapters is not None or (torch.is_grad_enabled() and x.requires_grad):
+            return InputFormat()
+        if not quantised or len(quantised) < len(self.parts):
             return InputFormat()
         wanted = {(weight_format(part.format).activations, part.input_scale, part.order is None) for part in quantised}
         (out, scale, in_order), *others = wanted
@@ -76,6 +87,14 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
+        y = self._weighted(x, multiply)
+        if self.adapters is not None:
+            assert isinstance(x, Tensor), "beside adapters a weight asks for no codes"
+            self.adapters.add(y, x)
+        return y
+
+    def _weighted(self, x: Tensor | QuantisedRows, multiply: Multiply) -> Tensor:
+        """Returns x times the weight, and the bias."""
         if self.weight is not None:
             assert isinstance(x, Tensor), "a weight in 16 bits asks for no codes"
             return (project if multiply is functional.linear else multiply)(x, self.weight, self.bias if self.adds_bias else None)
@@ -91,7 +110,7 @@ class Projection(nn.Module):
         self, x: Tensor | QuantisedRows, activation: str, reader: Projection, multiply: Multiply = functional.linear
     ) -> Tensor | QuantisedRows:  # fmt: skip
         """Projects x to gates and what they gate, and returns the gated product as the projection that reads it wants it."""
-        part = self.parts[0] if len(self.parts) == 1 else None
+        part = self.parts[0] if len(self.parts) == 1 and self.adapters is None else None
         if isinstance(part, QuantisedWeight) and multiply is functional.linear:
             out, scale = reader.rows(x if isinstance(x, Tensor) else x.codes)
             if isinstance(x, Tensor):

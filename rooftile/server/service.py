@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.chat.thought_formats import AUTO
 from rooftile.engine.embedding.folder import recipe_of
 from rooftile.server.admission import Admission
@@ -55,6 +56,10 @@ class Service:
         self.live: set[Live] = set()
         """Requests that are being answered."""
         self.created = int(time.time())
+        self.adapters = {name: str(path) for name, path in adapters_of(settings.engine.get("adapters")).items()}
+        """The folders of the adapters that requests may name as their model."""
+        self.adapter_change = asyncio.Lock()
+        """Held while an adapter is loaded or unloaded."""
         self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> bool:
@@ -119,6 +124,11 @@ class Service:
             "id": self.settings.served_model_name, "object": "model", "created": self.created, "owned_by": "rooftile",
             "max_model_len": ready.max_len, "has_chat_template": texts.has_template,
         }  # fmt: skip
+
+    def adapter_facts(self) -> list[dict[str, Any]]:
+        """Returns the adapters, as models whose parent is the served one."""
+        base = self.facts()
+        return [base | {"id": name, "root": path, "parent": base["id"]} for name, path in self.adapters.items()]
 
     def health(self) -> dict[str, Any]:
         """Returns how each engine stands.

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.settings.table import check_settings
 from rooftile.engine.start.replica import VISIBLE
 from rooftile.errors import InvalidInput
@@ -40,6 +41,7 @@ class ServerSettings:
         metrics_prefix: the first word of each metric's name.
         json_log: whether the log is JSON lines.
         log_prompts: whether the log has prompts.
+        adapter_folder: the folder below which clients may name adapters to load; None if they may not.
         on_cluster: whether a cluster deals out GPUs, and this machine's variables say nothing of them.
         engine: keywords of `LLM`.
 
@@ -66,6 +68,7 @@ class ServerSettings:
     metrics_prefix: str = "rooftile"
     json_log: bool = False
     log_prompts: bool = False
+    adapter_folder: Path | None = None
     on_cluster: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -78,6 +81,12 @@ class ServerSettings:
             object.__setattr__(self, "served_model_name", Path(self.model.rstrip("/")).name or self.model)
         if len(self.served_model_name) > limits.NAME_CHARACTERS:
             raise InvalidInput(f"--served-model-name has more than {limits.NAME_CHARACTERS} characters; give a shorter one")
+        if self.served_model_name in adapters_of(self.engine.get("adapters")):
+            raise InvalidInput(f"--adapter has {self.served_model_name!r}, which is the model's name; give it another")
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            raise InvalidInput(f"--adapter-folder is {str(self.adapter_folder)!r}, which is no folder; make it first")
+        if self.adapter_folder is not None and not self.keys:
+            raise InvalidInput("--adapter-folder is given and no key; clients load adapters with a key: give --api-key-file")
         for name in ("replicas", "max_waiting", "max_waiting_tokens", "max_per_key", "max_body"):
             value = getattr(self, name)
             if value is not None and value < 1:

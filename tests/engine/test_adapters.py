@@ -18,8 +18,8 @@ from rooftile.server.settings import ServerSettings
 from rooftile.weights.files.folder import check_folder
 from tests.engine.asking import ROOM
 
-BESIDE = "has an adapter beside the model (adapter_config.json, adapter_model.safetensors), and adapters are not read: merge it"
-ALONE = "has an adapter for someone/base and no model, and adapters are not read: merge it once with peft"
+BESIDE = "has an adapter beside the model (adapter_config.json, adapter_model.safetensors), which is not read there: move"
+ALONE = "has an adapter for someone/base and no model: give the model's folder, and this one as LLM(adapters="
 
 
 def add_adapter(folder: Path) -> Path:

@@ -34,8 +34,9 @@ def compiled(
     dtype: torch.dtype,
     pointers: dict[str, str] | None = None,
     room: int = ROOM,
+    multiples: tuple[str, ...] = (),
 ) -> Any:
-    """A kernel as it is launched for tensors that are aligned to 16 bytes."""
+    """A kernel as it is launched for tensors that are aligned to 16 bytes, with sizes that are `multiples` of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -48,7 +49,7 @@ def compiled(
     }
     names = list(enumerate(kernel.arg_names))
     places = {(n,): constants[name] for n, name in names if name in constants}
-    even = {(n,): [["tt.divisibility", 16]] for n, name in names if name.endswith("_ptr")}
+    even = {(n,): [["tt.divisibility", 16]] for n, name in names if name.endswith("_ptr") or name in multiples}
     built = triton.compile(ASTSource(kernel, signature, places, even), target=GPUTarget("cuda", sm, 32), options=options)
     assert built.metadata.shared <= (227 if sm == 90 else 163) * 1024
     assert stack(built) <= room

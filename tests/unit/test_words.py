@@ -171,7 +171,7 @@ def test_a_compiled_call_with_the_wrapper_has_one_graph() -> None:
         (lambda: rt.qat.save(None, "x", format="int4"), "save has no argument format: it has model, folder, layout"),
         (lambda: LLM.generate(None, "x", max_tokens=3), "LLM.generate has no argument max_tokens: write SamplingParams(max"),
         (lambda: LLM.chat(None, [], tools=[]), "LLM.chat has no argument tools: there are no tools; ask for JSON with"),
-        (lambda: LLM.stream(None, "x", lora_request=1), "LLM.stream has no argument lora_request: adapters are not read"),
+        (lambda: LLM.stream(None, "x", lora_request=1), "LLM.stream has no argument lora_request: write adapter="),
         (lambda: AsyncEngine.complete(None, "x", stop="."), "AsyncEngine.complete has no argument stop: write Sampling"),
         (lambda: Decoder.random(None, sed=1), "Decoder.random has no argument sed: did you mean seed?"),
         (lambda: rt.integrations.enabled(backends="x"), "enabled has no argument backends: did you mean backend?"),

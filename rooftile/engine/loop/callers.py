@@ -37,6 +37,7 @@ class PendingCall:
     params: SamplingParams
     streams: bool
     """Whether the caller sees the answers grow, or only complete ones."""
+    adapter: str | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is news."""
@@ -93,12 +94,14 @@ class Callers:
                 "wait (max_waiting_tokens): try again later"
             )
 
-    def begin(self, prompt: ParsedPrompt, params: SamplingParams, *, streams: bool) -> PendingCall:
+    def begin(
+        self, prompt: ParsedPrompt, params: SamplingParams, *, streams: bool, adapter: str | None = None
+    ) -> PendingCall:  # fmt: skip
         """Sends a call to the engine's thread. The caller, an event loop, must `leave` it at the end."""
         with self._wake:
             if self._over or self._closing:
                 raise stopped(self._cause)
-            call = PendingCall(next(self._ids), prompt.text, prompt.tokens, prompt.cache_salt, params, streams)
+            call = PendingCall(next(self._ids), prompt.text, prompt.tokens, prompt.cache_salt, params, streams, adapter)
             answers, tokens = call.size
             self.check_room(answers, tokens)
             self._waiting = self._waiting[0] + answers, self._waiting[1] + tokens

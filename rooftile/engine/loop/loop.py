@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from rooftile.engine.adapters.names import AdapterChange
 from rooftile.engine.engine import Engine
 from rooftile.engine.loop.compiling import Compiling
 from rooftile.engine.requests.request import Request
@@ -36,6 +37,8 @@ class AddOrder(Protocol):
     def params(self) -> SamplingParams | Mapping[str, Any]: ...
     @property
     def salt(self) -> str: ...
+    @property
+    def adapter(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -52,13 +55,15 @@ class Turn(Generic[News]):
     news: list[tuple[int, News]] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
     """Requests that an error of their own has ended."""
+    adapters: list[tuple[int, str | None]] = field(default_factory=list)
+    """Changes of adapters, by their ids, with the reason why one was refused."""
 
 
 class Link(Protocol[News]):
     """The connection to the clients."""
 
     def orders(self, wait_s: float | None) -> Sequence[Any] | None:
-        """Returns the orders that have come, each an `AddOrder` or the id of a request to end; None ends the loop.
+        """Returns the orders that have come: `AddOrder`, `AdapterChange`, or the id of a request to end. None ends the loop.
 
         Args:
             wait_s: seconds to wait for an order at most; None for ever.
@@ -123,6 +128,8 @@ class Loop(Generic[News]):
         for order in orders:
             if isinstance(order, int):
                 self._abort(order, turn)
+            elif isinstance(order, AdapterChange):
+                self._change_adapter(order, turn)
             else:
                 self._add(order, turn)
         for add, found in self._compiling.ended():
@@ -174,7 +181,7 @@ class Loop(Generic[News]):
             if params.structured is not None and grammar is None:
                 self._compiling.begin(order, params.structured)
                 return
-            request = self.engine.add(order.prompt, params, cache_salt=order.salt, grammar=grammar)
+            request = self.engine.add(order.prompt, params, cache_salt=order.salt, grammar=grammar, adapter=order.adapter)
         except Exception as error:
             # the engine has not taken it yet, so no other request is hurt
             ours = not isinstance(error, InvalidInput | Unsupported | TypeError)
@@ -185,6 +192,20 @@ class Loop(Generic[News]):
         followed = _Followed(order.id, request, self.link.follow(order, request))
         self._by_id[order.id] = self._by_request[request] = self._waiting[order.id] = followed
         turn.taken.append(order.id)
+
+    def _change_adapter(self, order: AdapterChange, turn: Turn[News]) -> None:
+        reason = None
+        try:
+            if order.path is None:
+                self.engine.unload_adapter(order.name)
+            else:
+                self.engine.load_adapter(order.name, order.path)
+        except (InvalidInput, Unsupported) as error:
+            reason = str(error)
+        except Exception as error:
+            logging.getLogger(__name__).exception("the adapter %r could not be loaded", order.name)
+            reason = f"the adapter could not be loaded: {type(error).__name__}"
+        turn.adapters.append((order.id, reason))
 
     def _abort(self, id_: int, turn: Turn[News]) -> None:
         """Ends a request that has not ended, and tells its last news to a client that still listens."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from rooftile.engine.adapters.adapters import LoadedAdapter
 from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
@@ -117,6 +118,7 @@ class Request:
     cache_salt: str = ""
     urgent: bool = False
     """Whether it has waited so long that it comes before all others (see `WaitingQueue`)."""
+    adapter: LoadedAdapter | None = None
     answers: list[Answer] = field(default_factory=list)
     prefilled: bool = False
     """Whether the prompt has been read once; from then on each answer runs by itself."""

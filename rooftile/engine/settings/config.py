@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.mixers.approximation import Approximation, check_approximation
 from rooftile.engine.settings.changed import changed
 from rooftile.engine.settings.table import SETTINGS, check_settings, is_fp8
@@ -60,6 +62,9 @@ class EngineConfig:
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     approximate: Approximation | str | Path | None = None
+    adapters: Mapping[str, str | Path] | Sequence[str] | None = None
+    max_adapters: int | None = None
+    max_adapter_rank: int | None = None
     task: Literal["auto", "embed", "generate"] = "auto"
     weights: Weights = "auto"
     state_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -82,6 +87,11 @@ class EngineConfig:
     def ranks(self) -> int:
         """The processes that an engine has."""
         return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many adapters there may be at once."""
+        return len(adapters_of(self.adapters)) if self.max_adapters is None else self.max_adapters
 
     @property
     def block_tokens(self) -> int:

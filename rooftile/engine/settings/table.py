@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rooftile.engine.adapters.names import adapters_of, check_adapter_settings
 from rooftile.engine.chat.thought_formats import check_parser
 from rooftile.engine.chat.tools.choose import check_call_parser
 from rooftile.engine.mixers.settings import check_approximate
@@ -20,6 +21,7 @@ from rooftile.runtime.dtypes import dtype_word
 # each answer has a row in tables of blocks and of sampling parameters
 MOST_SEQS = 1 << 16
 MOST_RANKS = 64
+MOST_ADAPTERS = 1024
 MOST_SEED = 2**63 - 1
 # words for an FP8 cache, of which the longer ones are vLLM's and torch's
 FP8_WORDS = ("fp8", "fp8_e4m3", "float8_e4m3fn")
@@ -36,19 +38,21 @@ class Setting(NamedTuple):
         help: one line for the commands' help.
         check: raises InvalidInput or Unsupported for a wrong value; called with the name and the value.
         vllm: vLLM's name for it, if that is another.
+        one: the flag's word where each flag gives one of several.
     """
 
     name: str
-    kind: type
+    kind: Any
     default: Any
     help: str
     check: Check
     vllm: str | None = None
+    one: str | None = None
 
     @property
     def flag(self) -> str:
         """The flag of the commands."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + (self.one or self.name).replace("_", "-")
 
 
 def is_whole(value: object) -> bool:
@@ -153,6 +157,10 @@ def _template(name: str, value: Any) -> None:
         template_of(value, name)
 
 
+def _adapters(_: str, value: Any) -> None:
+    adapters_of(value)
+
+
 # a model's formats need torch, which checks them later once more, with their groups and patterns
 _FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
 WEIGHT_WORDS = ("auto", *_FORMATS, "2:4")
@@ -217,6 +225,12 @@ SETTINGS = {
             "task", str, "auto", "embed gives vectors, and keeps no cache; auto does where the folder asks for it; generate.",
             _one_of("auto", "embed", "generate"),
         ),
+        Setting(
+            "adapters", list[str], None, "A LoRA adapter as name=folder; may be given several times.", _adapters,
+            "lora_modules", "adapter",
+        ),
+        Setting("max_adapters", int, None, "Most adapters at once.", _whole(1, MOST_ADAPTERS, optional=True), "max_loras"),
+        Setting("max_adapter_rank", int, None, "Largest rank of an adapter.", _whole(1, 256, optional=True), "max_lora_rank"),
         Setting("weights", str, "auto", "Format of the projections: fp8, int8, w8, int4:64, 2:4; auto takes theirs.", _weights),
     )
 }  # fmt: skip
@@ -234,6 +248,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
         SETTINGS[name].check(name, value)
     check_approximate(given, fp8=is_fp8(given.get("kv_dtype")))
     _check_context(given)
+    check_adapter_settings(given)
 
 
 def _check_context(given: Mapping[str, Any]) -> None:

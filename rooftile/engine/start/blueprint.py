@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from rooftile.engine.adapters.names import adapters_of
+from rooftile.engine.adapters.peft_config import PeftConfig
 from rooftile.engine.caches.layout import CacheLayout
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.registry import mixers_of
@@ -78,6 +80,8 @@ class Blueprint(NamedTuple):
         layout = CacheLayout(config.block_size, specs, config.context_parallel_size)
         _check_caches(layout, config)
         _check_weights(model, config, device)
+        for path in adapters_of(config.adapters).values():
+            PeftConfig.of(path)
         return cls(model, config, device, shape, max_len, mixers, layout, deal_experts)
 
 

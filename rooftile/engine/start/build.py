@@ -6,6 +6,7 @@ and memory for the cache is measured after both.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from rooftile.engine.adapters.names import adapters_of
+from rooftile.engine.adapters.peft_config import PeftConfig
+from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
@@ -35,6 +39,8 @@ from rooftile.weights.two_four import TwoFour
 
 # rows that every library for 2:4 weights takes
 MANY = 512
+# the rank of adapters that there is room for, where nothing says more
+LEAST_RANK = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -61,6 +67,8 @@ def build_runner(
     """
     config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
     decoder = load_decoder(blueprint, late)
+    # before memory is measured, and before any prompt
+    adapters = adapters_for(decoder, config)
     for mixer in mixers:
         mixer.check_decoder(decoder)
     # without a state that was kept no prefix can begin
@@ -77,8 +85,12 @@ def build_runner(
     if group is not None and layout.ranks > 1:
         caches.share = ContextShare(group.rank, group.ranks, layout.size, group.stack, group.first)
     runner = make(
-        decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic
-    )
+        decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
+        adapters=adapters,
+    )  # fmt: skip
+    if adapters is not None:
+        # the decoder may be a caller's, who makes another engine of it
+        weakref.finalize(runner, adapters.detach).atexit = False
     return runner, Sizes(load, fit.blocks, max_len)
 
 
@@ -93,7 +105,7 @@ class Sizes(NamedTuple):
 def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
     """Returns the engine that plans the steps of a runner."""
     (runner, sizes), config, layout = built, blueprint.config, blueprint.layout
-    return Engine(
+    engine = Engine(
         runner,
         layout.pool(sizes.blocks, sizes.load, sizes.max_len),
         max_len=sizes.max_len,
@@ -107,6 +119,21 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
         state_every=config.state_every,
         reasoning_parser=config.reasoning_parser,
     )
+    for name, path in adapters_of(config.adapters).items():
+        engine.load_adapter(name, path)
+    return engine
+
+
+def adapters_for(decoder: Decoder, config: EngineConfig) -> AdapterSlots | None:
+    """Allocates the memory of adapters; None if none are asked for."""
+    if not config.adapter_slots:
+        return None
+    rank = config.max_adapter_rank
+    if rank is None:
+        rank = max([LEAST_RANK, *(PeftConfig.of(path).most_rank for path in adapters_of(config.adapters).values())])
+    slots = AdapterSlots(decoder, config.adapter_slots, rank)
+    slots.compile()
+    return slots
 
 
 def load_decoder(blueprint: Blueprint, late: LateGroup | None = None) -> Decoder:

@@ -8,6 +8,7 @@ as CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.engine.adapters.groups import RowGroups, group_rows
+from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.engine.mixers.layers import Layers
 from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
@@ -96,6 +99,7 @@ class Runner:
         max_len: the longest sequence in tokens.
         graphs: whether steps that only decode run as CUDA graphs, on a GPU.
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
+        adapters: the memory of adapters; None if there are none.
     """
 
     has_ranks = False
@@ -103,9 +107,10 @@ class Runner:
 
     def __init__(
         self, decoder: Decoder, caches: Caches, mixers: Sequence[Mixer], max_answers: int, max_len: int, *, graphs: bool = True,
-        deterministic: bool = False,
+        deterministic: bool = False, adapters: AdapterSlots | None = None,
     ) -> None:  # fmt: skip
         self.decoder = decoder
+        self.adapters = adapters
         self.caches, self.pages = caches, caches.pages
         self.device = decoder.embedding.device
         self.deterministic = deterministic
@@ -132,7 +137,8 @@ class Runner:
         )  # fmt: skip
         self._graphs: DecodeGraphs | None = None
         if graphs and self.layers.captures and self.table.is_cuda and runs_kernels(self.table):
-            self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
+            slots = 0 if adapters is None else adapters.count
+            self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot, slots)
 
     def run(self, plan: StepPlan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
@@ -153,7 +159,7 @@ class Runner:
         prompts: list[tuple[Tensor, ...]] = []
         graphs = self._graphs
         if graphs is not None and step.only_decodes and not step.bans.numel():
-            logits, tokens = graphs.replay(self._decode, step.inputs, step.features)
+            logits, tokens = graphs.replay(self._decode, step.inputs, step.features, step.adapters)
         else:
             inputs, hidden = self._read(step)
             prompts = self._prompt_logprobs(step, hidden)
@@ -196,7 +202,15 @@ class Runner:
             columns = -(-int(on_host.chunk_lengths.max()) // self.size)
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
-        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host, self._rounds(step))
+        groups = self._groups(step)
+        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host, self._rounds(step), groups)
+
+    def _groups(self, step: Step) -> RowGroups | None:
+        """Returns the rows of a step by their adapters; None if none has one."""
+        if self.adapters is None or not step.adapters.numel():
+            return None
+        groups = group_rows(step.adapters)
+        return groups._replace(buffer=self._send(groups.buffer))
 
     def _rounds(self, step: Step) -> Rounds | None:
         """Returns the rounds of a step; None if each chunk is read at once."""
@@ -223,7 +237,7 @@ class Runner:
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, on_host: StepInputs | None = None,
-        rounds: Rounds | None = None,
+        rounds: Rounds | None = None, groups: RowGroups | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the hidden states of chunks, which come first, and of single tokens, one per sequence.
 
@@ -241,7 +255,8 @@ class Runner:
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
         rows = self.caches.rows
         attend = self.layers.on(StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, rows, rounds))
-        hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
+        with nullcontext() if self.adapters is None else self.adapters.reading(groups):
+            hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -264,14 +279,14 @@ class Runner:
             self.sampling.last.index_copy_(0, slots, tokens.clamp(min=0))
         return tokens
 
-    def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+    def _decode(self, inputs: Tensor, features: SamplingFeatures, groups: RowGroups | None) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""
         tokens, positions, slots = inputs
         chunks = None
         if self.deterministic:
             ends = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
             chunks = Chunks(len(slots), self.table.index_select(0, slots), (positions + 1).int(), ends)
-        logits = self._logits(self._forward(tokens, positions, slots, chunks))
+        logits = self._logits(self._forward(tokens, positions, slots, chunks, groups=groups))
         return logits, self._sample(logits, slots, positions + 1, features)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[Tensor, ...]]:

@@ -50,6 +50,8 @@ class Step(NamedTuple):
     """(3, k): prompts whose tokens' logprobs are asked for: the first row, how many rows, and how many likely tokens each."""
     following: Tensor
     """(total,): the tokens that follow those rows."""
+    adapters: Tensor
+    """(n,): the slot of each token's adapter, -1 for none; (0,) if no token has one."""
 
     @property
     def features(self) -> SamplingFeatures:

@@ -33,6 +33,8 @@ class StepMaker:
         self.all_chunks, self.separates_prompts = all_chunks, separates_prompts
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * slots
+        # the slot of its adapter; -1 for none
+        self._adapters = torch.full((slots,), -1)
         # one object for equal features, so that a step of many answers joins few
         self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
@@ -41,6 +43,7 @@ class StepMaker:
         for answer in plan.started:
             features = features_of(answer.request.params)
             self._features[answer.slot] = self._kinds.setdefault(features, features)
+            self._adapters[answer.slot] = -1 if answer.request.adapter is None else answer.request.adapter.slot
         answers = [answer for work in plan.work for answer in work.outputs]
         bans = [
             (row, token)
@@ -52,8 +55,9 @@ class StepMaker:
         tops = max((n for answer in answers if (n := answer.request.top_count) is not None), default=-1)
         single = all(is_single(work, prompts_in_chunks=self.separates_prompts) and len(work.outputs) == 1 for work in plan.work)
         scored, following = self._scored(plan.work)
+        inputs = self._inputs(plan.work, single=single)
         return Step(
-            self._inputs(plan.work, single=single),
+            inputs,
             self._started(plan.started),
             torch.tensor([self._features_of(answers).bits, single, tops]),
             _columns(3, ((slot, column, block) for (slot, column), block in plan.entries.items())),
@@ -68,6 +72,7 @@ class StepMaker:
             self._masks(masked),
             scored,
             following,
+            self._adapters_of(inputs),
         )
 
     def scored_works(self, works: Sequence[ScheduledTokens]) -> list[ScheduledTokens]:
@@ -97,6 +102,10 @@ class StepMaker:
         for wanted in {id(wanted): wanted for wanted in (self._features[answer.slot] for answer in answers)}.values():
             features |= wanted
         return features
+
+    def _adapters_of(self, inputs: StepInputs) -> Tensor:
+        adapters = self._adapters[inputs.slots]
+        return adapters if (adapters >= 0).any() else _NONE[1][0]
 
     def _masks(self, answers: Sequence[Answer]) -> Tensor:
         words = -(-self.vocab // 64)

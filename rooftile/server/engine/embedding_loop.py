@@ -14,12 +14,13 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from rooftile.engine.adapters.names import AdapterChange
 from rooftile.engine.embedding.embedder import Embedder
 from rooftile.engine.embedding.reading import ReadText
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.engine.start.blueprint import current_device
 from rooftile.server.engine.link import SocketLink
-from rooftile.server.engine.messages import Add, News, StepNews
+from rooftile.server.engine.messages import AdapterChanged, Add, News, StepNews
 
 
 @dataclass(slots=True)
@@ -60,6 +61,10 @@ class EmbeddingLoop:
             if isinstance(order, Add):
                 self._requests[order.id] = _Request(order.id, deque(texts_of(order)))
                 taken.append(order.id)
+            elif isinstance(order, AdapterChange):
+                # an answer to it, too: its client waits
+                refused = AdapterChanged(order.id, "a model that embeds texts takes no adapters")
+                self._link.write(StepNews(self._stats(0), adapters=[refused]))
             else:
                 self._requests.pop(order, None)
         chosen = self._choose()

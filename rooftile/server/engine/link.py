@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rooftile.server.engine.messages import Add, News, Order, Report, RequestRefused, StepNews
+from rooftile.engine.adapters.names import AdapterChange
+from rooftile.server.engine.messages import Abort, AdapterChanged, Add, News, Order, Report, RequestRefused, StepNews
 from rooftile.server.engine.wire import FrameReader, frame
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ class SocketLink:
         self._ready = select.poll()
         self._ready.register(connection, select.POLLIN)
 
-    def orders(self, wait_s: float | None) -> Sequence[Add | int]:
+    def orders(self, wait_s: float | None) -> Sequence[Add | AdapterChange | int]:
         """Returns the orders that have come; waits at most `wait_s` seconds for an order, None for ever."""
         if not self._ready.poll(None if wait_s is None else wait_s * 1000):
             return ()
         data = self._socket.recv(RECEIVED)
         if not data:
             os._exit(0)
-        return [order if isinstance(order, Add) else order.id for order in self._reader.feed(data)]
+        return [_order_of(message) for message in self._reader.feed(data)]
 
     def follow(self, order: Add, request: Request) -> Callable[[], News | None]:
         """Returns a function that reads the growth of a request since its last call."""
@@ -59,6 +60,13 @@ class SocketLink:
             os._exit(0)
 
 
+def _order_of(message: Order) -> Add | AdapterChange | int:
+    """Returns a message as the loop takes it."""
+    if isinstance(message, Add):
+        return message
+    return message.id if isinstance(message, Abort) else AdapterChange(message.id, message.name, message.path)
+
+
 def message_of(turn: Turn[News]) -> StepNews:
     """Returns a turn of the loop as the server's process reads it."""
     # the words of an exception of ours may hold a path or an address; the log has them
@@ -69,4 +77,5 @@ def message_of(turn: Turn[News]) -> StepNews:
         RequestRefused(id_, f"the request could not be taken: {type(error).__name__}" if ours else str(error), ours)
         for id_, error, ours in turn.refused
     ]
-    return StepNews(turn.stats, turn.taken, refused, turn.started, [news for _, news in turn.news] + failed)
+    adapters = [AdapterChanged(*each) for each in turn.adapters]
+    return StepNews(turn.stats, turn.taken, refused, turn.started, [news for _, news in turn.news] + failed, adapters)

@@ -24,6 +24,8 @@ class Add(Struct, tag="add"):
     salt: str = ""
     streams: bool = True
     """Whether news is sent after each step, or only when all answers are complete."""
+    adapter: str | None = None
+    """The name of the adapter that answers; None for the model as it is."""
 
 
 class Abort(Struct, tag="abort"):
@@ -32,7 +34,15 @@ class Abort(Struct, tag="abort"):
     id: int
 
 
-Order = Add | Abort
+class ChangeAdapter(Struct, tag="adapter"):
+    """Loads an adapter from a folder, or with None unloads it."""
+
+    id: int
+    name: str
+    path: str | None
+
+
+Order = Add | Abort | ChangeAdapter
 
 
 class Reading(Struct, tag="reading"):
@@ -137,6 +147,13 @@ class RequestRefused(Struct, array_like=True):
     """Whether the engine is to blame, and not the request."""
 
 
+class AdapterChanged(Struct, array_like=True):
+    """The end of a `ChangeAdapter`; `reason` says why it was refused."""
+
+    id: int
+    reason: str | None
+
+
 class StepNews(Struct, tag="step"):
     """All that has happened in one step; or, with no news in it, that the engine is alive."""
 
@@ -146,6 +163,7 @@ class StepNews(Struct, tag="step"):
     started: list[int] = []
     """Requests that wait no longer: the model reads their prompts."""
     news: list[News] = []
+    adapters: list[AdapterChanged] = []
 
 
 class Failed(Struct, tag="failed"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
-from rooftile.server.engine.messages import Abort, Add, Failed, News, Reading, Ready, Report, StepNews
+from rooftile.server.engine.messages import Abort, Add, ChangeAdapter, Failed, News, Reading, Ready, Report, StepNews
 from rooftile.server.engine.wire import FrameReader, WireError, frame
 from rooftile.server.observe.log import log
 
@@ -61,6 +61,7 @@ class RemoteEngine:
         self._count = 0
         self._heard = time.monotonic()
         self._on_start: dict[int, Callable[[], None]] = {}
+        self._changes: dict[int, asyncio.Future[None]] = {}
         ours, theirs = socket.socketpair()
         inherited = [each.fileno() for each in (theirs, listener) if each is not None]
         if listener is not None:
@@ -91,7 +92,7 @@ class RemoteEngine:
 
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None,
-        weight: int = 0,
+        weight: int = 0, adapter: str | None = None,
     ) -> RemoteCall:  # fmt: skip
         """Sends a request; its `taken` is done when the engine has it. The caller must `leave` the call at the end.
 
@@ -102,6 +103,7 @@ class RemoteEngine:
             streams: whether the answers are wanted while they grow.
             started: called once, when the request waits no longer.
             weight: what the request adds to `load` until it ends.
+            adapter: the name of the adapter that answers; None for the model as it is.
 
         Raises:
             EngineDown: the engine has failed.
@@ -111,11 +113,24 @@ class RemoteEngine:
             # an idle engine is silent
             self._heard = time.monotonic()
         self._count += 1
-        self._write(frame(Add(self._count, prompt, params, salt, streams)))
+        self._write(frame(Add(self._count, prompt, params, salt, streams, adapter)))
         call = RemoteCall(self._count, weight)
         self._calls[call.id], self._on_start[call.id] = call, started
         self.load += weight
         return call
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Loads an adapter from a folder, or with None unloads it.
+
+        Raises:
+            EngineRefused: the engine refuses it; the sentence says why.
+            EngineDown: the engine has failed.
+        """
+        self._check()
+        self._count += 1
+        done = self._changes[self._count] = asyncio.get_running_loop().create_future()
+        self._write(frame(ChangeAdapter(self._count, name, path)))
+        await done
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""
@@ -224,6 +239,17 @@ class RemoteEngine:
             self._started(id_)
         for news in step.news:
             self._tell(news)
+        for change in step.adapters:
+            self._end_change(change.id, None if change.reason is None else EngineRefused(change.reason))
+
+    def _end_change(self, id_: int, error: Exception | None) -> None:
+        done = self._changes.pop(id_)
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
 
     def _tell(self, news: News) -> None:
         call = self._calls.get(news.id)
@@ -256,6 +282,8 @@ class RemoteEngine:
         for call in list(self._calls.values()):
             self._ended(call.id)
             call.fail(EngineDown(cause))
+        for id_ in list(self._changes):
+            self._end_change(id_, EngineDown(cause))
         self.over.set()
         self.changed.set()
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,13 @@ from starlette.responses import FileResponse, Response
 from rooftile import __version__
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
+from rooftile.server.http.adapters import (
+    LoadAdapterForm,
+    UnloadAdapterForm,
+    check_may_change,
+    load_adapter,
+    unload_adapter,
+)
 from rooftile.server.http.anthropic.call import MessagesCall, count_request
 from rooftile.server.http.body import read_object
 from rooftile.server.http.embedding.routes import EmbeddingRoutes
@@ -95,6 +103,7 @@ class Routes:
             ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/ping", self.health),
             ("POST", "/ping", self.health), ("GET", "/version", self.version), ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter), ("POST", "/v1/unload_lora_adapter", self.unload_adapter),
             *EmbeddingRoutes(service, self._check_model, _seconds).table,
             *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
@@ -143,13 +152,28 @@ class Routes:
         return json_answer({"input_tokens": len(tokens)})
 
     async def models(self, request: Request) -> Response:
-        """Lists the one model."""
-        return json_answer({"object": "list", "data": [self._service.facts()]})
+        """Lists the model and its adapters."""
+        return json_answer({"object": "list", "data": [self._service.facts(), *self._service.adapter_facts()]})
 
     async def model(self, request: Request) -> Response:
-        """Describes the one model."""
-        self._check_model(request.path_params["name"])
-        return json_answer(self._service.facts())
+        """Describes the model, or an adapter."""
+        name = request.path_params["name"]
+        self._check_model(name)
+        return json_answer(next((each for each in self._service.adapter_facts() if each["id"] == name), self._service.facts()))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Loads an adapter from the server's folder of adapters."""
+        check_may_change(self._service)
+        form = await read_object(request, self._service.bodies, partial(read_form, LoadAdapterForm))
+        await load_adapter(self._service, form)
+        return json_answer({"loaded": form.lora_name})
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Unloads an adapter; answers that have begun end with it."""
+        check_may_change(self._service)
+        form = await read_object(request, self._service.bodies, partial(read_form, UnloadAdapterForm))
+        await unload_adapter(self._service, form)
+        return json_answer({"unloaded": form.lora_name})
 
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a prompt or of a conversation."""
@@ -215,7 +239,10 @@ class Routes:
 
         def read_generation(given: dict[str, Any]) -> GenerationRequest:
             self._check_model(given.get("model"))
-            return read(given, ready)
+            found = read(given, ready)
+            name = given.get("model")
+            found.adapter = name if isinstance(name, str) and name in service.adapters else None
+            return found
 
         began = time.monotonic()
         try:
@@ -226,7 +253,8 @@ class Routes:
         if service.settings.log_prompts:
             access.prompt = str(generation.messages or generation.prompts)
         responder = Responder(service, generation, access, deadline)
-        objects = Objects(access.id, service.settings.served_model_name, int(time.time()), chat=generation.chat)
+        name = generation.adapter or service.settings.served_model_name
+        objects = Objects(access.id, name, int(time.time()), chat=generation.chat)
         try:
             await unless_gone(request.receive, responder.begin())
             if generation.stream:
@@ -253,7 +281,7 @@ class Routes:
     def _check_model(self, name: object) -> None:
         own = self._service.settings.served_model_name
         # a name of another type is refused with the other fields
-        if isinstance(name, str) and name != own:
+        if isinstance(name, str) and name != own and name not in self._service.adapters:
             raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 

@@ -122,7 +122,8 @@ class Responder:
         for tokens, ticket in zip(self.tokens, self._tickets, strict=True):
             # noted one by one and before anything is waited for: whatever happens, `close` takes back what was sent
             call = engines.send(
-                tokens, generation.params, salt=salt, streams=generation.stream, answers=ticket.answers, started=ticket.start
+                tokens, generation.params, salt=salt, streams=generation.stream, answers=ticket.answers, started=ticket.start,
+                adapter=generation.adapter,
             )  # fmt: skip
             self._calls.append(call)
         await asyncio.gather(*(call.taken for call in self._calls))

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rooftile.server.http.adapters import LoadAdapterForm, UnloadAdapterForm
 from rooftile.server.http.anthropic.forms import CountForm, MessagesForm
 from rooftile.server.http.embedding.forms import EmbeddingForm, RerankForm, ScoreForm
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
@@ -20,10 +21,12 @@ _FORMS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/v1/embeddings", "Returns the vectors of texts.", EmbeddingForm),
     ("/v1/rerank", "Returns documents, those first that answer a query best.", RerankForm),
     ("/score", "Returns the scores of pairs of texts.", ScoreForm),
+    ("/v1/load_lora_adapter", "Loads an adapter.", LoadAdapterForm),
+    ("/v1/unload_lora_adapter", "Unloads an adapter.", UnloadAdapterForm),
     ("/tokenize", "Returns token ids.", TokenizeForm), ("/detokenize", "Returns text.", DetokenizeForm),
 )  # fmt: skip
 _PLAIN = (
-    ("/v1/models", "Lists the one model."), ("/v1/responses/{id}", "Returns a response that is kept."),
+    ("/v1/models", "Lists the model and its adapters."), ("/v1/responses/{id}", "Returns a response that is kept."),
     ("/health", "Says whether requests are answered."), ("/ping", "The same, also to POST."),
     ("/version", "Says which version answers."), ("/load", "Returns how many prompts wait or run."),
     ("/metrics", "Returns Prometheus's series."),

@@ -84,7 +84,9 @@ class Engine:
         add, started = _read_add(order), asyncio.Event()
         call: RemoteCall | None = None
         try:
-            call = self._engine.send(add.prompt, add.params, salt=add.salt, streams=add.streams, started=started.set)
+            call = self._engine.send(
+                add.prompt, add.params, salt=add.salt, streams=add.streams, started=started.set, adapter=add.adapter
+            )
             if kept:
                 self._wanted[name] = call, time.monotonic()
             await call.taken

@@ -70,20 +70,24 @@ class RayEngines:
 
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, answers: int = 1,
-        started: Callable[[], None] = lambda: None,
+        started: Callable[[], None] = lambda: None, adapter: str | None = None,
     ) -> RemoteCall:  # fmt: skip
         """Sends a prompt to one of the engines."""
         assert self.facts is not None
         self._count += 1
         call, size = RemoteCall(self._count), self.facts.block_size
-        blocks = blocks_of(prompt, salt, size) if self._shares_prefixes else []
-        order = msgspec.msgpack.encode(Add(0, prompt, params, salt, streams))
+        blocks = blocks_of(prompt, salt if adapter is None else f"{adapter}\0{salt}", size) if self._shares_prefixes else []
+        order = msgspec.msgpack.encode(Add(0, prompt, params, salt, streams, adapter))
         response = self._answer.remote(
             order, self._name(call), kept=hasattr(self._handle, "broadcast"), blocks=blocks, size=size,
             load=weight(len(prompt), answers),
         )  # fmt: skip
         self._calls[call] = asyncio.create_task(self._follow(call, response)), started
         return call
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Refuses: replicas come and go, and each has the adapters that it was started with."""
+        raise EngineRefused("on a cluster adapters are those of --adapter; start the server again with others")
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""

@@ -36,9 +36,12 @@ class Engines(Protocol):
 
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, answers: int = 1,
-        started: Callable[[], None] = lambda: None,
+        started: Callable[[], None] = lambda: None, adapter: str | None = None,
     ) -> RemoteCall:  # fmt: skip
         """Sends a prompt to one of the engines; see `RemoteEngine.send`. The caller must `leave` the call at the end."""
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Loads an adapter into all engines, or with None unloads it; if one refuses it, none has changed."""
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.observe.log import log
@@ -67,6 +68,15 @@ class Replica:
     def note_prompt(self, blocks: Sequence[int]) -> None:
         """Notes that the engine is sent a prompt with these blocks."""
         self._prefixes.add(blocks)
+
+    def note_adapter(self, name: str, path: str | None) -> None:
+        """Notes an adapter that was loaded, or with None unloaded: an engine that is started again has it, or has it not."""
+        adapters = adapters_of(self._settings.get("adapters"))
+        room = self._settings.get("max_adapters") or len(adapters)
+        found = {known: str(folder) for known, folder in adapters.items() if known != name}
+        if path is not None:
+            found[name] = path
+        self._settings = self._settings | {"adapters": found, "max_adapters": room}
 
     async def close(self) -> None:
         """Ends it."""

@@ -80,12 +80,13 @@ class Replicas:
 
     def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, answers: int = 1,
-        started: Callable[[], None] = lambda: None,
+        started: Callable[[], None] = lambda: None, adapter: str | None = None,
     ) -> RemoteCall:  # fmt: skip
         """Sends a prompt to one of the engines; see `RemoteEngine.send`. The caller must `leave` the call at the end.
 
         Args:
             answers: how many answers are computed.
+            adapter: the name of the adapter that answers, which has prefixes of its own.
 
         Raises:
             EngineDown: no engine answers.
@@ -93,12 +94,33 @@ class Replicas:
         there = self.answering
         if not there:
             raise EngineDown(self.cause)
-        chosen = self._choose(there, prompt, salt)
+        chosen = self._choose(there, prompt, salt if adapter is None else f"{adapter}\0{salt}")
         call = chosen.engine.send(
-            prompt, params, salt=salt, streams=streams, started=started, weight=weight(len(prompt), answers)
+            prompt, params, salt=salt, streams=streams, started=started, weight=weight(len(prompt), answers), adapter=adapter
         )  # fmt: skip
         self._engines[call] = chosen.engine
         return call
+
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Loads an adapter into all engines, or with None unloads it; if one refuses it, none has changed.
+
+        Raises:
+            EngineRefused: an engine refuses it.
+            EngineDown: an engine does not answer now.
+        """
+        there = [each for each in self.all if not each.out]
+        if not there or not all(each.engine.answers for each in there):
+            raise EngineDown("adapters change while all engines answer, and one does not")
+        ends = await asyncio.gather(*(each.engine.change_adapter(name, path) for each in there), return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        if errors:
+            changed = [each for each, end in zip(there, ends, strict=True) if end is None]
+            # one that was unloaded cannot fail elsewhere alone: all engines have the same
+            undone = (each.engine.change_adapter(name, None) for each in changed if path is not None)
+            await asyncio.gather(*undone, return_exceptions=True)
+            raise errors[0]
+        for each in self.all:
+            each.note_adapter(name, path)
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""

@@ -14,7 +14,7 @@ _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapters.safet
 SHOWN = 3
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_MERGE = "merge it once with peft, model.merge_and_unload().save_pretrained(new_folder), and give that folder"
+_MERGE = "or merge it once with peft, model.merge_and_unload().save_pretrained(new_folder), and give that folder"
 
 
 def check_folder(path: str | Path) -> Path:
@@ -30,11 +30,14 @@ def check_folder(path: str | Path) -> Path:
     adapters = [name for name in _ADAPTERS if (folder / name).is_file()]
     if adapters and config.is_file():
         raise InvalidInput(
-            f"{folder} has an adapter beside the model ({', '.join(adapters)}), and adapters are not read: {_MERGE}; "
-            "or move its files away"
+            f"{folder} has an adapter beside the model ({', '.join(adapters)}), which is not read there: move its files "
+            f"into a folder of their own, and give that as LLM(adapters={{name: folder}}) or --adapter name=folder, {_MERGE}"
         )
     if adapters:
-        raise InvalidInput(f"{folder} has an adapter{_base_of(folder)} and no model, and adapters are not read: {_MERGE}")
+        raise InvalidInput(
+            f"{folder} has an adapter{_base_of(folder)} and no model: give the model's folder, and this one as "
+            f"LLM(adapters={{name: folder}}) or --adapter name=folder, {_MERGE}"
+        )
     if not config.is_file():
         refuse_gguf(folder)
     if not folder.is_dir():

@@ -8,6 +8,7 @@
                    no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
     context        decode steps of a few requests with 1k to 128k tokens each: output tokens per second, and a sequence's memory
+    adapters       64 requests without adapters, and dealt out to 16 of rank 16: output tokens per second
     peers          the first requests of W1 on ours, then on Transformers on the same weights
 
 Weights are random, in bf16 on a GPU. On a CPU the idle time is absent: `--model tiny --device cpu --scale 0.03` tries the suite.
@@ -29,7 +30,7 @@ from rooftile.cost.session import Session
 from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
-from rooftile_lab.bench import contexts
+from rooftile_lab.bench import adapter_rates, contexts
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures
@@ -41,7 +42,7 @@ from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of
 from rooftile_lab.bench.workloads import Workload, named
 from rooftile_lab.bench.works import tidy, words_of_error
 
-PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "peers")
+PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "adapters", "peers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def measure(asked: EngineOptions, session: Session, say: Progress | None = None)
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
         "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "context": run.contexts,
-        "peers": run.peers,
+        "adapters": run.adapters, "peers": run.peers,
     }  # fmt: skip
     for part in PARTS:
         if part in asked.parts:
@@ -236,6 +237,19 @@ class _Run:
             yield self.row(name, [1e3 * ms for ms in taken], phase="decode", **spreads)
         del llm
         tidy(self.session.device)
+
+    def adapters(self) -> Iterator[Row]:
+        """A row for each way to answer the first requests of W1, each with its rate over the base's."""
+        self.close()
+        w1 = self.workloads["W1"]
+        share = replace(w1, requests=w1.requests[: adapter_rates.REQUESTS])
+        name, base = f"adapters-{len(share.requests)}x{adapter_rates.ADAPTERS}", None
+        for found in adapter_rates.rates(self.decoder, share, settings_of(share, self.decoder.config), self.asked.runs):
+            spreads = measured({"output_tok_s": [found.tokens / seconds for seconds in found.seconds]})
+            base = base or spreads["measures"]["output_tok_s"]
+            spreads["measures"]["over_base_ratio"] = figures(spreads["measures"]["output_tok_s"] / base)
+            samples = [1e6 * seconds for seconds in found.seconds]
+            yield self.row(name, samples, backend=f"rooftile, {found.way}", phase="serve", **spreads)
 
     def peers(self) -> Iterator[Row]:
         """Ours first; then a row for each peer. One that fails has a reason and no rate, and the others go on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from rooftile.engine.chat.tools.hermes import HermesReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonReader
 from rooftile.engine.chat.tools.mistral import MistralReader

@@ -9,7 +9,6 @@ from rooftile.engine.chat.parts import CallArguments, CallBroken, CallEnd, CallS
 from rooftile.engine.chat.tools.cursor import SPACES, Cursor, Reading, Unreadable, held_of
 from rooftile.engine.chat.tools.tool import NAME, Tool
 
-
 PIECE = 2048
 
 
@@ -71,8 +70,8 @@ class CallReader:
 
     def begin_without_mark(self) -> Reading[bool]:
         """Tells whether the answer begins with a call that no mark announces."""
+        yield from ()
         return False
-        yield
 
     def start(self, name: str, known: Collection[str] | None = None) -> CallStart:
         """Begins a call.

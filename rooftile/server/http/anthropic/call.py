@@ -47,7 +47,10 @@ class MessagesCall:
         Raises:
             Refusal: a field is wrong, in this route's words.
         """
-        return _request(read_form(MessagesForm, given), ready)
+        form = read_form(MessagesForm, given)
+        # the model, or an adapter
+        self._head["model"] = form.model or self._head["model"]
+        return _request(form, ready)
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the message of a chat's whole answer."""

@@ -63,6 +63,8 @@ class GenerationRequest:
     """Whether a prompt's text gets the tokens that the checkpoint puts around texts; a chat template writes them itself."""
     returns_ids: bool = False
     """Whether the client wants the token ids of prompts and answers."""
+    adapter: str | None = None
+    """The adapter that the client has named as its model."""
     names: dict[str, str] = field(default_factory=dict)
     """The fields that the client has sent, by the library's names for them."""
     echo: bool = False

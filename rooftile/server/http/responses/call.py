@@ -61,6 +61,7 @@ class ResponsesCall:
             Refusal: a field is wrong, in this route's words.
         """
         form = read_form(ResponseForm, given)
+        self._head["model"] = form.model or self._head["model"]
         self._given = {name: default if given.get(name) is None else given[name] for name, default in _REPEATED.items()}
         before = []
         if form.previous_response_id is not None:

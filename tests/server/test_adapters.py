@@ -1,0 +1,149 @@
+"""Adapters behind a server: chosen by the model's name, loaded and unloaded by clients with a key, from one folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from rooftile.engine import LLM, SamplingParams
+from rooftile.errors import InvalidInput
+from rooftile.server.keys import Keys
+from rooftile.server.replicas.replica import Replica
+from rooftile.server.settings import ServerSettings
+from tests.engine.made_adapters import merged, write_adapter
+from tests.server.live import Server
+from tests.server.small import KEY, LINE, OTHER, OTHER_LINE
+
+PROMPT, PARAMS = "The roof is tiled", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+ASKED = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+class Adapted:
+    """A server with two slots and one adapter, and what the models with merged adapters answer."""
+
+    def __init__(self, base: Path, folder: Path) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        self.root = folder / "may load"
+        self.added = {
+            name: write_adapter(self.root / name, model, ("q_proj", "down_proj"), 4, seed=seed) for seed, name in enumerate("abc")
+        }
+        self.due: dict[str | None, str] = {}
+        for name in (None, "a", "b"):
+            served = base if name is None else self._merged(base, model, name, folder)
+            llm = LLM(served, device="cpu", max_model_len=64, num_blocks=20)
+            self.due[name] = llm.generate(PROMPT, PARAMS)[0].outputs[0].text
+        assert len({*self.due.values()}) == 3
+        (folder / "keys").write_text(f"{LINE}\n{OTHER_LINE}\n")
+        self.server = Server(
+            base, "--adapter", f"a={self.root / 'a'}", "--max-adapters", "2", "--adapter-folder", str(self.root),
+            "--api-key-file", str(folder / "keys"),
+        )  # fmt: skip
+        self.server.client.headers["Authorization"] = f"Bearer {KEY}"
+
+    def _merged(self, base: Path, model: Any, name: str, folder: Path) -> Path:
+        path = shutil.copytree(base, folder / f"merged {name}")
+        return merged(model, self.added[name], path)
+
+    def text(self, model: str) -> str:
+        answer = self.server.complete(**ASKED, model=model)
+        assert answer["model"] == model
+        return answer["choices"][0]["text"]
+
+    def refused(self, path: str, **fields: Any) -> tuple[int, str]:
+        answer = self.server.post(path, **fields)
+        return answer.status_code, answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    made = Adapted(folder, tmp_path_factory.mktemp("adapters"))
+    with made.server:
+        yield made
+
+
+def test_the_model_s_name_chooses(adapted) -> None:
+    server = adapted.server
+    assert adapted.text(server.name) == adapted.due[None]
+    assert adapted.text("a") == adapted.due["a"]
+    base, adapter = server.client.get("/v1/models").json()["data"]
+    assert (base["id"], adapter["id"], adapter["parent"]) == (server.name, "a", server.name)
+    assert adapter["root"] == str(adapted.root / "a")
+    assert server.client.get("/v1/models/a").json() == adapter
+    assert adapted.refused("/v1/completions", model="b", prompt="a")[0] == 404
+    chat = {"messages": [{"role": "user", "content": "tile"}], "max_tokens": 3}
+    for path, fields in (("/v1/messages", chat), ("/v1/responses", {"input": "tile", "max_output_tokens": 16})):
+        answer = server.post(path, model="a", **fields)
+        assert (answer.status_code, answer.json()["model"]) == (200, "a"), answer.text
+
+
+def test_clients_load_and_unload(adapted) -> None:
+    server = adapted.server
+    for _ in range(2):
+        answer = server.post("/v1/load_lora_adapter", lora_name="new", lora_path="b")
+        assert (answer.status_code, answer.json()) == (200, {"loaded": "new"})
+        assert adapted.text("new") == adapted.due["b"]
+        assert adapted.refused("/v1/load_lora_adapter", lora_name="new", lora_path="b")[1].startswith(
+            "an adapter 'new' is loaded"
+        )
+        assert adapted.refused("/v1/load_lora_adapter", lora_name="more", lora_path="c")[1].startswith("all 2 slots for adapters")
+        answer = server.post("/v1/unload_lora_adapter", lora_name="new")
+        assert (answer.status_code, answer.json()) == (200, {"unloaded": "new"})
+        assert adapted.refused("/v1/completions", model="new", prompt="a")[0] == 404
+        assert adapted.refused("/v1/unload_lora_adapter", lora_name="new") == (404, "there is no adapter 'new'")
+    assert adapted.text("a") == adapted.due["a"]
+
+
+def test_no_client_reads_another_folder(adapted, folder: Path) -> None:
+    os.symlink(folder, adapted.root / "link")
+    for path in ("..", "", ".", "/etc", "../keys", "b/../..", str(folder), "link", "\0", "b\0"):
+        assert adapted.refused("/v1/load_lora_adapter", lora_name="x", lora_path=path)[0] == 400
+        assert "must be below --adapter-folder" in adapted.refused("/v1/load_lora_adapter", lora_name="x", lora_path=path)[1]
+    assert adapted.refused("/v1/load_lora_adapter", lora_name="x", lora_path="none")[1].startswith(
+        "none is not a folder; give one"
+    )
+    for name in ("", "a\nb", adapted.server.name):
+        assert adapted.refused("/v1/load_lora_adapter", lora_name=name, lora_path="b")[0] == 400
+    assert adapted.refused("/v1/load_lora_adapter", lora_name="x" * 999, lora_path="b")[0] == 400
+    assert adapted.refused("/v1/load_lora_adapter", lora_name="x", lora_path="b", lora_int_id=3)[0] == 400
+    headers = {"Authorization": "Bearer wrong"}
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert adapted.server.client.post(path, json={"lora_name": "a", "lora_path": "a"}, headers=headers).status_code == 401
+    assert adapted.text("a") == adapted.due["a"]
+    # keys share no prefixes, and adapters neither
+    assert adapted.server.client.get("/v1/models", headers={"Authorization": f"Bearer {OTHER}"}).status_code == 200
+
+
+def test_a_server_without_a_folder_or_keys_loads_nothing(server) -> None:
+    for path, fields in (("load", {"lora_name": "x", "lora_path": "/etc"}), ("unload", {"lora_name": "x"})):
+        answer = server.post(f"/v1/{path}_lora_adapter", **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(
+            "adapters cannot be loaded or unloaded: the server has no --adapter-f"
+        )
+
+
+def test_settings(folder: Path, tmp_path: Path) -> None:
+    keys = Keys(dict([LINE.split(":")]))
+    for wrong, sentence in (
+        ({"adapter_folder": tmp_path}, "--adapter-folder is given and no key"),
+        ({"adapter_folder": tmp_path / "none", "keys": keys}, "which is no folder; make it first"),
+        ({"engine": {"adapters": {"tiny": str(tmp_path)}}}, "--adapter has 'tiny', which is the model's name"),
+    ):
+        with pytest.raises(InvalidInput, match=sentence):
+            ServerSettings(model=str(folder), **wrong)
+
+
+def test_an_engine_that_starts_again_has_what_was_loaded(tmp_path: Path) -> None:
+    replica = Replica.__new__(Replica)
+    replica._settings = {"model": "m", "adapters": [f"a={tmp_path}"], "max_adapters": 3}
+    replica.note_adapter("b", str(tmp_path))
+    replica.note_adapter("a", None)
+    assert replica._settings == {"model": "m", "adapters": {"b": str(tmp_path)}, "max_adapters": 3}
+    replica._settings = {"adapters": {"a": str(tmp_path)}}
+    replica.note_adapter("a", None)
+    assert replica._settings == {"adapters": {}, "max_adapters": 1}
