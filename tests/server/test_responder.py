@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from rooftile.engine.chat.parts import PlainReader
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.admission import Admission
 from rooftile.server.engine.calls import EngineRefused, RemoteCall
 from rooftile.server.engine.messages import AnswerPiece, News, StepNews
 from rooftile.server.engine.remote import RemoteEngine
+from rooftile.server.http.openai.chat_answers import ChatReaders
 from rooftile.server.http.openai.generation import GenerationRequest
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.responder import Responder
@@ -132,7 +134,7 @@ def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted(
     async def test() -> None:
         responder = made(FakeEngine(), prompts=1)
         responder.generation.n, responder.generation.chat = 2, True
-        responder.tokens = [[5]]
+        responder.tokens, responder._readers = [[5]], ChatReaders(lambda place: PlainReader(), lambda answer, place: None)
         (call,) = responder._calls = [RemoteCall(0)]
         access = responder._access
         events = events_of(chunks_of(responder, Objects("abc", "tiny", 0, chat=True)), access)
