@@ -64,6 +64,7 @@ tables: $(READY) ## rewrite the generated tables, figures and outputs of the REA
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_entrance.py
+	$(BIN)/python scripts/write_vllm.py
 	$(BIN)/python scripts/write_recorded_prices.py
 	$(BIN)/python scripts/write_figures.py
 	$(BIN)/python scripts/write_hopper_kernels.py

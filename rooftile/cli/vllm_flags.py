@@ -32,7 +32,7 @@ SERVER_REFUSED = {
     "enable_log_outputs": Refused((False,), _LOG),
     "enable_prompt_tokens_details": Refused((True,), "usage always has prompt_tokens_details"),
     "enable_request_id_headers": Refused((True,), "answers always have X-Request-Id"),
-    "enable_server_load_tracking": Refused((False,), "/metrics has num_requests_running and num_requests_waiting"),
+    "enable_server_load_tracking": Refused((False, True), "/load always says how many prompts wait or run"),
     "enable_ssl_refresh": Refused((False,), _TLS),
     "enable_tokenizer_info_endpoint": Refused((False,), "/tokenize and /detokenize are there"),
     "exclude_tools_when_tool_choice_none": Refused((False, True), _TOOLS),

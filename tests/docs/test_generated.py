@@ -36,6 +36,7 @@ def checked(script: str) -> subprocess.CompletedProcess[str]:
         ("write_operators.py", "docs/reference/operators.md"),
         ("write_transformers_models.py", "docs/reference/transformers-models.md"),
         ("write_entrance.py", "README.md"),
+        ("write_vllm.py", "docs/reference/vllm.md"),
     ],
 )
 def test_running_the_script_changes_nothing(script, page):
