@@ -29,8 +29,8 @@ OWN = ("beam_width", "early_stopping", "enable_thinking", "best_of")
 HEAD = """# Names of vLLM
 
 This page says what becomes of each keyword, flag and field: it is taken as it is, by another word, or refused with the reason.
-Values in brackets ask for what happens anyway, and are taken. `scripts/write_vllm.py` writes the page from the tables that the library
-itself reads; [coming from vLLM](../coming-from/vllm.md) has the usual lines side by side.
+Values in brackets ask for what happens anyway, and are taken. `scripts/write_vllm.py` writes the page from the tables that the
+library itself reads; [coming from vLLM](../coming-from/vllm.md) has the usual lines side by side.
 """
 
 
