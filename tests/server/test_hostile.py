@@ -189,13 +189,13 @@ def test_forms_of_the_schema_with_odd_values(server, count: int) -> None:
                    .rpartition("/")[2]]["properties"])
         for path, way in document["paths"].items() if "post" in way
     }  # fmt: skip
-    assert forms.keys() == ROUTES.keys()
+    assert forms.keys() >= ROUTES.keys()
     before = psutil.Process(server.process.pid).memory_info().rss
 
     async def some(client: httpx.AsyncClient) -> Counter[int]:
         seen: Counter[int] = Counter()
         for _ in range(count // 10):
-            path = rng.choice(list(forms))
+            path = rng.choice(list(ROUTES))
             fields = {name: rng.choice(ODD) for name in rng.sample(forms[path], min(len(forms[path]), rng.randrange(1, 4)))}
             answer = await client.post(path, json=ROUTES[path] | fields)
             seen[answer.status_code] += 1
