@@ -25,24 +25,22 @@ def test_no_request_starves(seed: int) -> None:
     due: dict[int, int] = {}
     begun, number = 0, 0
     for _ in range(2000):
-        for _ in range(rng.choice((0, 1, 1, 2)) if len(queue) < 12 else 0):
-            # no request that comes is less urgent than those that wait
-            priority = rng.choice((5, 5, -number, -number))
+        while len(queue) < rng.randrange(2, 12):
+            # most requests that come are more urgent than all that wait
+            priority = 5 if rng.random() < 0.2 else -number
             due[number] = begun + (len(queue) + 1) * (OVERTAKING + 1)
             queue.add(request_of(number, priority))
             number += 1
-        if not queue:
-            continue
         head = queue.head()
         assert queue.head() is head
+        queue.note_begun(head)
         if rng.random() < 0.1:
-            # it has run, and was preempted
-            queue.note_begun(head)
+            # it was preempted
             queue.add(head)
         else:
-            queue.note_begun(head)
-            assert begun <= due.pop(head.id)
             begun += 1
+            del due[head.id]
+        assert begun <= min(due.values(), default=begun)
     assert len(due) == len(queue)
     assert begun > 1000
 
