@@ -12,6 +12,7 @@ import typer
 
 from rooftile.cli.engine_flags import takes_engine_flags
 from rooftile.cli.output import JsonOption, print_json, progress
+from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.ranks.machines import telling_ranks
 from rooftile.errors import InvalidInput
 
@@ -64,6 +65,9 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         beam_width=beam_width, stop=stop or (),
     )  # fmt: skip
+    adapters = list(adapters_of(settings.get("adapters")))
+    if len(adapters) > 1:
+        raise InvalidInput(f"--adapter is given {len(adapters)} times; one adapter answers all prompts here: give one")
     with telling_ranks(settings.get("tensor_parallel_size", 1)):
         folder = find_folder(model, download=settings.get("download", False))
     # all that can be refused without torch is refused by now, before its import and the model's
@@ -75,7 +79,7 @@ def generate(
     with progress() as say:
         say(f"reading {model}")
         llm = LLM(folder, **settings)
-    run = _Run(llm, prompts, params, chat=chat)
+    run = _Run(llm, prompts, params, chat=chat, adapter=adapters[0] if adapters else None)
     if json:
         with progress() as say:
             run.go(lambda: say(f"{run.tokens:,} tokens"))
@@ -89,8 +93,11 @@ def generate(
 class _Run:
     """Runs all prompts together; holds the latest output of each, and the time."""
 
-    def __init__(self, llm: LLM, prompts: Sequence[str], params: SamplingParams, *, chat: bool) -> None:
+    def __init__(
+        self, llm: LLM, prompts: Sequence[str], params: SamplingParams, *, chat: bool, adapter: str | None = None
+    ) -> None:  # fmt: skip
         self.llm = llm
+        self.adapter = adapter
         self.prompts = prompts
         self.params = params
         self.outputs: dict[int, RequestOutput] = {}
@@ -102,7 +109,7 @@ class _Run:
     def go(self, changed: Callable[[], None]) -> None:
         """Runs to the end; calls `changed` after each new output."""
         start = time.perf_counter()
-        for place, output in self.llm.stream(self._asked, self.params):
+        for place, output in self.llm.stream(self._asked, self.params, adapter=self.adapter):
             if output.error is not None:
                 which = f"prompt {place + 1}: " if len(self.prompts) > 1 else ""
                 raise InvalidInput(which + output.error)

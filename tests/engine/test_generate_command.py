@@ -15,6 +15,7 @@ import transformers
 from rooftile.cli import main
 from rooftile.engine import LLM, SamplingParams
 from tests.engine.folders import save
+from tests.engine.made_adapters import write_adapter
 from tests.models.checkpoints import SMALL, saved
 
 FEW = ("--device", "cpu", "--max-model-len", "64", "--num-blocks", "40", "--max-tokens", "12")
@@ -182,3 +183,19 @@ def test_a_users_mistake(gone, put, words, sentence: str, run, folder: Path, tmp
     assert (code, out) == (2, "")
     assert err.startswith("rooftile: " + sentence.format(copy))
     assert err.count("\n") == 1
+
+
+def test_an_adapter_answers(run, folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    write_adapter(tmp_path / "one", model, ("q_proj", "down_proj"), 4)
+    words = (str(folder), "-p", "the roof", "--max-tokens", "9", "--temperature", "0", "--device", "cpu")
+    one = f"one={tmp_path / 'one'}"
+    (_, plain, _), (code, found, said) = run(*words), run(*words, "--adapter", one)
+    assert code == 0, said
+    due = LLM(folder, device="cpu", adapters=[one]).generate(
+        "the roof", SamplingParams(temperature=0, max_tokens=9), adapter="one"
+    )
+    assert due[0].outputs[0].text.strip() in found
+    assert found != plain
+    code, _, said = run(*words, "--adapter", one, "--adapter", f"two={tmp_path / 'one'}")
+    assert (code, "--adapter is given 2 times; one adapter answers all prompts here" in said) == (2, True)
