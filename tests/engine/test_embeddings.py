@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch import Tensor
 from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.embedding.embedder import batches
 from rooftile.engine.embedding.folder import POOLINGS
+from rooftile.engine.embedding.packed import PackedDecoder
 from rooftile.engine.embedding.pooling import pool
 from rooftile.engine.embedding.reading import ReadText
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models import Decoder
 from tests.engine.embedding_folders import (
     LONGEST,
     PROMPTS,
@@ -31,6 +33,7 @@ from tests.engine.embedding_folders import (
     tokenizer,
     written,
 )
+from tests.models.checkpoints import prompts, saved, theirs
 
 MEAN = ("Pooling", {"pooling_mode_mean_tokens": True})
 LAST = ("Pooling", {"pooling_mode": "lasttoken"})
@@ -282,3 +285,15 @@ def test_a_warm_up_runs_texts_of_all_kinds_and_changes_nothing(tmp_path: Path) -
     llm.embedding.embedder.warm_up(LONGEST)
     assert seen == [1, 32, 7, LONGEST]
     assert torch.equal(vectors(llm, TEXTS), before)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss"])
+@torch.inference_mode()
+def test_a_packed_decoder_has_windows_softcaps_and_sinks(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    packed = PackedDecoder(Decoder.from_folder(saved(model, tmp_path), headless=True))
+    several = prompts()
+    cu = torch.tensor([0, *accumulate(map(len, several))], dtype=torch.int32)
+    hidden = packed(torch.cat(several), cu).split([len(each) for each in several])
+    for tokens, ours in zip(several, hidden, strict=True):
+        torch.testing.assert_close(ours, model.base_model(tokens[None]).last_hidden_state[0], atol=2e-5, rtol=2e-5)

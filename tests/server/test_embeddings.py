@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rooftile.engine import LLM
 from rooftile.server.http.embedding.call import vectors_of
 from rooftile.server.refusals import Refusal
 from tests.engine.embedding_folders import LONGEST, PROMPTS, TEXTS, described, encoder_folder, tokenizer
-from tests.server.live import Server
+from tests.server.live import PATIENCE_S, Server
 from tests.server.small import KEY, LINE
 
 SHORT = TEXTS[:4]
@@ -48,7 +49,7 @@ def embedding(place: Path):
 def ranking(cross: Path, tmp_path_factory: pytest.TempPathFactory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{LINE}\n")
-    with Server(cross, *ROOM, "--api-key-file", str(keys)) as made:
+    with Server(cross, *ROOM, "--api-key-file", str(keys), "--max-per-key", "1") as made:
         yield made
 
 
@@ -200,4 +201,8 @@ def test_the_queue_is_bounded_and_a_client_that_leaves_frees_its_place(embedding
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{embedding.url}/v1/embeddings", json=body, timeout=httpx.Timeout(10, read=0.05), trust_env=False)
     assert found(embedding.post("/v1/embeddings", input="the roof")).shape == (1, 32)
-    assert 'num_requests_waiting{model_name="tiny"} 0.0' in embedding.client.get("/metrics").text
+    # the one that has left is noticed a moment later
+    until = time.monotonic() + PATIENCE_S
+    while 'num_requests_waiting{model_name="tiny"} 0.0' not in (text := embedding.client.get("/metrics").text):
+        assert time.monotonic() < until, text
+        time.sleep(0.05)
