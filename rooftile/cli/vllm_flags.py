@@ -8,7 +8,7 @@ from __future__ import annotations
 from rooftile.runtime.words import Refused
 
 _TLS = "the server speaks plain HTTP; let a proxy end TLS"
-_TOOLS = "there are no tools; ask for JSON with response_format"
+_TOOLS = "tools of a request are read, and their calls by the syntax of --tool-call-parser"
 _CORS = "an allowed origin may send what the server reads; --allowed-origins names the origins"
 _LOG = "the log has a line per request; --json makes JSON lines, and --log-prompts adds prompts"
 _HTTP = "the limits of a message are fixed; rooftile/server/limits.py lists them"
@@ -27,7 +27,7 @@ SERVER_REFUSED = {
     "disable_frontend_multiprocessing": Refused((False,), "the engine always runs in a process of its own"),
     "disable_log_requests": Refused((), _LOG),
     "disable_uvicorn_access_log": Refused((True,), _LOG),
-    "enable_auto_tool_choice": Refused((False,), _TOOLS),
+    "enable_auto_tool_choice": Refused((True,), _TOOLS),
     "enable_force_include_usage": Refused((False,), 'a stream has its usage with stream_options: {"include_usage": true}'),
     "enable_log_outputs": Refused((False,), _LOG),
     "enable_prompt_tokens_details": Refused((True,), "usage always has prompt_tokens_details"),
@@ -53,7 +53,6 @@ SERVER_REFUSED = {
     "ssl_certfile": Refused((), _TLS),
     "ssl_ciphers": Refused((), _TLS),
     "ssl_keyfile": Refused((), _TLS),
-    "tool_call_parser": Refused((), _TOOLS),
     "tool_parser_plugin": Refused(("",), _TOOLS),
     "tool_server": Refused((), _TOOLS),
     "tokens_only": Refused((False,), "a prompt may be text or token ids"),

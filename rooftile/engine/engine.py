@@ -11,6 +11,7 @@ from random import Random, SystemRandom
 
 from rooftile.engine.adapters.adapters import Adapters
 from rooftile.engine.chat.thought_formats import AUTO, choose_format
+from rooftile.engine.chat.tools.choose import choose_syntax
 from rooftile.engine.requests.output import RequestOutput, output_of
 from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
 from rooftile.engine.sampling.beam_search import BeamSearch
@@ -47,12 +48,14 @@ class Engine:
         states: the rows of states; None if no layer has a state.
         state_every: the tokens of a prompt between two states that are kept.
         reasoning_parser: how the model marks its thoughts (see `choose_format`).
+        tool_call_parser: how the model writes calls (see `choose_syntax`).
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
         tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
         states: StateRows | None = None, state_every: int = 8192, reasoning_parser: str = AUTO,
+        tool_call_parser: str = AUTO,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
@@ -73,6 +76,8 @@ class Engine:
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
         self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, reasoning_parser)
+        self.calls = None if tokenizer is None else choose_syntax(tokenizer.template, tool_call_parser)
+        self.tool_call_parser = tool_call_parser
         """How the model marks its thoughts; None if it does not."""
         self._ahead = runner.device.type == "cuda"
         self._in_flight: Result | None = None

@@ -11,7 +11,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from rooftile.engine.chat.read_outputs import read_thoughts, with_special_tokens
+from rooftile.engine.chat.read_outputs import answering, read_answers
+from rooftile.engine.chat.tools.choose import required_grammar, why_no_syntax
+from rooftile.engine.chat.tools.use import read_use
 from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
 from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
 from rooftile.engine.engine import Engine
@@ -96,6 +98,8 @@ class LLM:
         reasoning_parser: how the model marks its thoughts, in answers of `chat`: "auto" looks at the chat template, "none" leaves
             them in the text; "think" (<think>), "granite", "mistral", "gemma4", "seed_oss", "minimax_m3", "apriel", or a name of
             vLLM's for one of these.
+        tool_call_parser: how the model writes calls of functions, in answers of `chat` with tools: "auto" looks at the chat
+            template; "hermes", "llama3_json", "mistral"; "none" reads no calls.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
@@ -142,6 +146,7 @@ class LLM:
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, chat_template: str | Path | None = None, reasoning_parser: str = "auto",
+        tool_call_parser: str = "auto",
         download: bool = False,
         generation_config: Literal["auto", "none"] = "auto", approximate: Approximation | str | Path | None = None,
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
@@ -156,7 +161,7 @@ class LLM:
             enable_expert_parallel=enable_expert_parallel, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, chat_template=chat_template,
-            reasoning_parser=reasoning_parser, download=download,
+            reasoning_parser=reasoning_parser, tool_call_parser=tool_call_parser, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
             state_every=state_every, state_share=state_share, task=task, adapters=adapters, max_adapters=max_adapters,
             max_adapter_rank=max_adapter_rank,
@@ -239,7 +244,8 @@ class LLM:
         self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | Sequence[str | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None, adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers conversations, which the checkpoint's chat template writes.
@@ -251,29 +257,43 @@ class LLM:
                 continue_final_message is set.
             continue_final_message: whether a prompt ends in the text of its last message, the assistant's, which is continued.
             chat_template_kwargs: variables that the template reads, as {"enable_thinking": False}.
+            tools: functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name", "parameters"}}.
+            tool_choice: "auto" (None) lets the model decide, "none" forbids calls, "required" makes the answer a call, and
+                {"type": "function", "function": {"name"}} one of that function; such calls follow the functions' schemas.
 
         Returns:
-            One RequestOutput per conversation, in their order. If the model marks its thoughts (reasoning_parser), each answer
-            has them in `reasoning`, and the rest of its text in `content`; marks that are special tokens are in the text, too.
+            One RequestOutput per conversation, in their order. If the model marks its thoughts (reasoning_parser), or has tools,
+            each answer has thoughts in `reasoning`, calls in `tool_calls`, and the rest of its text in `content`; marks that are
+            special tokens are in the text, too.
 
         Raises:
-            InvalidInput: there is no tokenizer or chat template, or it refuses these messages, or does not read a variable.
+            InvalidInput: there is no tokenizer or chat template, or it refuses these messages, or does not read a variable; or
+                the way in which the model writes calls is not known.
         """
         tokenizer = self.get_tokenizer()
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
+        self._check_generates()
+        form, syntax, use = self.engine.thoughts, self.engine.calls, read_use(tools, tool_choice)
+        if use is not None and syntax is None:
+            raise InvalidInput(why_no_syntax(self.engine.tool_call_parser))
+        given = None if use is None else [dict(tool.given) for tool in use.tools]
         prompts = [
-            tokenizer.chat(each, opens, continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs)
+            tokenizer.chat(
+                each, opens, continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs, tools=given
+            )
             for each in cast("Any", [messages] if one else messages)
         ]
-        self._check_generates()
-        form = self.engine.thoughts
-        if form is not None and form.spells_special(tokenizer):
-            sampling_params = with_special_tokens(sampling_params or self.get_default_sampling_params())
+        marks = tokenizer.special_tokens(
+            (*(() if form is None else form.marks), *(() if use is None or syntax is None else syntax.reader.marks()))
+        )
+        grammar = None if use is None or syntax is None else required_grammar(syntax, use)
+        if marks or grammar is not None:
+            sampling_params = answering(sampling_params or self.get_default_sampling_params(), marks, grammar)
         outputs = self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
-        if form is not None:
+        if form is not None or use is not None:
             for output in outputs:
-                read_thoughts(output, tokenizer, form)
+                read_answers(output, tokenizer, form, syntax, use)
         return outputs
 
     @answers_with(ASKED)

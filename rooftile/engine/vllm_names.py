@@ -9,7 +9,7 @@ from rooftile.engine.settings.table import SETTINGS
 from rooftile.runtime.words import Refused
 
 _RANKS = "tensor_parallel_size alone splits a model, over processes that are started here or by torchrun"
-_CONTEXT = "context_parallel_size deals out contexts, to GPUs of their own and not to those of tensor_parallel_size"
+_CONTEXT = "context_parallel_size deals out contexts, to GPUs of their own, which tensor_parallel_size does not count"
 _TEXT = "an LLM reads text and tokens"
 _LOGITS = "choose tokens with structured, allowed_token_ids, bad_words or logit_bias"
 _OUTPUTS = "stream yields whole outputs, and generate the last ones"
@@ -156,7 +156,6 @@ GENERATE_WORDS = {
     "prompt_token_ids": 'a prompt may be token ids, or {"prompt_token_ids": ids}',
     "request_id": "leave it out: an output has its number, and leaving the loop aborts a request",
     "tokenization_kwargs": "encode the prompt, and give its token ids",
-    "tools": "there are no tools; ask for JSON with SamplingParams(structured=...)",
 }
 SAMPLING_RENAMED = {"include_stop_str_in_output": "include_stop", "structured_outputs": "structured"}
 SAMPLING_REFUSED = {

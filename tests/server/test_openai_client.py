@@ -115,8 +115,8 @@ def test_an_answers_message_goes_back_in_the_next_turn(client) -> None:
         for again in ({"role": "assistant", "content": said.content}, said, said.model_dump())
     ]
     assert found[0] == found[1] == found[2]
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls is not supported: there are no tools"):
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]
+    with pytest.raises(openai.BadRequestError, match=r"function.arguments is \[\]; must be a JSON object as text"):
         client.chat.completions.create(**asked, messages=[MESSAGES[0], said.model_dump() | {"tool_calls": calls}])
 
 

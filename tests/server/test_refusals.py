@@ -115,8 +115,6 @@ def test_unknown_fields_inside_of_others_are_refused(server) -> None:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        (CHATS, {"tools": [{"type": "function"}]}),
-        (CHATS, {"tool_choice": "required"}),
         (CHATS, {"functions": [{}]}),
         (CHATS, {"audio": {}}),
         (CHATS, {"modalities": ["audio"]}),

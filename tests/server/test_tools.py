@@ -8,7 +8,9 @@ import re
 import openai
 import pytest
 
-from tests.server.tools import ADD, WEATHER, hermes_call, tools_server
+from rooftile.engine import LLM, SamplingParams
+from rooftile.errors import InvalidInput
+from tests.server.tools import ADD, HERMES, WEATHER, hermes_call, tools_server
 
 ASK = [{"role": "user", "content": "How warm?"}]
 CALL = hermes_call("weather", city="Kiel", days=2)
@@ -77,6 +79,24 @@ def test_a_stream_has_the_parts_of_the_whole(client, server) -> None:
     assert len({call[0] for call in calls}) == 2
 
 
+def test_a_call_that_is_required_follows_a_schema(client, server) -> None:
+    """The script begins a text, and the grammar leaves it no choice but a call."""
+    server.say(("", "I would rather talk."))
+    for choice, names in (("required", {"weather", "add"}), ({"type": "function", "function": {"name": "add"}}, {"add"})):
+        for several in (openai.omit, False):
+            (found,) = create(client, tool_choice=choice, parallel_tool_calls=several, max_tokens=400, seed=3).choices
+            if found.finish_reason == "length":
+                continue
+            assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+            assert {call.function.name for call in found.message.tool_calls} <= names
+            assert len(found.message.tool_calls) == 1 or several is openai.omit
+            for call in found.message.tool_calls:
+                due = {"weather": {"city"}, "add": {"a", "b"}}[call.function.name]
+                assert json.loads(call.function.arguments).keys() >= due
+    with pytest.raises(openai.BadRequestError, match="only an answer that must be a call is held to one"):
+        create(client, parallel_tool_calls=False)
+
+
 def test_a_loop_of_two_calls_ends_in_an_answer(client, server) -> None:
     results = {"weather": lambda city, days=1: f"{city}: 7 degrees", "add": lambda a, b: str(a + b)}
     server.say(
@@ -132,11 +152,23 @@ FUNCTION = WEATHER["function"]
         ({"tools": {}}, "tools is of type dict; must be a list of functions"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\] is .*web_search"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\] has no function"),
-        ({"tools": [{"type": "function", "function": FUNCTION | {"name": "a\nb"}}]}, r"tools\[0\].function.name is 'a\\nb'; must be"),
+        (
+            {"tools": [{"type": "function", "function": FUNCTION | {"name": "a\nb"}}]},
+            r"tools\[0\].function.name is 'a\\nb'; must be",
+        ),
         ({"tools": [{"type": "function", "function": FUNCTION | {"name": "x" * 65}}]}, r"tools\[0\].function.name is .*1 to 64"),
-        ({"tools": [{"type": "function", "function": FUNCTION | {"parameters": []}}]}, r"parameters is \[\]; must be a JSON schema"),
-        ({"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"type": "array"}}}]}, "type is 'array'; must be object"),
-        ({"tools": [{"type": "function", "function": FUNCTION | {"description": "x" * 300_000}}]}, "tools has 300,.* bytes; may have"),
+        (
+            {"tools": [{"type": "function", "function": FUNCTION | {"parameters": []}}]},
+            r"parameters is \[\]; must be a JSON schema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"type": "array"}}}]},
+            "type is 'array'; must be object",
+        ),
+        (
+            {"tools": [{"type": "function", "function": FUNCTION | {"description": "x" * 300_000}}]},
+            "tools has 300,.* bytes; may have",
+        ),
         ({"tools": [{"type": "function", "function": FUNCTION | {"x": 1}}]}, r"tools\[0\].function has 'x'; has name"),
         ({"tool_choice": "any"}, "tool_choice is 'any'; must be none, auto, required, or"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice names 'sub', which is none of tools"),
@@ -189,3 +221,31 @@ def test_hostile_messages_are_refused_in_a_sentence(server, message, why) -> Non
     answer = server.post("/v1/chat/completions", {"messages": [*ASK, message], "tools": [WEATHER]})
     assert answer.status_code == 400, answer.text
     assert re.search(why, answer.json()["error"]["message"]), answer.json()["error"]["message"]
+
+
+def test_an_llm_calls_functions(folder) -> None:
+    llm = LLM(folder, device="cpu", chat_template=HERMES, max_model_len=2048, num_blocks=400)
+    found = {}
+    for seed in range(4):
+        params = SamplingParams(max_tokens=500, seed=seed)
+        (output,) = llm.chat(ASK, params, tools=[WEATHER, ADD], tool_choice="required")
+        (answer,) = output.outputs
+        assert answer.content == ""
+        if answer.finish_reason == "stop":
+            found[seed] = [call.name for call in answer.tool_calls]
+            for call in answer.tool_calls:
+                assert call.broken is None
+                assert json.loads(call.arguments).keys() >= {"weather": {"city"}, "add": {"a", "b"}}[call.name]
+        else:
+            # what was broken off is told
+            assert answer.tool_calls[-1].broken is not None
+    assert found
+    assert all(found.values())
+    (output,) = llm.chat(ASK, SamplingParams(max_tokens=5, seed=0), tools=[WEATHER])
+    assert (output.outputs[0].tool_calls, output.outputs[0].content) == ([], output.outputs[0].text)
+    with pytest.raises(InvalidInput, match=r"tools\[0\] has no function"):
+        llm.chat(ASK, tools=[{"type": "function"}])
+    with pytest.raises(InvalidInput, match="tool_choice asks for a call, and structured for another form"):
+        llm.chat(ASK, SamplingParams(structured={"regex": "a"}), tools=[WEATHER], tool_choice="required")
+    with pytest.raises(InvalidInput, match="tool_call_parser is 'own'; must be auto, none, or a syntax of calls"):
+        LLM(folder, device="cpu", tool_call_parser="own")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from rooftile.drawing import notebook as shown
+from rooftile.engine.chat.parts import ToolCall
 from rooftile.engine.requests.request import Answer, FinishReason, Logprob, Request, Top
 from rooftile.engine.text.growing import TextSnapshot
 
@@ -71,6 +72,8 @@ class CompletionOutput(_Lazy):
         stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer. With the reason "abort" it may be a
             sentence: every token was forbidden, and by what.
         score: the score in a beam search.
+        tool_calls: for answers of `LLM.chat` with tools: the calls, in their order, each with a name and arguments as JSON text;
+            `broken` says why one has no right end.
         reasoning, content: for answers of `LLM.chat` of a model that marks its thoughts: these, None if there are none, and the
             rest of the text. None for others.
     """
@@ -83,6 +86,7 @@ class CompletionOutput(_Lazy):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str | None = None
     content: str | None = None
 
@@ -188,6 +192,7 @@ def _completion(answer: Answer) -> CompletionOutput:
     output.stop_reason = answer.stop_reason
     output.score = answer.score
     output.reasoning = output.content = None
+    output.tool_calls = []
     return output
 
 

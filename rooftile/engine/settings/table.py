@@ -210,7 +210,7 @@ SETTINGS = {
             check_parser,
         ),
         Setting(
-            "tool_call_parser", str, "auto", "How calls are written: hermes, mistral, ...; auto looks at the chat template; none.",
+            "tool_call_parser", str, "auto", "Syntax of calls: hermes, mistral, ...; auto looks at the chat template; none.",
             check_call_parser,
         ),
         Setting("download", bool, False, "Download a named model that is not in the Hugging Face Hub's cache here.", _switch),

@@ -118,6 +118,7 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
         states=layout.state_rows(sizes.load),
         state_every=config.state_every,
         reasoning_parser=config.reasoning_parser,
+        tool_call_parser=config.tool_call_parser,
     )
     for name, path in adapters_of(config.adapters).items():
         engine.load_adapter(name, path)

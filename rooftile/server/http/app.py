@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from rooftile import __version__
+from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
 from rooftile.server.http.adapters import (
@@ -280,8 +281,8 @@ class Routes:
 
     def _check_model(self, name: object) -> None:
         own = self._service.settings.served_model_name
-        # a name of another type is refused with the other fields
-        if isinstance(name, str) and name != own and name not in self._service.adapters:
+        # a name of another type, or one that is too long, is refused with the other fields
+        if isinstance(name, str) and len(name) <= limits.NAME_CHARACTERS and name != own and name not in self._service.adapters:
             raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 

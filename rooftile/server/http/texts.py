@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rooftile.engine.chat.parts import PlainReader, Reader
 from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
-from rooftile.engine.chat.tools.choose import choose_syntax, why_no_syntax
+from rooftile.engine.chat.tools.choose import choose_syntax, required_grammar, why_no_syntax
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
@@ -111,6 +111,20 @@ class Texts:
         """Raises InvalidInput if the model's calls cannot be read, and there are tools to call."""
         if use is not None and self.syntax is None:
             raise InvalidInput(why_no_syntax(self._calls))
+
+    def call_grammar(self, use: ToolUse | None, prompt: Sequence[int]) -> dict[str, str] | None:
+        """Returns the grammar of an answer that must be a call; None if it need not be.
+
+        Raises:
+            InvalidInput: such answers are not constrained in the model's syntax, or the model is about to think.
+        """
+        grammar = None if use is None or self.syntax is None else required_grammar(self.syntax, use)
+        if grammar is None:
+            return None
+        tokenizer, form = self._tokenizer, self.thoughts
+        if tokenizer is not None and form is not None and stage_of(tokenizer, prompt, form) == "inside":
+            raise InvalidInput("tool_choice asks for a call, and the prompt ends in a thought; set enable_thinking to false")
+        return {"grammar": grammar}
 
     def special_marks(self, use: ToolUse | None) -> tuple[str, ...]:
         """Returns the marks around thoughts and calls that are special tokens, which texts usually leave out."""

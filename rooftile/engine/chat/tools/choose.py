@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from rooftile.engine.chat.tools.grammar import HERMES, LLAMA_JSON, call_grammar
 from rooftile.engine.chat.tools.hermes import HermesReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonReader
 from rooftile.engine.chat.tools.mistral import MistralReader
 from rooftile.engine.chat.tools.syntax import Syntax
+from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.errors import InvalidInput
 
 AUTO, NONE = "auto", "none"
@@ -19,8 +21,8 @@ def _shows_objects(template: str) -> bool:
 # in this order: the first that fits a template counts
 _ALL = (
     Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template),
-    Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template)),
-    Syntax("llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template),
+    Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template), HERMES),
+    Syntax("llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LLAMA_JSON),
 )
 SYNTAXES = {each.name: each for each in _ALL}
 
@@ -31,6 +33,21 @@ def why_no_syntax(name: str) -> str:
         return "tools are given, and tool_call_parser is none, so that no calls are read; leave tools out"
     known = ", ".join(SYNTAXES)
     return f"tools are given, and how this model writes calls is not known; start it with tool_call_parser, one of {known}"
+
+
+def required_grammar(syntax: Syntax, use: ToolUse) -> str | None:
+    """Returns the grammar of an answer that must be a call; None if it need not be.
+
+    Raises:
+        InvalidInput: answers are not constrained in this syntax.
+    """
+    if not use.required:
+        return None
+    if syntax.form is None:
+        raise InvalidInput(
+            f'tool_choice asks for a call, and answers in the syntax {syntax.name} are not constrained; write tool_choice="auto"'
+        )
+    return call_grammar(syntax.form, use)
 
 
 def check_call_parser(setting: str, name: object) -> None:

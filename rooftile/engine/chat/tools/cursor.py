@@ -1,7 +1,7 @@
 """Reads a text that is still growing with plain functions: each is a generator that waits for text where it needs more.
 
-A generator yields the parts that it finds, and None where it can decide nothing before more text comes. What it decides depends on
-the text alone and never on where a piece of it ended, so parts are the same for every cut.
+A generator yields the parts that it finds, and None where it can decide nothing before more text comes. What it decides depends
+on the text alone and never on where a piece of it ended, so parts are the same for every cut.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rooftile.engine.chat.tools.grammar import CallForm
 from rooftile.engine.chat.tools.reader import CallReader
 
 
@@ -16,10 +17,10 @@ class Syntax:
         name: as `--tool-call-parser` has it.
         reader: reads answers.
         fits: tells whether a chat template writes calls like this.
-        variable: the variable of the template that takes the tools.
+        form: how an answer that must be a call is written; None where that is not constrained.
     """
 
     name: str
     reader: type[CallReader]
     fits: Callable[[str], bool]
-    variable: str = "tools"
+    form: CallForm | None = None

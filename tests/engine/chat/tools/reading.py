@@ -1,4 +1,4 @@
-"""What the tests of all readers of calls share: tools, whole readings, and texts made of a syntax's own pieces."""
+"""Tools, whole readings, and texts made of a syntax's own pieces, for the tests of all readers of calls."""
 
 from __future__ import annotations
 
