@@ -56,6 +56,6 @@ def test_an_engine_says_that_its_weights_stay(monkeypatch: pytest.MonkeyPatch) -
         "stream": capture, "graph_pool_handle": lambda: (0, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, found)
-    graphs = DecodeGraphs(torch.device("cpu"), SimpleNamespace(), pad_slot=2)
+    graphs = DecodeGraphs(torch.device("cpu"), SimpleNamespace(), pad_slot=2, most_rows=2)
     graphs._capture(decode, 1, SamplingFeatures(chance=True))
     assert seen == [False, True]
