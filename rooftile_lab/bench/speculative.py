@@ -28,16 +28,16 @@ class SpeculativeSizes(NamedTuple):
 
     prompt: int
     answer: int
-    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
-    accepted: tuple[float, ...] = (0.5, 0.7, 0.9, 1.0)
+    batches: tuple[int, ...] = (1, 16, 256)
+    accepted: tuple[float, ...] = (0.5, 0.8, 1.0)
 
 
 class SpeculativeRun(NamedTuple):
-    """What a run took."""
+    """The time of a run, and what became of its drafts."""
 
     seconds: float
     output_tok_s: float
-    tokens_per_step: float  # of one answer
+    tokens_per_step: float  # each answer's
     drafted: int
     accepted_share: float
 

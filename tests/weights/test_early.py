@@ -46,7 +46,7 @@ def test_an_engine_says_that_its_weights_stay(monkeypatch: pytest.MonkeyPatch) -
     def capture(*arguments: object, **options: object):
         yield
 
-    def decode(inputs: torch.Tensor, features: SamplingFeatures):
+    def decode(inputs: torch.Tensor, features: SamplingFeatures, groups: None):
         seen.append(may_read_early_in_graphs())
         return inputs, inputs
 
@@ -57,5 +57,5 @@ def test_an_engine_says_that_its_weights_stay(monkeypatch: pytest.MonkeyPatch) -
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, found)
     graphs = DecodeGraphs(torch.device("cpu"), SimpleNamespace(), pad_slot=2, most_rows=2)
-    graphs._capture(decode, 1, SamplingFeatures(chance=True))
+    graphs._capture(decode, 1, SamplingFeatures(chance=True), adapted=False)
     assert seen == [False, True]
