@@ -45,7 +45,8 @@ def test_tokens_are_those_without_drafts(name: str, settings: dict[str, Any]) ->
     llm = engine(decoder, whole(plain), **settings)
     found = llm.generate(prompts(52), asked_params(52))
     assert sum(a == b for a, b in zip(told(found), told(plain), strict=True)) >= 50
-    assert llm.engine.speculator.counts["accepted"] > 200
+    # a step of 13 tokens leaves little room for drafts
+    assert llm.engine.speculator.counts["accepted"] > (10 if "max_batched_tokens" in settings else 200)
     assert_clean(llm)
 
 

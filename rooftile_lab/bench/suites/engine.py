@@ -257,7 +257,8 @@ class _Run:
                 else:
                     spreads["measures"]["over_without_ratio"] = figures(rate / without)
                 name = f"speculative-b{batch}-" + ("none" if accepted is None else f"a{accepted:.2f}")
-                yield self.row(name, [one.seconds * 1e6 for one in found], phase="decode", settings=sizes._asdict(), **spreads)
+                settings = {"prompt": sizes.prompt, "answer": sizes.answer}
+                yield self.row(name, [one.seconds * 1e6 for one in found], phase="decode", settings=settings, **spreads)
         del llm
         tidy(self.session.device)
 
