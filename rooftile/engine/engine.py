@@ -19,6 +19,7 @@ from rooftile.engine.sampling.forbidden import emptied_by
 from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
+from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.steps.runner import Result, Runner
 from rooftile.engine.steps.scheduler import Scheduler
 from rooftile.engine.text.detokenizer import Detokenizer
@@ -49,6 +50,7 @@ class Engine:
         state_every: the tokens of a prompt between two states that are kept.
         reasoning_parser: how the model marks its thoughts (see `choose_format`).
         tool_call_parser: how the model writes calls (see `choose_syntax`).
+        speculator: drafts tokens of answers; None for none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
         states: StateRows | None = None, state_every: int = 8192, reasoning_parser: str = AUTO,
         tool_call_parser: str = AUTO,
+        speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
@@ -63,8 +66,10 @@ class Engine:
         self.max_len = max_len
         self.max_answers = max_answers
         self.scheduler = Scheduler(
-            pool, max_answers, max_batched_tokens, shares_answers=shares_answers, states=states, state_every=state_every
-        )
+            pool, max_answers, max_batched_tokens, shares_answers=shares_answers, states=states, state_every=state_every,
+            speculator=speculator,
+        )  # fmt: skip
+        self.speculator = speculator
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config
@@ -245,14 +250,17 @@ class Engine:
         """Waits for the step in flight and gives its tokens to the answers."""
         assert self._in_flight is not None
         result, self._in_flight = self._in_flight, None
-        for answer, token, top in result.wait():
+        for answer, draft, tokens, tops in result.wait():
             request = answer.request
-            answer.pending -= 1
+            answer.pending -= len(tokens)
             changed[request.id] = request
             if answer.finish_reason is not None:
                 continue
             try:
-                self._take_result(answer, token, top)
+                if draft:
+                    self._take_draft(answer, draft, tokens, tops)
+                else:
+                    self._take_result(answer, tokens[0], None if tops is None else tops[0])
             except GrammarFailed as error:
                 self._fail(request, str(error))
             except Exception as error:
@@ -274,6 +282,19 @@ class Engine:
         answer.tops.append(top)
         if all(len(other.tops) for other in answer.request.answers):
             self._step_search(answer.request, search)
+
+    def _take_draft(self, answer: Answer, draft: tuple[int, ...], tokens: list[int], tops: list[Top] | None) -> None:
+        """Gives an answer the tokens of a step with a draft: those behind guesses that were drawn, and the first that was not."""
+        accepted = next((n for n, (guess, token) in enumerate(zip(draft, tokens, strict=False)) if guess != token), len(draft))
+        if answer.table is not None:
+            # the rows behind it are written anew
+            answer.planned -= len(draft) - accepted
+        if self.speculator is not None:
+            self.speculator.note(answer, len(draft), accepted)
+        for n in range(accepted + 1):
+            self._take_result(answer, tokens[n], None if tops is None else tops[n])
+            if answer.finish_reason is not None:
+                return
 
     def _take_token(self, answer: Answer, token: int, top: Top | None) -> None:
         """Adds a token to an answer, and ends the answer if the token does."""
@@ -297,7 +318,8 @@ class Engine:
         elif answer.generated == request.limit:
             self._finish(answer, "length")
         elif answer.table is not None and len(answer.ids) // self.pool.size > answer.table.sealed:
-            self.scheduler.seal(answer, len(answer.ids))
+            # behind what is planned there may be room, with keys of a draft that was refused
+            self.scheduler.seal(answer, min(len(answer.ids), answer.planned))
 
     def _end_for_want_of_tokens(self, answer: Answer) -> None:
         """Ends an answer where no token could be drawn; what was asked of the answer may be the reason, or its logits."""

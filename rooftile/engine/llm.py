@@ -122,6 +122,10 @@ class LLM:
             name one (`generate(..., adapter="name")`), and prompts of several adapters and of none are answered together.
         max_adapters: the most adapters at once, for which memory is kept (`load_adapter`); None for as many as `adapters` has.
         max_adapter_rank: the largest rank that there is memory for, at most 256; None for the largest of `adapters`, at least 16.
+        speculative: "lookup" guesses that an answer goes on as the prompt or the answer did where its last tokens occurred
+            before, and checks several guessed tokens in one step. The tokens are those that come without, up to rounding. A
+            dictionary says more: {"method": "lookup", "tokens": the most that are guessed at a time, "longest" and "shortest":
+            how many last tokens are looked for, "max_batch": the most answers with guesses}. None computes tokens one by one.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens, num_gpu_blocks_override, max_loras and max_lora_rank are taken too; its
     other keywords are refused one by one, with the reason, unless they ask for what happens anyway.
@@ -152,7 +156,7 @@ class LLM:
         weights: Weights = "auto", state_dtype: Literal["fp32", "bf16"] = "fp32", state_every: int = 8192,
         state_share: float = 0.1, task: Literal["auto", "embed", "generate"] = "auto",
         adapters: Mapping[str, str | Path] | Sequence[str] | None = None, max_adapters: int | None = None,
-        max_adapter_rank: int | None = None,
+        max_adapter_rank: int | None = None, speculative: str | Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -164,7 +168,7 @@ class LLM:
             reasoning_parser=reasoning_parser, tool_call_parser=tool_call_parser, download=download,
             generation_config=generation_config, approximate=approximate, weights=weights, state_dtype=state_dtype,
             state_every=state_every, state_share=state_share, task=task, adapters=adapters, max_adapters=max_adapters,
-            max_adapter_rank=max_adapter_rank,
+            max_adapter_rank=max_adapter_rank, speculative=speculative,
         )  # fmt: skip
         self.model = str(model) if isinstance(model, str | Path) else "a decoder"
         self._default_params, self._has_told_defaults = SamplingParams(), True

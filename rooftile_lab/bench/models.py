@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,14 +138,6 @@ def formats_of(decoder: Decoder) -> str:
         'w8'
     """
     return "+".join(sorted({_word(part) for projection in _projections(decoder) for part in _parts(projection)}))
-
-
-def weight_bytes(decoder: Decoder) -> tuple[int, int]:
-    """Returns the bytes of all weights, and how many numbers the layers' weights hold; quantised ones with their scales."""
-    parts = [part for projection in _projections(decoder) for part in projection.parts]
-    plain = sum(x.nbytes for x in decoder.parameters())
-    numbers = sum(x.numel() for layer in decoder.layers for x in layer.parameters())
-    return plain + sum(part.nbytes for part in parts), numbers + sum(math.prod(part.shape) for part in parts)
 
 
 def _projections(decoder: Decoder) -> list[Projection]:

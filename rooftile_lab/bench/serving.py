@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -10,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rooftile.cost.decoder import DecoderCost
 from rooftile.cost.session import Session
+from rooftile.engine.caches.cost import cost_of
 from rooftile.engine.llm import LLM
 from rooftile.engine.settings.table import ranks_of
 from rooftile.errors import InvalidInput
 from rooftile.exact.spec import DTYPE_NAMES
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.experts.feed_forward import ExpertFeedForward
-from rooftile.models.layers import Layer
-from rooftile.weights import QuantisedWeight
 from rooftile_lab.bench.driver import Clock, WallClock, drive, fitted
 from rooftile_lab.bench.measures import Costs, Measures, measures
-from rooftile_lab.bench.models import decoder_named, formats_of, shared_named, weight_bytes
+from rooftile_lab.bench.models import decoder_named, formats_of, shared_named
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, measured, timed_row
 from rooftile_lab.bench.run import Progress
@@ -112,36 +107,11 @@ def repeat(
 
 def costs_of(llm: LLM, session: Session) -> Costs | None:
     """The costs of an engine's model and cache; None if no matrix product was measured in the model's dtype."""
-    decoder, pages, states = llm.engine.runner.decoder, llm.pages, llm.caches.states
-    config = decoder.config
-    dtype = decoder.embedding.dtype
-    word = DTYPE_NAMES[dtype]
+    decoder = llm.engine.runner.decoder
+    word = DTYPE_NAMES[decoder.embedding.dtype]
     if not session.ceilings.matmul_tflops.get(word):
         return None
-    nbytes, numbers = weight_bytes(decoder)
-    routed = [weight for layer in decoder.layers for weight in routed_weights(layer)]
-    share = 0.0 if config.experts is None else config.experts.router.active / config.experts.experts
-    idle = (1 - share) * sum(math.prod(weight.shape) for weight in routed)
-    expert_bytes = sum(weight.nbytes for weight in routed)
-    # the embedding is looked up; the head, which may be the same table, is multiplied
-    looked_up = 0 if config.tie else decoder.embedding.nbytes
-    cost = DecoderCost(
-        weight_bytes=nbytes - looked_up - expert_bytes,
-        token_bytes=pages.nbytes // (pages.storage.shape[0] * pages.storage.shape[3]),
-        token_flops=round(2 * (numbers - idle)),
-        state_bytes=0 if states is None else sum(x[:, :1].nbytes for x in states.memory.values()),
-        expert_bytes=expert_bytes,
-        expert_share=share,
-    )
-    return Costs(cost, session.ceilings.rates(word))
-
-
-def routed_weights(layer: Layer) -> list[Tensor | QuantisedWeight]:
-    """Returns the weights of a layer's experts, of which a token reads some; none if it has no experts."""
-    experts = layer.feed_forward
-    if not isinstance(experts, ExpertFeedForward):
-        return []
-    return [x for x in (experts.up, experts.down, experts.up_bias, experts.down_bias) if x is not None]
+    return Costs(cost_of(decoder, llm.caches), session.ceilings.rates(word))
 
 
 def ratios(paged: dict[str, float], reserved: dict[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rooftile.cost.decoder import DecoderCost
+from rooftile.engine.caches.cost import routed_weights
 from rooftile.engine.engine import Engine
 from rooftile.engine.llm import LLM
 from rooftile.engine.sampling.params import SamplingParams
@@ -74,7 +75,7 @@ class Stub:
             # the best of a thousand tokens with scores of N(0, 1)
             scores = torch.randn(len(outputs), 1000, generator=self.generator).log_softmax(1).topk(keep).values
             tops = scores[:, 0], self._ids(len(outputs), keep), scores, torch.ones(len(outputs), dtype=torch.int64)
-        return Result(outputs, [], Computed(self._ids(len(outputs)), tops, [], None))
+        return Result([(answer, ()) for answer in outputs], [], Computed(self._ids(len(outputs)), tops, [], None))
 
     def _ids(self, *shape: int) -> torch.Tensor:
         return torch.randint(self.decoder.config.vocab_size, shape, generator=self.generator)
@@ -308,7 +309,7 @@ def test_named_models_with_states_and_experts_have_the_published_sizes(name: str
     config = MODELS[name]
     decoder = Decoder(config, dtype=torch.bfloat16, device="meta")
     total = sum(x.numel() for x in decoder.parameters())
-    routed = sum(x.numel() for layer in decoder.layers for x in serving.routed_weights(layer))
+    routed = sum(x.numel() for layer in decoder.layers for x in routed_weights(layer))
     idle = 0 if config.experts is None else routed * (1 - config.experts.router.active / config.experts.experts)
     assert total / 1e9 == pytest.approx(billions, rel=5e-3)
     assert (total - idle) / 1e9 == pytest.approx(active, rel=5e-3)

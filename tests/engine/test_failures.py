@@ -228,7 +228,8 @@ class Model:
         tokens = torch.tensor([(7 * len(answer.ids) + 3 * answer.index) % VOCABULARY for answer in answers], dtype=torch.int64)
         ids = (tokens[:, None] + torch.arange(9)) % VOCABULARY
         logprobs = -torch.arange(1.0, 10.0).expand(ids.shape)
-        return Result(answers, [], Computed(tokens, (logprobs[:, 0], ids, logprobs, torch.ones_like(tokens)), [], None))
+        found = Computed(tokens, (logprobs[:, 0], ids, logprobs, torch.ones_like(tokens)), [], None)
+        return Result([(answer, ()) for answer in answers], [], found)
 
 
 SEVERAL = SamplingParams(n=2, max_tokens=12, seed=1)

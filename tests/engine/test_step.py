@@ -42,7 +42,7 @@ STEPS = st.builds(
     started=st.tuples(*(tensors(rows) for rows in (11, 2, 2, 2, 3))).map(lambda found: NewSlots(*found)),
     facts=tensors(),
     entries=tensors(3), copies=tensors(2), rows=tensors(2), row_copies=tensors(2), states=tensors(2), states_after=tensors(2),
-    marks=tensors(3), bans=tensors(2), masked=tensors(), masks=masks(), scored=tensors(3), following=tensors(),
+    marks=tensors(3), bans=tensors(2), depths=tensors(), masked=tensors(2), masks=masks(), scored=tensors(3), following=tensors(),
     adapters=tensors(),
 )  # fmt: skip
 

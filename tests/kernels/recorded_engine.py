@@ -33,10 +33,12 @@ PROCESSORS = 132
 class Called(graphs.DecodeGraphs):
     """Runs a step of single tokens, padded as a graph has it, without a graph."""
 
-    def __init__(self, device: torch.device, sampling: Any, pad_slot: int) -> None:
-        self.device, self.sampling, self.pad_slot = CPU, sampling, pad_slot
+    def __init__(self, device: torch.device, sampling: Any, pad_slot: int, most_rows: int, adapters: int = 0) -> None:
+        self.device, self.sampling, self.pad_slot, self.most_rows = CPU, sampling, pad_slot, most_rows
 
-    def replay(self, decode: graphs.Decode, given: StepInputs, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+    def replay(
+        self, decode: graphs.Decode, given: StepInputs, features: SamplingFeatures, adapters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         n = len(given.tokens)
         rows = next((rows for rows in graphs.LADDER if rows >= n), n)
         self.sampling.prepare(features)
@@ -44,13 +46,13 @@ class Called(graphs.DecodeGraphs):
         return logits[:n], tokens[:n]
 
     def capture(self, decode: graphs.Decode) -> None:
-        for rows in graphs.rungs(self.pad_slot):
+        for rows in graphs.rungs(self.most_rows):
             self._run(decode, rows, SamplingFeatures(chance=True))
 
     @torch.inference_mode()
     def _run(self, decode: graphs.Decode, rows: int, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         inputs = torch.tensor([[0], [-1], [self.pad_slot]]).expand(3, rows).contiguous()
-        return decode(inputs, features)
+        return decode(inputs, features, None)
 
 
 @contextmanager

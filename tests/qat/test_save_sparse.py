@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rooftile as rt
+from rooftile.engine.caches.cost import weight_bytes
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.weights.two_four import Recipe, TwoFour, two_four
-from rooftile_lab.bench.models import formats_of, weight_bytes
+from rooftile_lab.bench.models import formats_of
 from tests.qat import test_save
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy
 

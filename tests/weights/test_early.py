@@ -46,7 +46,7 @@ def test_an_engine_says_that_its_weights_stay(monkeypatch: pytest.MonkeyPatch) -
     def capture(*arguments: object, **options: object):
         yield
 
-    def decode(inputs: torch.Tensor, features: SamplingFeatures):
+    def decode(inputs: torch.Tensor, features: SamplingFeatures, groups: None):
         seen.append(may_read_early_in_graphs())
         return inputs, inputs
 
@@ -56,6 +56,6 @@ def test_an_engine_says_that_its_weights_stay(monkeypatch: pytest.MonkeyPatch) -
         "stream": capture, "graph_pool_handle": lambda: (0, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, found)
-    graphs = DecodeGraphs(torch.device("cpu"), SimpleNamespace(), pad_slot=2)
-    graphs._capture(decode, 1, SamplingFeatures(chance=True))
+    graphs = DecodeGraphs(torch.device("cpu"), SimpleNamespace(), pad_slot=2, most_rows=2)
+    graphs._capture(decode, 1, SamplingFeatures(chance=True), adapted=False)
     assert seen == [False, True]

@@ -61,6 +61,10 @@ class Mixer(ABC):
     separates_prompts: ClassVar[bool] = False
     """Whether a prompt's tokens are computed otherwise than an answer's, whatever a step reads together."""
 
+    takes_drafts: ClassVar[bool] = False
+    """Whether tokens can be drafted: whether several single tokens of a sequence may be read in one step, and what is kept of
+    them be written again."""
+
     captures: bool = True
     """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
 

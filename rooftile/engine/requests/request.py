@@ -10,6 +10,8 @@ from rooftile.engine.adapters.adapters import LoadedAdapter
 from rooftile.engine.sampling.beam_search import BeamSearch
 from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.speculation.ngrams import Guesser
+from rooftile.engine.speculation.pace import Pace
 from rooftile.engine.text.detokenizer import Detokenizer
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.kvcache import BlockTable
@@ -72,6 +74,10 @@ class Answer:
     """The answer's place in its grammar."""
     detokenizer: Detokenizer | None = None
     """Builds the text, if the model has a tokenizer."""
+    pace: Pace | None = None
+    """How long its drafts may be, once there was to be one."""
+    guesser: Guesser | None = None
+    """Guesses how it goes on, likewise."""
     silent: int = 0
     """How many of the first tokens are known to have no text."""
 

@@ -25,6 +25,8 @@ class EngineStats(NamedTuple):
             cache had.
         prefix_pages: how many of them had their blocks there; without a state in the same place they were read again.
         kept_states: states that are kept for prefixes, where layers have states.
+        drafts, drafted, accepted: drafts that the engine has checked, their tokens, and those of them that were accepted.
+        draft_tokens: how many tokens a draft may have now; 0 where drafts do not pay.
         step_s, host_s: seconds of the last step, and of the work beside it: orders in, news out.
     """
 
@@ -42,6 +44,10 @@ class EngineStats(NamedTuple):
     prefix_hits: int = 0
     prefix_pages: int = 0
     kept_states: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_tokens: int = 0
     step_s: float = 0.0
     host_s: float = 0.0
 
@@ -54,11 +60,12 @@ def stats_of(engine: Engine) -> EngineStats:
     held = [(len(answer.table.blocks), answer.planned) for answer in answers if answer.table is not None]
     empty = sum([blocks for blocks, _ in held]) * pool.size - sum([tokens for _, tokens in held])
     used = pool.used_blocks
+    drafts = {} if engine.speculator is None else dict(engine.speculator.counts) | {"draft_tokens": engine.speculator.most}
     return EngineStats(
         engine.max_answers - scheduler.free_slots, *waiting_in(engine), pool.free_blocks, used, pool.cached_blocks,
         min(1.0, max(0, empty) / (used * pool.size)) if used else 0.0,
         engine.steps["steps"], engine.steps["tokens"], scheduler.preemptions,
-        kept_states=0 if pool.snapshots is None else pool.snapshots.kept,
+        kept_states=0 if pool.snapshots is None else pool.snapshots.kept, **drafts,
     )  # fmt: skip
 
 

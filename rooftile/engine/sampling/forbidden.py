@@ -8,24 +8,28 @@ answer, which no end token may undercut. The device applies all of them. Where n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from rooftile.engine.requests.request import Answer
 
 
-def banned_next(answer: Answer, before: int) -> list[int]:
+def banned_next(answer: Answer, before: int, drafted: Sequence[int] = ()) -> list[int]:
     """Returns the tokens that may not come next: ends below min_tokens, and those that would complete a bad word.
 
     A bad word may have begun in the prompt.
 
     Args:
         answer: the answer; where a bad word has several tokens, all of the answer's are known.
-        before: how many tokens the answer has before the next one, those in flight included.
+        before: how many tokens the answer has before the next one, those in flight and those drafted included.
+        drafted: tokens that are taken to follow those of the answer.
     """
-    request, ids = answer.request, answer.ids
+    request = answer.request
     found = [*request.ends] if before < request.params.min_tokens else []
     if request.banned:
+        longest = max(map(len, request.banned))
+        ids = [*answer.ids[-longest:], *drafted]
         found += [last for *start, last in request.banned if ids[len(ids) - len(start) :] == start]
     return found
 

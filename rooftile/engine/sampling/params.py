@@ -71,6 +71,8 @@ class SamplingParams:
             {"choice": a list of texts}, {"grammar": a grammar in Lark's form or in GBNF, the EBNF of llama.cpp and XGrammar} or
             {"structural_tag": {"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}}, which leaves the
             text free up to a trigger. It needs the package llguidance. None for free text.
+        speculative: whether tokens of the answer may be guessed and checked several at a time, where the engine does so
+            (`LLM(speculative=)`); the tokens are the same either way.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
         priority: requests with a smaller number begin first, and keep their place in the cache longest. At most 16 in a row begin
             before the oldest request that waits, whatever their priorities.
@@ -114,6 +116,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool = False
     priority: int = 0
+    speculative: bool = True
 
     def __repr__(self) -> str:
         return changed(self)
@@ -184,7 +187,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= high:
                 raise InvalidInput(f"{name} is {value!r}; must be a finite number above 0{_at_most(high)}")
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "early_stopping"):
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "early_stopping", "speculative"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
         for token, bias in (self.logit_bias or {}).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -70,6 +70,7 @@ class EngineConfig:
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     state_every: int = 8192
     state_share: float = 0.1
+    speculative: str | Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         return changed(self)

@@ -14,6 +14,7 @@ from rooftile.engine.adapters.names import adapters_of, check_adapter_settings
 from rooftile.engine.chat.thought_formats import check_parser
 from rooftile.engine.chat.tools.choose import check_call_parser
 from rooftile.engine.mixers.settings import check_approximate
+from rooftile.engine.speculation.settings import check_alone, check_speculative
 from rooftile.engine.text.chat_template import template_of
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.dtypes import dtype_word
@@ -231,6 +232,10 @@ SETTINGS = {
         ),
         Setting("max_adapters", int, None, "Most adapters at once.", _whole(1, MOST_ADAPTERS, optional=True), "max_loras"),
         Setting("max_adapter_rank", int, None, "Largest rank of an adapter.", _whole(1, 256, optional=True), "max_lora_rank"),
+        Setting(
+            "speculative", str, None, "Guess tokens and check several at once: lookup, or JSON with a method and its settings.",
+            check_speculative, "speculative_config",
+        ),
         Setting("weights", str, "auto", "Format of the projections: fp8, int8, w8, int4:64, 2:4; auto takes theirs.", _weights),
     )
 }  # fmt: skip
@@ -249,6 +254,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
     check_approximate(given, fp8=is_fp8(given.get("kv_dtype")))
     _check_context(given)
     check_adapter_settings(given)
+    check_alone(given)
 
 
 def _check_context(given: Mapping[str, Any]) -> None:

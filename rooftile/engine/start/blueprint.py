@@ -82,6 +82,7 @@ class Blueprint(NamedTuple):
         _check_weights(model, config, device)
         for path in adapters_of(config.adapters).values():
             PeftConfig.of(path)
+        _check_drafts(mixers, shape, config)
         return cls(model, config, device, shape, max_len, mixers, layout, deal_experts)
 
 
@@ -187,6 +188,16 @@ def _check_caches(layout: CacheLayout, config: EngineConfig) -> None:
             if given != SETTINGS[name].default:
                 said = f'"{given}"' if isinstance(given, str) else given
                 raise Unsupported(f"{name} is {said} and no layer of the model has a state: leave {name} out")
+
+
+def _check_drafts(mixers: tuple[Mixer, ...], shape: ModelConfig, config: EngineConfig) -> None:
+    """Refuses drafts for a model whose layers cannot take a token back."""
+    for mixer in mixers:
+        if config.speculative is not None and not mixer.takes_drafts:
+            raise Unsupported(
+                f"speculative is given, and the model has layers of the kind {shape.mixers[mixer.layers[0]]!r}, which cannot "
+                "take back what a refused token has left: leave it out"
+            )
 
 
 def _check_weights(model: Model, config: EngineConfig, device: torch.device) -> None:

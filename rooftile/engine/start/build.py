@@ -18,11 +18,15 @@ from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.adapters.peft_config import PeftConfig
 from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.engine.caches import memory
+from rooftile.engine.caches.cost import cost_of
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
 from rooftile.engine.ranks.group import RankGroup
 from rooftile.engine.ranks.late_group import LateGroup
 from rooftile.engine.settings.config import EngineConfig
+from rooftile.engine.speculation.forecast import Forecast, rates_of
+from rooftile.engine.speculation.settings import Speculation
+from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.start.blueprint import Blueprint, Model, current_device
 from rooftile.engine.start.compilation import Compilation
 from rooftile.engine.steps.runner import Runner
@@ -84,9 +88,10 @@ def build_runner(
     caches = allocate_caches(decoder, layout, config, load, fit.blocks)
     if group is not None and layout.ranks > 1:
         caches.share = ContextShare(group.rank, group.ranks, layout.size, group.stack, group.first)
+    speculation = Speculation.of(config.speculative)
     runner = make(
         decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
-        adapters=adapters,
+        adapters=adapters, drafted=0 if speculation is None else speculation.tokens,
     )  # fmt: skip
     if adapters is not None:
         # the decoder may be a caller's, who makes another engine of it
@@ -105,6 +110,12 @@ class Sizes(NamedTuple):
 def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
     """Returns the engine that plans the steps of a runner."""
     (runner, sizes), config, layout = built, blueprint.config, blueprint.layout
+    speculation = Speculation.of(config.speculative)
+    speculator = None
+    if speculation is not None:
+        decoder = runner.decoder
+        forecast = Forecast(cost_of(decoder, runner.caches), rates_of(runner.device, decoder.embedding.dtype))
+        speculator = Speculator(speculation, forecast, runner.most_rows)
     engine = Engine(
         runner,
         layout.pool(sizes.blocks, sizes.load, sizes.max_len),
@@ -119,6 +130,7 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
         state_every=config.state_every,
         reasoning_parser=config.reasoning_parser,
         tool_call_parser=config.tool_call_parser,
+        speculator=speculator,
     )
     for name, path in adapters_of(config.adapters).items():
         engine.load_adapter(name, path)

@@ -21,9 +21,20 @@ LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256,
 Decode = Callable[[Tensor, SamplingFeatures, RowGroups | None], tuple[Tensor, Tensor]]
 
 
-def rungs(answers: int) -> list[int]:
-    """Returns the numbers of rows to capture: up to the first that `answers` answers fit in."""
-    return [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < answers]
+# the features of most steps, whose graphs are captured before the first request
+PLAIN = SamplingFeatures(chance=True)
+# with drafts a step of few answers has as many rows as this, at most: more graphs take longer to capture
+DRAFTED_ROWS = 64
+
+
+def rungs(rows: int) -> list[int]:
+    """Returns the numbers of rows to capture: up to the first that `rows` rows fit in."""
+    return [rung for n, rung in enumerate(LADDER) if not n or LADDER[n - 1] < rows]
+
+
+def most_rows(answers: int, drafted: int) -> int:
+    """Returns the most rows of a step that only decodes: those of `answers` answers, and of up to `drafted` tokens of some."""
+    return max(answers, min(answers * (1 + drafted), DRAFTED_ROWS))
 
 
 class Graph(NamedTuple):
@@ -43,11 +54,14 @@ class DecodeGraphs:
         device: the GPU.
         sampling: the state that the graphs' sampling reads and writes.
         pad_slot: the slot of the rows that pad a step to a number in LADDER.
+        most_rows: the most rows of a step.
         adapters: how many adapters there may be at once.
     """
 
-    def __init__(self, device: torch.device, sampling: SamplingState, pad_slot: int, adapters: int = 0) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, sampling: SamplingState, pad_slot: int, most_rows: int, adapters: int = 0
+    ) -> None:  # fmt: skip
+        self.device, self.most_rows = device, most_rows
         self.sampling = sampling
         self.pad_slot = pad_slot
         self.adapters = adapters
@@ -59,10 +73,9 @@ class DecodeGraphs:
 
     def capture(self, decode: Decode) -> None:
         """Captures the graphs of steps without penalties and the like, the largest first: the others fit into its memory."""
-        features = SamplingFeatures(chance=True)
-        for rows in reversed(rungs(self.pad_slot)):
+        for rows in reversed(rungs(self.most_rows)):
             for adapted in (False, True) if self.adapters else (False,):
-                self._graphs[rows, features, adapted] = self._capture(decode, rows, features, adapted=adapted)
+                self._graphs[rows, PLAIN, adapted] = self._capture(decode, rows, PLAIN, adapted=adapted)
 
     def replay(
         self, decode: Decode, given: StepInputs, features: SamplingFeatures, adapters: Tensor

@@ -24,10 +24,10 @@ from rooftile.engine.mixers.mixer import Mixer
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.requests.request import Answer, Top
 from rooftile.engine.sampling.features import SamplingFeatures
-from rooftile.engine.sampling.sampler import MOST_NUMBERS, logprobs, sample
+from rooftile.engine.sampling.sampler import MOST_NUMBERS, NOTHING, logprobs, sample
 from rooftile.engine.sampling.state import SamplingState, words_of
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
-from rooftile.engine.steps.graphs import DecodeGraphs
+from rooftile.engine.steps.graphs import PLAIN, DecodeGraphs, most_rows
 from rooftile.engine.steps.rounds import Rounds, rounds_of
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step import Step
@@ -46,18 +46,23 @@ from rooftile.runtime.devices import runs_kernels
 class Result:
     """The results of a step, on their way to the host."""
 
-    answers: list[Answer]
+    outputs: list[tuple[Answer, tuple[int, ...]]]
+    """Answers, and the tokens that were drafted for each."""
     works: list[ScheduledTokens]
     """Work whose prompts' logprobs were computed."""
     found: Computed
 
-    def wait(self) -> list[tuple[Answer, int, Top | None]]:
-        """Waits for the results; returns a token for each answer, with logprobs if any were asked for."""
+    def wait(self) -> Iterator[tuple[Answer, tuple[int, ...], list[int], list[Top] | None]]:
+        """Waits for the results; yields for each answer its draft, a token from each row, and logprobs if any were asked for."""
         if self.found.arrived is not None:
             self.found.arrived.synchronize()
         tokens = self.found.tokens.tolist()
-        tops: list[Top | None] = [None] * len(tokens) if self.found.tops is None else [*top_rows(self.found.tops)]
-        return list(zip(self.answers, tokens, tops, strict=True))
+        tops = None if self.found.tops is None else top_rows(self.found.tops)
+        end = 0
+        for answer, draft in self.outputs:
+            begin, end = end, end + 1 + len(draft)
+            yield answer, draft, tokens[begin:end], None if tops is None else tops[begin:end]
+        assert end == len(tokens)
 
     def prompt_tops(self) -> Iterator[tuple[ScheduledTokens, list[Top]]]:
         """Yields logprobs of prompts, once they are there: for work, logprobs of the tokens that follow the ones it has read."""
@@ -100,6 +105,7 @@ class Runner:
         graphs: whether steps that only decode run as CUDA graphs, on a GPU.
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
         adapters: the memory of adapters; None if there are none.
+        drafted: the most tokens that are drafted for an answer.
     """
 
     has_ranks = False
@@ -107,7 +113,7 @@ class Runner:
 
     def __init__(
         self, decoder: Decoder, caches: Caches, mixers: Sequence[Mixer], max_answers: int, max_len: int, *, graphs: bool = True,
-        deterministic: bool = False, adapters: AdapterSlots | None = None,
+        deterministic: bool = False, adapters: AdapterSlots | None = None, drafted: int = 0,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.adapters = adapters
@@ -135,17 +141,20 @@ class Runner:
             max_answers, decoder.config.vocab_size, always=SamplingFeatures(chance=self.table.is_cuda),
             all_chunks=deterministic, separates_prompts=self.layers.separates_prompts,
         )  # fmt: skip
+        self.most_rows = most_rows(max_answers, drafted)
+        """The most tokens that all answers read together in a step that only decodes."""
         self._graphs: DecodeGraphs | None = None
         if graphs and self.layers.captures and self.table.is_cuda and runs_kernels(self.table):
             slots = 0 if adapters is None else adapters.count
-            self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot, slots)
+            self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot, self.most_rows, slots)
 
     def run(self, plan: StepPlan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
         step = self._maker.make(plan)
         with torch.inference_mode():
             found = self._collect(step, *self.execute(step))
-        return Result([answer for work in plan.work for answer in work.outputs], self._maker.scored_works(plan.work), found)
+        outputs = [(answer, work.draft.tokens) for work in plan.work for answer in work.outputs]
+        return Result(outputs, self._maker.scored_works(plan.work), found)
 
     def check(self) -> None:
         """Raises the reason why no step can run any more, if there is one."""
@@ -155,20 +164,28 @@ class Runner:
         """Launches a step that is given in integers; returns logits and tokens of its outputs, and logprobs of its prompts."""
         self.sampling.set(step.started)
         self._update_tables(step)
-        self.sampling.allow(step.masked, step.masks.view(torch.int32)[:, : words_of(self.sampling.vocab)])
+        chained = step.depths.numel() > 0 and (step.features.penalties or step.features.mask)
+        if not chained:
+            self._allow(step)
         prompts: list[tuple[Tensor, ...]] = []
-        graphs = self._graphs
-        if graphs is not None and step.only_decodes and not step.bans.numel():
+        graphs = self._graphs if step.only_decodes else None
+        if graphs is not None and not step.bans.numel() and not chained:
             logits, tokens = graphs.replay(self._decode, step.inputs, step.features, step.adapters)
         else:
-            inputs, hidden = self._read(step)
-            prompts = self._prompt_logprobs(step, hidden)
-            logits = scores = self._logits(hidden.index_select(0, inputs.rows))
+            if graphs is not None and step.depths.numel():
+                # its tokens are drawn once more, with all that is asked for
+                inputs, (logits, _) = step.inputs.to(self.device), graphs.replay(self._decode, step.inputs, PLAIN, step.adapters)
+            else:
+                inputs, hidden = self._read(step)
+                prompts = self._prompt_logprobs(step, hidden)
+                logits = self._logits(hidden.index_select(0, inputs.rows))
+            scores = logits
             if step.bans.numel():
                 rows, banned = self._send(step.bans)
                 # a copy: logprobs come from the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
-            tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, step.features)
+            draw = partial(self._draw_along, step, inputs) if chained else self._sample
+            tokens = draw(scores, inputs.output_slots, inputs.output_positions, step.features)
         if step.states_after.numel():
             self.caches.finish(dict(step.states_after.T.tolist()))
         return logits, tokens, prompts
@@ -277,6 +294,33 @@ class Runner:
             # each rank has computed the logits by itself; one that has rounded otherwise must not go on with another token
             tokens = self.caches.share.first(tokens)
             self.sampling.last.index_copy_(0, slots, tokens.clamp(min=0))
+        return tokens
+
+    def _allow(self, step: Step, depth: int = 0) -> None:
+        """Writes the masks of the rows that follow `depth` drafted tokens."""
+        if len(step.masks):
+            slots, depths = step.masked
+            there = depths == depth
+            masks = step.masks.view(torch.int32)[:, : words_of(self.sampling.vocab)]
+            self.sampling.allow(slots[there], masks[there])
+
+    def _draw_along(
+        self, step: Step, inputs: StepInputs, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures
+    ) -> Tensor:
+        """Draws the tokens of drafts one depth after the other, since what a row may draw depends on the tokens before it.
+
+        A row behind a guess that was not drawn is the pad slot's: it counts nowhere.
+        """
+        tokens, reached = torch.full_like(slots, NOTHING), torch.ones_like(slots, dtype=torch.bool)
+        for depth in range(int(step.depths.max()) + 1):
+            self._allow(step, depth)
+            rows = self._send((step.depths == depth).nonzero()[:, 0])
+            own = slots[rows]
+            if depth:
+                # the row before is the same answer's
+                reached[rows] = reached[rows - 1] & (tokens[rows - 1] == inputs.tokens[inputs.rows[rows]])
+                own = torch.where(reached[rows], own, self.pad_slot)
+            tokens[rows] = self._sample(logits[rows], own, positions[rows], features)
         return tokens
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures, groups: RowGroups | None) -> tuple[Tensor, Tensor]:

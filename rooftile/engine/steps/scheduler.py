@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rooftile.engine.requests.request import Answer, Request
+from rooftile.engine.speculation.draft import NO_DRAFT, Draft
+from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.steps.state_plan import StatePlan
 from rooftile.engine.steps.waiting_queue import WaitingQueue
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
@@ -34,6 +36,10 @@ class ScheduledTokens(NamedTuple):
     """The answers that get their next token from the last of these tokens; none while the prompt goes on."""
     kept: tuple[tuple[int, int], ...] = ()
     """States that are kept after some of these tokens, besides the last token's: a position, and the row of states."""
+    draft: Draft = NO_DRAFT
+    """Guesses, which are read behind the first token; the answer gets a token from each row."""
+    guess: int = -1
+    """The token to read where the answer has none yet; -1 for the one that the device has drawn last."""
 
 
 @dataclass(slots=True)
@@ -68,13 +74,15 @@ class Scheduler:
             are computed otherwise than a prompt's: what a request finds would depend on what ran before it.
         states: the rows of states; None if no layer has a state.
         state_every: the tokens of a prompt between two states that are kept.
+        speculator: drafts tokens of answers; None for none.
     """
 
     def __init__(
         self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True,
-        states: StateRows | None = None, state_every: int = 8192,
+        states: StateRows | None = None, state_every: int = 8192, speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self.pool = pool
+        self.speculator = speculator
         self.states = None if states is None else StatePlan(pool, states, state_every)
         self.max_batched_tokens = max_batched_tokens
         self.shares_answers = shares_answers
@@ -185,35 +193,52 @@ class Scheduler:
                         self._forked_states[answer.slot] = answers[parents[n]].slot
 
     def _decode(self, plan: StepPlan, budget: int) -> int:
-        """Plans one token of each answer that has one unread token; returns the budget that is left."""
+        """Plans one token of each answer that has one unread token, and its draft; returns the budget that is left."""
+        if self.speculator is not None:
+            self.speculator.begin_step(self.running, budget)
         for request in self.running.copy():
             if not request.prefilled:
                 continue
             for answer in request.answers:
                 if not (answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
-                if answer.pending and request.needs_host:
+                # how many of the tokens of a draft will stay, only the host can say
+                if answer.pending and (request.needs_host or answer.pending > 1):
                     continue
-                if not self._ensure_block(plan, answer):
+                draft = self._draft(answer)
+                if answer.pending and draft.tokens:
+                    # it is checked behind the last token, which may not be the one that the guess begins with
+                    continue
+                tokens = 1 + len(draft.tokens)
+                if not self._ensure_blocks(plan, answer, tokens):
                     break
-                self._reserve_rows(answer, 1)
-                plan.work.append(ScheduledTokens(answer, answer.planned, 1, (answer,)))
-                budget -= 1
+                self._reserve_rows(answer, tokens)
+                plan.work.append(ScheduledTokens(answer, answer.planned, tokens, (answer,), draft=draft))
+                budget -= tokens
         for work in plan.work:
-            work.answer.planned += 1
-            work.answer.pending += 1
+            work.answer.planned += work.tokens
+            work.answer.pending += work.tokens
         return budget
 
-    def _ensure_block(self, plan: StepPlan, answer: Answer) -> bool:
-        """Makes room for the answer's next token, if need be by preempting the last answers.
+    def _draft(self, answer: Answer) -> Draft:
+        """Returns a draft for an answer, if there is room for it without a preemption."""
+        if self.speculator is None:
+            return NO_DRAFT
+        draft = self.speculator.draft(answer)
+        assert answer.table is not None
+        more = answer.planned + 1 + len(draft.tokens) - answer.table.length
+        return draft if self.pool.available - self.pool.needs(answer.table, max(more, 0)) >= self.pool.watermark else NO_DRAFT
+
+    def _ensure_blocks(self, plan: StepPlan, answer: Answer, tokens: int) -> bool:
+        """Makes room for the answer's next tokens, if need be by preempting the last answers.
 
         Returns False if the answer itself was preempted.
         """
         while True:
             assert answer.table is not None
             try:
-                # an answer that is computed again after a preemption has its room already
-                self._append(plan, answer, answer.planned + 1 - answer.table.length)
+                # an answer that is computed again after a preemption, or whose draft was refused, has its room already
+                self._append(plan, answer, max(0, answer.planned + tokens - answer.table.length))
             except OutOfBlocks:
                 preempted = self._preempt_last()
                 if answer in preempted:

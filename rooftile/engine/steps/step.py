@@ -42,8 +42,10 @@ class Step(NamedTuple):
     """(3, k): states to keep on the way: slots, tokens before them, and rows of states."""
     bans: Tensor
     """(2, k): rows of outputs, and tokens that they may not get."""
+    depths: Tensor
+    """(m,): for each output how many drafted tokens its row follows; (0,) where nothing was drafted."""
     masked: Tensor
-    """(k,): slots with a grammar."""
+    """(2, k): slots with a grammar, and how many drafted tokens are followed."""
     masks: Tensor
     """(k, words): for each of them a bit per token that may come next, the lowest first, in words of 64."""
     scored: Tensor

@@ -46,12 +46,12 @@ class StepInputs(NamedTuple):
         first = int(cu_q[-1])
         tokens, positions, slots = np.full((3, first + len(single)), -1)
         for work, begin, end in zip(chunks, cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
-            known = work.answer.ids[work.start : work.start + work.tokens]
+            known = work.answer.ids[work.start : work.start + work.tokens] or [work.guess]
             tokens[begin : begin + len(known)] = known
             positions[begin:end] = np.arange(work.start, work.start + work.tokens)
             slots[begin:end] = work.answer.slot
         # one assignment for all single tokens: numpy is slow on one number at a time
-        tokens[first:] = [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in single]
+        tokens[first:] = [work.answer.ids[work.start] if work.start < len(work.answer.ids) else work.guess for work in single]
         positions[first:] = [work.start for work in single]
         slots[first:] = [work.answer.slot for work in single]
         last_row = {id(work): end - 1 for work, end in zip(chunks, cu_q[1:].tolist(), strict=True)}
@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
         """Lays out work of one token and one output each; the same as `of`, in a fraction of its time."""
         tokens, positions, slots = torch.tensor(
             [
-                [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in works],
+                [work.answer.ids[work.start] if work.start < len(work.answer.ids) else work.guess for work in works],
                 [work.start for work in works],
                 [work.answer.slot for work in works],
             ]
@@ -97,6 +97,20 @@ class Chunks(NamedTuple):
 def is_single(work: ScheduledTokens, *, prompts_in_chunks: bool = False) -> bool:
     """Whether work is a single token, read as the tokens of decoding answers are; a prompt's may be a chunk of one instead."""
     return work.tokens == 1 and not (prompts_in_chunks and work.start < len(work.answer.request.prompt))
+
+
+def rows_of_drafts(works: Sequence[ScheduledTokens]) -> Sequence[ScheduledTokens]:
+    """Returns work in which each drafted token is a single token of its own, with an output of its own."""
+    if not any(work.draft.tokens for work in works):
+        return works
+    found: list[ScheduledTokens] = []
+    for work in works:
+        if not work.draft.tokens:
+            found.append(work)
+            continue
+        guesses = (-1, *work.draft.tokens)
+        found += [ScheduledTokens(work.answer, work.start + n, 1, work.outputs, guess=guess) for n, guess in enumerate(guesses)]
+    return found
 
 
 def in_reading_order(works: Sequence[ScheduledTokens], *, prompts_in_chunks: bool = False) -> list[ScheduledTokens]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,9 +14,10 @@ from rooftile.engine.requests.request import Answer
 from rooftile.engine.sampling.features import SamplingFeatures, features_of
 from rooftile.engine.sampling.forbidden import banned_next
 from rooftile.engine.sampling.new_slots import NewSlots
+from rooftile.engine.speculation.draft import Draft
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step import Step
-from rooftile.engine.steps.step_inputs import StepInputs, in_reading_order, is_single, split_prompts
+from rooftile.engine.steps.step_inputs import StepInputs, in_reading_order, is_single, rows_of_drafts, split_prompts
 
 
 class StepMaker:
@@ -44,18 +47,18 @@ class StepMaker:
             features = features_of(answer.request.params)
             self._features[answer.slot] = self._kinds.setdefault(features, features)
             self._adapters[answer.slot] = -1 if answer.request.adapter is None else answer.request.adapter.slot
-        answers = [answer for work in plan.work for answer in work.outputs]
-        bans = [
-            (row, token)
-            for row, answer in enumerate(answers)
-            if answer.request.banned or answer.request.params.min_tokens
-            for token in banned_next(answer, answer.generated + answer.pending - 1)
-        ]
-        masked = [answer for answer in answers if answer.grammar is not None]
+        works = rows_of_drafts(plan.work)
+        answers = [answer for work in works for answer in work.outputs]
+        outputs: list[_Output] = []
+        # most steps have none of these
+        if works is not plan.work or any(map(_is_steered, answers)):
+            outputs = [_Output(each, n, work.draft) for work in plan.work for each in work.outputs for n in range(rows_of(work))]
+        bans = [(row, token) for row, output in enumerate(outputs) if _may_be_banned(output.answer) for token in output.bans()]
+        masked = [output for output in outputs if output.answer.grammar is not None]
         tops = max((n for answer in answers if (n := answer.request.top_count) is not None), default=-1)
-        single = all(is_single(work, prompts_in_chunks=self.separates_prompts) and len(work.outputs) == 1 for work in plan.work)
-        scored, following = self._scored(plan.work)
-        inputs = self._inputs(plan.work, single=single)
+        single = all(is_single(work, prompts_in_chunks=self.separates_prompts) and len(work.outputs) == 1 for work in works)
+        scored, following = self._scored(works)
+        inputs = self._inputs(works, single=single)
         return Step(
             inputs,
             self._started(plan.started),
@@ -68,7 +71,8 @@ class StepMaker:
             _pairs(plan.states_after),
             _columns(3, ((work.answer.slot, *kept) for work in plan.work for kept in work.kept)),
             _columns(2, bans),
-            torch.tensor([answer.slot for answer in masked], dtype=torch.int64),
+            _NONE[1][0] if works is plan.work else torch.tensor([output.depth for output in outputs]),
+            _columns(2, [(output.answer.slot, output.depth) for output in masked]),
             self._masks(masked),
             scored,
             following,
@@ -107,12 +111,12 @@ class StepMaker:
         adapters = self._adapters[inputs.slots]
         return adapters if (adapters >= 0).any() else _NONE[1][0]
 
-    def _masks(self, answers: Sequence[Answer]) -> Tensor:
+    def _masks(self, masked: Sequence[_Output]) -> Tensor:
         words = -(-self.vocab // 64)
-        masks = np.zeros((len(answers), 2 * words), dtype=np.int32)
-        for row, answer in zip(masks, answers, strict=True):
-            assert answer.grammar is not None
-            row[: len(answer.grammar.mask)] = answer.grammar.mask
+        masks = np.zeros((len(masked), 2 * words), dtype=np.int32)
+        for row, output in zip(masks, masked, strict=True):
+            mask = output.mask()
+            row[: len(mask)] = mask
         return torch.from_numpy(masks.view(np.int64))
 
     def _scored(self, works: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor]:
@@ -128,6 +132,39 @@ class StepMaker:
                 following += request.prompt[work.start + 1 : work.start + 1 + count]
             row += work.tokens
         return _columns(3, found), torch.tensor(following, dtype=torch.int64)
+
+
+class _Output(NamedTuple):
+    """A row from which an answer gets a token."""
+
+    answer: Answer
+    depth: int  # how many drafted tokens it follows
+    draft: Draft
+
+    def bans(self) -> list[int]:
+        """Returns the tokens that may not come next."""
+        # the tokens that are due in this step are pending already
+        before = self.answer.generated + self.answer.pending - 1 - len(self.draft.tokens) + self.depth
+        return banned_next(self.answer, before, self.draft.tokens[: self.depth])
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        """Returns the mask of the tokens that the answer's grammar has next."""
+        assert self.answer.grammar is not None
+        return self.draft.masks[self.depth - 1] if self.depth else self.answer.grammar.mask
+
+
+def _may_be_banned(answer: Answer) -> bool:
+    return bool(answer.request.banned or answer.request.params.min_tokens)
+
+
+def _is_steered(answer: Answer) -> bool:
+    """Whether some tokens may not come next."""
+    return answer.grammar is not None or _may_be_banned(answer)
+
+
+def rows_of(work: ScheduledTokens) -> int:
+    """Returns from how many rows an answer gets a token."""
+    return 1 + len(work.draft.tokens)
 
 
 _NONE = {rows: torch.empty(rows, 0, dtype=torch.int64) for rows in (1, 2, 3)}

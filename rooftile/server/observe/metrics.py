@@ -53,6 +53,10 @@ class Metrics:
         self.hits = self._counter("prefix_cache_hits", "prompt tokens that the prefix cache had")
         self.pages = self._counter("prefix_cache_pages", "prompt tokens whose blocks the prefix cache had")
         self.kept = self._gauge("kept_states", "states of recurrences that are kept for prefixes")
+        self.drafts = self._counter("spec_decode_num_drafts", "drafts that were checked")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "tokens that were drafted")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "drafted tokens that were accepted")
+        self.draft_tokens = self._gauge("draft_tokens", "tokens that a draft may have now; 0 where drafts do not pay")
         self.replicas = [
             Gauge(f"{prefix}:replica_{name}", said, [*_LABELS, "replica"], registry=self._registry)
             for name, said in (
@@ -103,6 +107,10 @@ class Metrics:
         self.replica_hits.labels(self._model, str(number)).inc(stats.prefix_hits - seen.prefix_hits)
         self.pages.inc(stats.prefix_pages - seen.prefix_pages)
         self.kept.set(sum([each.kept_states for each in now]))
+        self.drafts.inc(stats.drafts - seen.drafts)
+        self.drafted.inc(stats.drafted - seen.drafted)
+        self.accepted.inc(stats.accepted - seen.accepted)
+        self.draft_tokens.set(max([each.draft_tokens for each in now]))
         if stats.steps > seen.steps:
             self.step.observe(stats.step_s)
             self.host.observe(stats.host_s)

@@ -7,6 +7,8 @@
     idle           a second process, which finds Triton's cache filled: how long its engine takes to start, and how long
                    no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
+    speculative    output tokens per second with drafts, over the same requests without, by batch and by how likely a drafted
+                   token is accepted: greedy answers of one token, which a bias forces, and guesses that are wrong so often
     context        decode steps of a few requests with 1k to 128k tokens each: output tokens per second, and a sequence's memory
     adapters       64 requests without adapters, and dealt out to 16 of rank 16: output tokens per second
     peers          the first requests of W1 on ours, then on Transformers on the same weights
@@ -30,7 +32,7 @@ from rooftile.cost.session import Session
 from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
-from rooftile_lab.bench import adapter_rates, contexts
+from rooftile_lab.bench import adapter_rates, contexts, speculative
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
 from rooftile_lab.bench.measures import Measures
@@ -42,7 +44,7 @@ from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of
 from rooftile_lab.bench.workloads import Workload, named
 from rooftile_lab.bench.works import tidy, words_of_error
 
-PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "adapters", "peers")
+PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "speculative", "adapters", "peers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ def measure(asked: EngineOptions, session: Session, say: Progress | None = None)
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
         "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "context": run.contexts,
-        "adapters": run.adapters, "peers": run.peers,
+        "speculative": run.drafts, "adapters": run.adapters, "peers": run.peers,
     }  # fmt: skip
     for part in PARTS:
         if part in asked.parts:
@@ -235,6 +237,28 @@ class _Run:
                 floor_ms = 1e3 * costs.model.seconds(costs.rates, steps=1, cached=batch * length, running=batch)
                 spreads["measures"]["over_floor_ratio"] = figures(sum(taken) / len(taken) / floor_ms)
             yield self.row(name, [1e3 * ms for ms in taken], phase="decode", **spreads)
+        del llm
+        tidy(self.session.device)
+
+    def drafts(self) -> Iterator[Row]:
+        """A row for each batch and share of accepted tokens."""
+        self.close()
+        sizes = speculative.sizes_for(self.asked.scale)
+        llm = speculative.engine_for(self.decoder, sizes)
+        for batch in sizes.batches if self.asked.batch is None else (self.asked.batch,):
+            without: float | None = None
+            for accepted in (None, *sizes.accepted):
+                self.say(f"{batch} answers, {'no drafts' if accepted is None else f'{accepted:.0%} accepted'}")
+                found = [speculative.run(llm, sizes, batch, accepted) for _ in range(1 + self.asked.runs)][1:]
+                spreads = measured({name: [getattr(one, name) for one in found] for name in speculative.MEASURES})
+                rate = spreads["measures"]["output_tok_s"]
+                if without is None:
+                    without = rate
+                else:
+                    spreads["measures"]["over_without_ratio"] = figures(rate / without)
+                name = f"speculative-b{batch}-" + ("none" if accepted is None else f"a{accepted:.2f}")
+                settings = {"prompt": sizes.prompt, "answer": sizes.answer}
+                yield self.row(name, [one.seconds * 1e6 for one in found], phase="decode", settings=settings, **spreads)
         del llm
         tidy(self.session.device)
 

@@ -24,6 +24,7 @@ from rooftile.models.attention_layer import AttentionLayer
 class ExactMixer(Mixer):
     """Layers with exact attention, with or without windows; each keeps all its keys and values."""
 
+    takes_drafts: ClassVar[bool] = True
     kernels: ClassVar[tuple[str, ...]] = (
         "exact.backends.triton.paged_decode", "exact.backends.triton.paged_fwd", "exact.backends.triton.flash_fwd",
         "kvcache.page_kernels",

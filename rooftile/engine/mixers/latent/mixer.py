@@ -28,6 +28,7 @@ LATENTS = "latents"
 class LatentMixer(Mixer):
     """Layers with multi-head latent attention."""
 
+    takes_drafts: ClassVar[bool] = True
     kernels: ClassVar[tuple[str, ...]] = (
         "engine.mixers.latent.kernels", "exact.backends.triton.flash_fwd", "kvcache.page_kernels",
     )  # fmt: skip

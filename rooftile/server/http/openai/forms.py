@@ -63,6 +63,7 @@ class Sampling(BaseModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    speculative: bool | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None

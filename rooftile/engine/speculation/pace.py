@@ -1,0 +1,46 @@
+"""`Pace`: how long the next draft of an answer may be, by what became of the last ones.
+
+all accepted      twice as long, up to the most
+some accepted     one longer than what was accepted
+none accepted     one token, after a pause of 1, 2, 4, ... tokens without a draft, as often as this came in a row
+"""
+
+from __future__ import annotations
+
+# the longest pause, in tokens
+LONGEST_PAUSE = 64
+FIRST = 4
+
+
+class Pace:
+    """The length of one answer's drafts.
+
+    Args:
+        most: the most tokens of a draft.
+
+    Example:
+        >>> pace = Pace(15)
+        >>> pace.note(4, 4, 10), pace.length
+        (None, 8)
+        >>> pace.note(8, 0, 11), pace.length, pace.pauses(11), pace.pauses(12)
+        (None, 1, True, False)
+    """
+
+    __slots__ = ("_misses", "_until", "length", "most", "waits")
+
+    def __init__(self, most: int) -> None:
+        self.most, self.length = most, min(FIRST, most)
+        self.waits = False
+        """Whether the answer sits a step out, to be drafted for when its last token has come."""
+        self._misses = self._until = 0
+
+    def pauses(self, generated: int) -> bool:
+        """Whether an answer of this many tokens gets no draft."""
+        return generated < self._until
+
+    def note(self, drafted: int, accepted: int, generated: int) -> None:
+        """Takes notice of a draft, and of how many of its tokens were accepted; the answer then has `generated` tokens."""
+        self.length = min(2 * self.length if accepted == drafted else accepted + 1, self.most)
+        self._misses = 0 if accepted else self._misses + 1
+        if not accepted:
+            self._until = generated + min(1 << (self._misses - 1), LONGEST_PAUSE)
