@@ -93,7 +93,7 @@ def engine(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="start, W1, W10, W11, decode-step, idle, W8, context, speculative, adapters, peers; all by default. Several times."
+            help="start, W1, W10, W11, decode-step, idle, W8, context, speculative, adapters, peers; all by default. Repeatable."
         ),
     ] = None,
     model: Annotated[str, typer.Option(help=f"With random weights: {', '.join(MODELS)}.")] = "",
