@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 import sys
+from dataclasses import fields
 from typing import Any
 
 from rooftile.errors import InvalidInput
@@ -33,6 +34,26 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, ValueError):
         return None
+
+
+def python_number(value: Any) -> Any:
+    """Returns a number of numpy as Python's, and anything else as it is.
+
+    Example:
+        >>> python_number(0.5), python_number("a")
+        (0.5, 'a')
+    """
+    if value is None or type(value) in (int, float, bool, str) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def as_python_numbers(record: Any) -> None:
+    """Makes numbers of numpy in the fields of a dataclass Python's; it may be frozen."""
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if (number := python_number(value)) is not value:
+            object.__setattr__(record, each.name, number)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from rooftile.engine import EngineConfig
@@ -107,3 +108,18 @@ def test_settings_print_as_the_words_that_make_them() -> None:
     config = EngineConfig(max_model_len=64, enforce_eager=True)
     assert repr(config) == "EngineConfig(max_model_len=64, enforce_eager=True)"
     assert eval(repr(config)) == config
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    given = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), top_k=np.uint8(7), seed=np.int32(3), stop_token_ids=[np.int64(4)],
+        logit_bias={np.int64(5): np.float64(-1)}, priority=np.int16(-2),
+    )  # fmt: skip
+    assert given == SamplingParams(n=2, temperature=0.5, top_k=7, seed=3, stop_token_ids=[4], logit_bias={5: -1.0}, priority=-2)
+    assert all(type(getattr(given, name)) is int for name in ("n", "top_k", "seed", "priority"))
+    assert [type(token) for token in (*given.stop_token_ids, *given.logit_bias)] == [int, int]
+    for wrong in (np.bool_(True), np.float32(2.0), np.array([2])):
+        with pytest.raises(InvalidInput, match=r"n is .*; must be a whole number"):
+            SamplingParams(n=wrong)
+    config = EngineConfig(block_size=np.int64(16), state_share=np.float32(0.25), speculative={"tokens": np.int64(3)})
+    assert (type(config.block_size), config.state_share) == (int, 0.25)

@@ -23,6 +23,7 @@ from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, Encoder, ModelConfig
 from rooftile.models.placement import Placement
+from rooftile.runtime.arguments import python_number
 
 Text = str | Sequence[int]
 # texts that are encoded together, before a device reads them
@@ -55,6 +56,7 @@ class EmbeddingModel:
         recipe = self.embedder.recipe
         if self.embedder.is_cross:
             raise Unsupported("the model is a cross-encoder, which scores pairs of texts and gives no vectors; ask it with score")
+        dimensions = python_number(dimensions)
         check_dimensions(dimensions, self.embedder.width)
         recipe.prompt(prompt_name)
         read = (self.reader.read(some, prompt_name=prompt_name, cut=cut) for some in _some_at_a_time(texts))

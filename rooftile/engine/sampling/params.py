@@ -12,6 +12,7 @@ from rooftile.engine.sampling.structural_tags import check_tags
 from rooftile.engine.settings.changed import changed
 from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
+from rooftile.runtime.arguments import as_python_numbers, python_number
 from rooftile.runtime.words import takes_names
 
 # limits for one request: a parameter without a bound can bring a service down
@@ -122,6 +123,7 @@ class SamplingParams:
         return changed(self)
 
     def __post_init__(self) -> None:
+        as_python_numbers(self)
         stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or a list of them")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, "a list of token ids"))
@@ -135,7 +137,8 @@ class SamplingParams:
             raise InvalidInput(f"logit_bias is {self.logit_bias!r}; must be a dictionary of token ids and biases")
         if self.logit_bias is not None:
             # a copy: the caller's dictionary may change after it was checked
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
+            biases = {python_number(token): python_number(bias) for token, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases or None)
         # other engines write -1 for all tokens
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -268,7 +271,7 @@ def _several(name: str, value: object, due: str) -> tuple[Any, ...]:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise InvalidInput(f"{name} is {value!r}; must be {due}")
-    return tuple(value)
+    return tuple(map(python_number, value))
 
 
 def _between(least: float, most: float) -> str:

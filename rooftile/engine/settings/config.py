@@ -14,6 +14,7 @@ from rooftile.engine.mixers.approximation import Approximation, check_approximat
 from rooftile.engine.settings.changed import changed
 from rooftile.engine.settings.table import SETTINGS, check_settings, is_fp8
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.runtime.arguments import as_python_numbers
 from rooftile.runtime.dtypes import dtype_word, torch_dtype
 from rooftile.runtime.words import answers_words
 from rooftile.weights.files.plan import Weights, check_words
@@ -76,6 +77,7 @@ class EngineConfig:
         return changed(self)
 
     def __post_init__(self) -> None:
+        as_python_numbers(self)
         check_settings({name: getattr(self, name) for name in SETTINGS})
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", torch_dtype(self.dtype))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.runtime.arguments import python_number
 
 # the most tokens of a draft: with its row before them they fill a captured graph
 MOST_TOKENS = 31
@@ -60,7 +61,7 @@ class Speculation:
             given = _read(given)
         if not isinstance(given, Mapping):
             raise InvalidInput(f'speculative is {repr(given)[:60]}; must be "lookup", a dictionary with a method, or None')
-        asked: dict[str, Any] = {RENAMED.get(str(name), str(name)): value for name, value in given.items()}
+        asked: dict[str, Any] = {RENAMED.get(str(name), str(name)): python_number(value) for name, value in given.items()}
         method = asked.get("method", "lookup")
         method = "lookup" if method == "ngram" else method
         if method in LATER:
