@@ -222,6 +222,7 @@ class Model:
 
     device = torch.device("cpu")
     decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY, eos_ids=()))
+    adapters = None
 
     def run(self, plan: StepPlan) -> Result:
         answers = [answer for work in plan.work for answer in work.outputs]

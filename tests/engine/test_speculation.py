@@ -278,3 +278,22 @@ def test_what_cannot_take_tokens_back_is_refused(peers) -> None:
         LLM(peers("mamba2").folder, speculative="lookup", **ROOM)
     with pytest.raises(Unsupported, match="speculative is given and tensor_parallel_size is 2"):
         LLM(peers("llama").folder, speculative="lookup", tensor_parallel_size=2, **ROOM)
+
+
+def test_the_prefix_cache_never_has_a_refused_token(peers, plain, monkeypatch) -> None:
+    """Blocks are found by others only up to what was read of accepted tokens: an answer may be aborted after each step."""
+    monkeypatch.setattr(speculator, "NgramIndex", Oracle)
+    monkeypatch.setattr(Oracle, "known", whole(plain))
+    llm = LLM(peers("llama").folder, speculative=ALWAYS, **ROOM | {"block_size": 8})
+    engine, sealed = llm.engine, 0
+    for prompt, params in zip(prompts(20), asked_params(20), strict=True):
+        engine.add(prompt, params)
+    while not engine.idle:
+        engine.step()
+        for request in engine.scheduler.running:
+            for answer in request.answers:
+                if answer.table is not None and request.search is None:
+                    assert answer.table.sealed * 8 <= answer.planned == len(answer.ids) - 1 or not request.prefilled
+                    sealed += answer.table.sealed
+    assert sealed > 100
+    assert engine.speculator.counts["accepted"] < engine.speculator.counts["drafted"]
