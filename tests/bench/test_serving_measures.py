@@ -64,6 +64,7 @@ class Stub:
         self.clock = clock
         self.device = torch.device("cpu")
         self.decoder = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary, eos_ids=()))
+        self.adapters = None
         self.generator = torch.Generator().manual_seed(0)
 
     def run(self, plan: StepPlan) -> Result:
