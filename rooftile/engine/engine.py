@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 from rooftile.engine.adapters.adapters import Adapters
-from rooftile.engine.chat.thought_formats import AUTO, choose_format
+from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
 from rooftile.engine.chat.tools.choose import choose_syntax
 from rooftile.engine.requests.output import RequestOutput, output_of
 from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
@@ -19,6 +19,8 @@ from rooftile.engine.sampling.forbidden import emptied_by
 from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
+from rooftile.engine.sampling.steering import Steering
+from rooftile.engine.sampling.thought_matcher import ThoughtMatcher
 from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.steps.runner import Result, Runner
 from rooftile.engine.steps.scheduler import Scheduler
@@ -137,14 +139,12 @@ class Engine:
             request.search = BeamSearch(
                 answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
             )
-        steered = request.search is not None or grammar is not None
-        request.needs_host = steered or any(len(sequence) > 1 for sequence in request.banned)
+        request.needs_host = request.search is not None or any(len(sequence) > 1 for sequence in request.banned)
         seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params, prompt)
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
-            if grammar is not None:
-                request.answers[-1].grammar = grammar.fork()
+            request.answers[-1].grammar = self._steering(prompt, params, ends, None if grammar is None else grammar.fork())
         names = emptied_by(request.answers[0], self.runner.decoder.config.vocab_size)
         if names is not None:
             raise InvalidInput(f"every token is forbidden where the answer begins, by {names}: allow another")
@@ -164,6 +164,25 @@ class Engine:
         if self.adapters is None:
             raise InvalidInput("the engine has no room for adapters: give max_adapters when it is made")
         return self.adapters
+
+    def _steering(
+        self, prompt: Sequence[int], params: SamplingParams, ends: frozenset[int], grammar: Matcher | None
+    ) -> Steering | None:
+        """Returns what an answer follows: a grammar, a budget of its thought, or both; None for neither."""
+        budget, form = params.thinking_token_budget, self.thoughts
+        if budget is None and (grammar is None or not params.thinks):
+            return grammar
+        if form is None or self.tokenizer is None:
+            if budget is not None:
+                raise InvalidInput("thinking_token_budget is given, and the model marks no thoughts: name its reasoning_parser")
+            return grammar
+        stage = stage_of(self.tokenizer, prompt, form)
+        if stage == "after":
+            return grammar
+        return ThoughtMatcher(
+            self.tokenizer, form, stage, prompt, vocabulary=self.runner.decoder.config.vocab_size, ends=ends, budget=budget,
+            grammar=grammar,
+        )  # fmt: skip
 
     def output_of(self, request: Request, prompt: str | None = None) -> RequestOutput:
         """Returns a request's state of this moment. One whose text cannot be made ends with an error, and no other does."""

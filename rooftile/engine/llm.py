@@ -292,8 +292,10 @@ class LLM:
             (*(() if form is None else form.marks), *(() if use is None or syntax is None else syntax.reader.marks()))
         )
         grammar = None if use is None or syntax is None else required_grammar(syntax, use)
-        if marks or grammar is not None:
-            sampling_params = answering(sampling_params or self.get_default_sampling_params(), marks, grammar)
+        if form is not None or marks or grammar is not None:
+            given_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            if isinstance(given_params, SamplingParams | list | tuple):
+                sampling_params = answering(given_params, marks, grammar, thinks=form is not None)
         outputs = self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
         if form is not None or use is not None:
             for output in outputs:

@@ -175,6 +175,5 @@ SAMPLING_REFUSED = {
     "skip_reading_prefix_cache": Refused((False,), "give the prompt a cache_salt of its own"),
     "spaces_between_special_tokens": Refused((True,), "the tokenizer decides about spaces"),
     "stream_interval": Refused((1,), _OUTPUTS),
-    "thinking_token_budget": Refused((-1,), "max_tokens limits an answer as a whole"),
     "trace_decode_token_ids": Refused((), "prompt_logprobs scores given tokens"),
 }

@@ -158,3 +158,25 @@ def test_the_library_reads_the_same(folder, llm) -> None:
     assert llm.chat(messages, params)[0].outputs[0].content is None
     with pytest.raises(InvalidInput, match="reasoning_parser is 'qwen'"):
         LLM(folder, device="cpu", reasoning_parser="qwen")
+
+
+def test_a_budget_and_a_grammar_over_the_wire(thinking) -> None:
+    pytest.importorskip("llguidance")
+    said = asked("cut", structured_outputs={"choice": ["yes", "no"]}, thinking_token_budget=3, max_tokens=60, **OPENED)
+    whole = thinking.post(CHATS, said).json()
+    message = whole["choices"][0]["message"]
+    assert message["content"] in ("yes", "no")
+    assert 0 < whole["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+    texts, _ = streamed(thinking, said)
+    assert texts[0] == {
+        "content": message["content"],
+        "reasoning": message["reasoning"],
+        "reasoning_content": message["reasoning"],
+    }
+    # a completion's grammar has the whole text
+    raw = thinking.complete("cut", structured_outputs={"choice": ["yes", "no"]})
+    assert raw["choices"][0]["text"] in ("yes", "no")
+    near = refused(thinking, CHATS, asked("plain", thinking_budget=5), "unsupported", "thinking_budget")
+    assert "thinking_token_budget" in near
+    refused(thinking, CHATS, asked("plain", thinking_token_budget=-5), "invalid_value", "thinking_token_budget")
+    refused(thinking, CHATS, asked("plain", thinking_token_budget=5, beam_width=2), "invalid_value")

@@ -38,17 +38,26 @@ def read_answers(
 
 
 def answering(
-    params: SamplingParams | Sequence[SamplingParams], marks: Sequence[str], grammar: str | None
+    params: SamplingParams | Sequence[SamplingParams], marks: Sequence[str], grammar: str | None, *, thinks: bool
 ) -> SamplingParams | list[SamplingParams]:  # fmt: skip
     """Returns sampling parameters under which texts have these special tokens, and follow a grammar.
+
+    Args:
+        params: the parameters that were given.
+        marks: special tokens that are text.
+        grammar: the grammar of a call that is required; None if none is.
+        thinks: whether an answer may have a thought, behind which a grammar begins.
 
     Raises:
         InvalidInput: a call is required, and an answer must have another form, too.
     """
-    if isinstance(params, SamplingParams):
-        if grammar is None:
-            return replace(params, shown_special_tokens=tuple(marks))
-        if params.structured is not None:
-            raise InvalidInput("tool_choice asks for a call, and structured for another form; give one of them")
-        return replace(params, shown_special_tokens=tuple(marks), structured={"grammar": grammar})
-    return [cast("SamplingParams", answering(each, marks, grammar)) for each in params]
+    if not isinstance(params, SamplingParams):
+        # `generate` refuses what is no SamplingParams
+        each = [answering(one, marks, grammar, thinks=thinks) if isinstance(one, SamplingParams) else one for one in params]
+        return cast("list[SamplingParams]", each)
+    changed = replace(params, shown_special_tokens=(*params.shown_special_tokens, *marks), thinks=params.thinks or thinks)
+    if grammar is None:
+        return changed
+    if params.structured is not None:
+        raise InvalidInput("tool_choice asks for a call, and structured for another form; give one of them")
+    return replace(changed, structured={"grammar": grammar})

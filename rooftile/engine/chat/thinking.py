@@ -27,19 +27,22 @@ class ThoughtReader:
     def __init__(self, form: ThoughtFormat, stage: Stage, rest: Reader) -> None:
         self.begin = self.end = 0
         """The thought's place in the text, in characters: spaces beside it are counted, and marks are not."""
+        self.stage = stage
+        """Where the text is that was read."""
         self._form = form
-        self._stage = stage
         self._rest = rest
-        # text that is read, but held back, and the characters before it
-        self._held, self._passed = "", 0
+        self.held = ""
+        """Text that is read, and held back."""
+        # characters before it
+        self._passed = 0
         # whether the thought has no text yet, and whether spaces are left out behind it
         self._fresh, self._trims = True, False
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that the next text completes."""
-        if self._stage == "after" and not self._trims:
+        if self.stage == "after" and not self._trims:
             return self._rest.feed(text)
-        self._held += text
+        self.held += text
         parts: list[Part] = []
         while (found := self._step()) is not None:
             parts += found
@@ -47,9 +50,9 @@ class ThoughtReader:
 
     def finish(self) -> list[Part]:
         """Returns the last parts; the text ends here."""
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         parts: list[Part] = []
-        if self._stage == "inside":
+        if self.stage == "inside":
             self.end = self._passed + len(held)
             # a thought that is cut off ends without its last spaces, like others
             parts = [Thought(text)] if (text := self._trimmed(held)) else []
@@ -59,12 +62,12 @@ class ThoughtReader:
 
     def _step(self) -> list[Part] | None:
         """Takes what can be taken from the text that is held; returns None if more text is due."""
-        if self._stage == "before":
+        if self.stage == "before":
             return self._look_for_beginning()
-        if self._stage == "inside":
+        if self.stage == "inside":
             return self._look_for_end()
-        text = self._held.lstrip(SPACES)
-        self._take(len(self._held) - len(text))
+        text = self.held.lstrip(SPACES)
+        self._take(len(self.held) - len(text))
         if not text:
             return None
         self._trims = False
@@ -73,12 +76,12 @@ class ThoughtReader:
 
     def _look_for_beginning(self) -> list[Part] | None:
         if self._takes_beginning():
-            self._stage = "inside"
+            self.stage = "inside"
             return []
         if self._may_begin():
             return None
-        self._stage = "after"
-        held, self._held = self._held, ""
+        self.stage = "after"
+        held, self.held = self.held, ""
         return self._rest.feed(held)
 
     def _look_for_end(self) -> list[Part] | None:
@@ -86,15 +89,15 @@ class ThoughtReader:
             return []
         if self._fresh and self._may_begin():
             return None
-        ends = [(at, -len(mark)) for mark in self._form.ends if (at := self._held.find(mark)) >= 0]
+        ends = [(at, -len(mark)) for mark in self._form.ends if (at := self.held.find(mark)) >= 0]
         if ends:
             at, size = min(ends)
-            text, self.end = self._trimmed(self._held[:at]), self._passed + at
+            text, self.end = self._trimmed(self.held[:at]), self._passed + at
             self._take(at - size)
-            self._stage, self._trims = "after", True
+            self.stage, self._trims = "after", True
             return [Thought(text)] if text else []
-        sure = len(self._held) - max(_begun(self._held, mark) for mark in self._form.ends)
-        text = self._held[:sure].rstrip(SPACES)
+        sure = len(self.held) - max(begun(self.held, mark) for mark in self._form.ends)
+        text = self.held[:sure].rstrip(SPACES)
         if not text.strip(SPACES):
             return None
         self._take(len(text))
@@ -105,16 +108,16 @@ class ThoughtReader:
 
     def _takes_beginning(self) -> bool:
         """Takes a mark that begins a thought, which models also write where the prompt has it; returns whether it is there."""
-        text = self._held.lstrip(SPACES)
+        text = self.held.lstrip(SPACES)
         mark = next((mark for mark in self._form.begins if text.startswith(mark)), None)
         if mark is not None:
-            self._take(len(self._held) - len(text) + len(mark))
+            self._take(len(self.held) - len(text) + len(mark))
             self.begin = self.end = self._passed
         return mark is not None
 
     def _may_begin(self) -> bool:
         """Tells whether the text so far may become a mark that begins a thought."""
-        text = self._held.lstrip(SPACES)
+        text = self.held.lstrip(SPACES)
         return any(mark.startswith(text) for mark in self._form.begins)
 
     def _trimmed(self, text: str) -> str:
@@ -122,9 +125,9 @@ class ThoughtReader:
 
     def _take(self, count: int) -> None:
         self._passed += count
-        self._held = self._held[count:]
+        self.held = self.held[count:]
 
 
-def _begun(text: str, mark: str) -> int:
+def begun(text: str, mark: str) -> int:
     """Returns how many characters at a text's end may become a mark."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)

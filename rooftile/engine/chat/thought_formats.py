@@ -24,7 +24,8 @@ class ThoughtFormat(NamedTuple):
     Args:
         name: the name for --reasoning-parser.
         begins: the marks of which one may begin a thought.
-        ends: the marks that end it; the first one closes a thought that has become too long.
+        ends: the marks that end it; the first one is in `close`.
+        close: what closes a thought that has become too long: a mark that ends, with the spaces that templates write.
         sign: a text that is in the chat templates of models with this format.
         others: names of vLLM's parsers for it.
     """
@@ -32,6 +33,7 @@ class ThoughtFormat(NamedTuple):
     name: str
     begins: tuple[str, ...]
     ends: tuple[str, ...]
+    close: str
     sign: str
     others: tuple[str, ...] = ()
 
@@ -40,24 +42,23 @@ class ThoughtFormat(NamedTuple):
         """All marks."""
         return self.begins + self.ends
 
-    def spells_special(self, tokenizer: Tokenizer) -> bool:
-        """Tells whether a mark is a special token, which texts usually leave out."""
-        return any(tokenizer.spells_special(mark) for mark in self.marks)
-
 
 # in the order in which templates are looked at: the last sign is the most general one
 FORMATS = (
-    ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), "[/THINK]"),
-    ThoughtFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>"),
-    ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), "</mm:think>"),
-    ThoughtFormat("gemma4", ("<|channel>thought\n",), ("<channel|>",), "<|channel>thought"),
+    ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), "[/THINK]", "[/THINK]"),
+    ThoughtFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>", "</seed:think>"),
+    ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), "\n</mm:think>\n\n", "</mm:think>"),
+    ThoughtFormat("gemma4", ("<|channel>thought\n",), ("<channel|>",), "\n<channel|>", "<|channel>thought"),
     ThoughtFormat(
         "granite", ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:"),
-        "Here is my thought process:",
+        "\n\nHere is my response:", "Here is my thought process:",
     ),
-    ThoughtFormat("apriel", ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), "[BEGIN FINAL RESPONSE]"),
     ThoughtFormat(
-        "think", ("<think>",), ("</think>",), "</think>",
+        "apriel", ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), "\n[BEGIN FINAL RESPONSE]\n",
+        "[BEGIN FINAL RESPONSE]",
+    ),
+    ThoughtFormat(
+        "think", ("<think>",), ("</think>",), "\n</think>\n\n", "</think>",
         (
             "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3",
             "olmo3", "poolside_v1", "qwen3", "smollm3", "step3", "step3p5",

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from rooftile.engine.adapters.adapters import LoadedAdapter
 from rooftile.engine.sampling.beam_search import BeamSearch
-from rooftile.engine.sampling.grammar import Matcher
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.sampling.steering import Steering
 from rooftile.engine.speculation.ngrams import Guesser
 from rooftile.engine.speculation.pace import Pace
 from rooftile.engine.text.detokenizer import Detokenizer
@@ -70,8 +70,8 @@ class Answer:
     """The sum over the generated tokens, if logprobs were asked for."""
     score: float | None = None
     """The score in a beam search."""
-    grammar: Matcher | None = None
-    """The answer's place in its grammar."""
+    grammar: Steering | None = None
+    """The answer's place in its grammar, or in its thought and then in a grammar."""
     detokenizer: Detokenizer | None = None
     """Builds the text, if the model has a tokenizer."""
     pace: Pace | None = None
@@ -100,6 +100,12 @@ class Answer:
     def unread(self) -> int:
         """How many tokens the model has not read yet; one in steady decoding."""
         return len(self.ids) + self.pending - self.planned
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the next token waits until the pending ones have reached the host."""
+        grammar = self.grammar
+        return self.pending > 0 and (self.request.needs_host or (grammar is not None and grammar.free <= self.pending))
 
     @property
     def wants_more(self) -> bool:
@@ -136,8 +142,8 @@ class Request:
     banned: tuple[tuple[int, ...], ...] = ()
     """Token sequences that an answer must not have."""
     needs_host: bool = False
-    """Whether an answer sits steps out until its last token has reached the host, which then decides: where its grammar stands,
-    which beams go on, which tokens would complete a bad word."""
+    """Whether an answer sits steps out until its last token has reached the host, which then decides: which beams go on, which
+    tokens would complete a bad word. A grammar decides by itself (see `Answer.waits_for_host`)."""
     tokenizer: Tokenizer | None = None
     """The model's tokenizer, which has the texts of single tokens."""
     cached_tokens: int | None = None

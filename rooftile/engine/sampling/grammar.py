@@ -151,6 +151,8 @@ class Matcher:
     def __init__(self, matcher: Any, vocabulary: int, end: int | None) -> None:
         self._matcher = matcher
         self._vocabulary, self._end = vocabulary, end
+        # each token decides about the next
+        self.free = 0
         self.over = False
         """Whether the grammar allows nothing more, since the text is complete."""
         self.mask: npt.NDArray[np.int32] = self._next_mask()

@@ -24,7 +24,7 @@ MOST_WORDS = 64
 # the kinds of structured output
 STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag")
 # whole numbers that may be None
-OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
+OPTIONAL = ("thinking_token_budget", "max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
 # whole numbers have 64 bits on their way to the engine and to the device
 LARGEST = 2**63 - 1
 LARGEST_PRIORITY = 10**9
@@ -72,6 +72,9 @@ class SamplingParams:
             {"choice": a list of texts}, {"grammar": a grammar in Lark's form or in GBNF, the EBNF of llama.cpp and XGrammar} or
             {"structural_tag": {"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}}, which leaves the
             text free up to a trigger. It needs the package llguidance. None for free text.
+        thinking_token_budget: the most tokens of a thought, of a model that marks its thoughts: then the mark that ends it is
+            written, and the answer goes on. None, or vLLM's -1, for any number.
+        thinks: whether an answer may have a thought, as answers of `LLM.chat` may: what is structured then begins behind it.
         speculative: whether tokens of the answer may be guessed and checked several at a time, where the engine does so
             (`LLM(speculative=)`); the tokens are the same either way.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
@@ -113,6 +116,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     shown_special_tokens: Sequence[str] = ()
     structured: Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    thinks: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -142,6 +147,8 @@ class SamplingParams:
         # other engines write -1 for all tokens
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         self._check_bounds()
         self._check_stops(stops)
         self._check_beams()
@@ -171,6 +178,7 @@ class SamplingParams:
             ("n", 1, MOST_SAMPLES), ("top_k", 0, LARGEST), ("min_tokens", 0, LARGEST), ("max_tokens", 1, LARGEST),
             ("logprobs", 0, MOST_LOGPROBS), ("prompt_logprobs", 0, MOST_LOGPROBS), ("beam_width", 1, MOST_SAMPLES),
             ("truncate_prompt_tokens", 1, LARGEST), ("seed", 0, LARGEST), ("priority", -LARGEST_PRIORITY, LARGEST_PRIORITY),
+            ("thinking_token_budget", 0, LARGEST),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
@@ -190,7 +198,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= high:
                 raise InvalidInput(f"{name} is {value!r}; must be a finite number above 0{_at_most(high)}")
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "early_stopping", "speculative"):
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "early_stopping", "speculative", "thinks"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
         for token, bias in (self.logit_bias or {}).items():
@@ -251,7 +259,7 @@ class SamplingParams:
             ("top_p", 1.0, draws), ("top_k", 0, draws), ("min_p", 0.0, draws), ("seed", None, draws),
             ("presence_penalty", 0.0, plain), ("frequency_penalty", 0.0, plain), ("repetition_penalty", 1.0, plain),
             ("logit_bias", None, plain), ("allowed_token_ids", None, plain), ("bad_words", (), plain),
-            ("structured", None, plain),
+            ("structured", None, plain), ("thinking_token_budget", None, "a search closes no thought"),
             ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
         )  # fmt: skip
         for name, none, why in refused:

@@ -203,7 +203,7 @@ class Scheduler:
                 if not (answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
                 # how many of the tokens of a draft will stay, only the host can say
-                if answer.pending and (request.needs_host or answer.pending > 1):
+                if answer.waits_for_host or answer.pending > 1:
                     continue
                 draft = self._draft(answer)
                 if answer.pending and draft.tokens:

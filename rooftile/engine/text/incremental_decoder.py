@@ -26,6 +26,7 @@ checkpoint that removes spaces.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 
 from rooftile.engine.text.border import border_of, is_text
@@ -70,6 +71,12 @@ class IncrementalDecoder:
         self._length = 0
         # the run of byte tokens at the end: ids with their bytes, None for a token without text among them
         self._run: list[tuple[int, int] | None] = []
+
+    def fork(self) -> IncrementalDecoder:
+        """Returns the same place for another continuation; `begins` has the last places alone."""
+        other = copy(self)
+        other.begins, other._run = self.begins[-1 - len(self._run) :], [*self._run]
+        return other
 
     def add(self, id: int) -> str:
         """Takes a token; returns the text that it makes final."""

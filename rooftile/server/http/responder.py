@@ -77,10 +77,12 @@ class Responder:
                 if tools is not None:
                     texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
-                if (grammar := texts.call_grammar(tools, self.tokens[0])) is not None:
+                if (grammar := texts.call_grammar(tools)) is not None:
                     self.generation.params["structured"] = grammar
                 if self.generation.chat and (marks := texts.special_marks(tools)):
                     self.generation.params["shown_special_tokens"] = list(marks)
+                if self.generation.chat and texts.thoughts is not None:
+                    self.generation.params["thinks"] = True
                 self._decoder = AnswerDecoder(texts, self.generation.params, self.tokens)
                 self._readers = ChatReaders(lambda place: texts.reader(self.tokens[place], tools), self._decoder.tokens_before)
                 self.usage.thoughts = {} if self.generation.chat and texts.thoughts is not None else None

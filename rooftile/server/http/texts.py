@@ -112,19 +112,14 @@ class Texts:
         if use is not None and self.syntax is None:
             raise InvalidInput(why_no_syntax(self._calls))
 
-    def call_grammar(self, use: ToolUse | None, prompt: Sequence[int]) -> dict[str, str] | None:
-        """Returns the grammar of an answer that must be a call; None if it need not be.
+    def call_grammar(self, use: ToolUse | None) -> dict[str, str] | None:
+        """Returns the grammar of an answer that must be a call, behind its thought; None if it need not be.
 
         Raises:
-            InvalidInput: such answers are not constrained in the model's syntax, or the model is about to think.
+            InvalidInput: such answers are not constrained in the model's syntax.
         """
         grammar = None if use is None or self.syntax is None else required_grammar(self.syntax, use)
-        if grammar is None:
-            return None
-        tokenizer, form = self._tokenizer, self.thoughts
-        if tokenizer is not None and form is not None and stage_of(tokenizer, prompt, form) == "inside":
-            raise InvalidInput("tool_choice asks for a call, and the prompt ends in a thought; set enable_thinking to false")
-        return {"grammar": grammar}
+        return None if grammar is None else {"grammar": grammar}
 
     def special_marks(self, use: ToolUse | None) -> tuple[str, ...]:
         """Returns the marks around thoughts and calls that are special tokens, which texts usually leave out."""

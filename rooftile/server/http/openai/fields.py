@@ -26,6 +26,7 @@ _DUE = {
     "list_type": "a list", "literal_error": "false", "string_unicode": "a text of whole characters",
 }  # fmt: skip
 _TEXT = "this server reads and writes text"
+_BUDGET = "write reasoning_effort, chat_template_kwargs, or thinking_token_budget for the most tokens of a thought"
 _CHAT = "a prompt is read as it is; send messages to /v1/chat/completions"
 
 # fields of OpenAI's API and of other servers that are refused: why
@@ -39,6 +40,8 @@ REFUSED = {
     "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": _CHAT, "enable_thinking": _CHAT,
     "add_generation_prompt": _CHAT, "continue_final_message": _CHAT,
     "include_reasoning": _CHAT,
+    "thinking_budget": _BUDGET, "max_thinking_tokens": _BUDGET, "reasoning_budget": _BUDGET,
+    "reasoning": _BUDGET, "thinking": _BUDGET,
     "logits_processors": "nothing of a request is run",
     "prompt_embeds": "prompts are text or token ids",
     "safety_identifier": "write user", "background": "answers are sent to who asks for them",

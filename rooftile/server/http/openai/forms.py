@@ -67,6 +67,7 @@ class Sampling(BaseModel):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    thinking_token_budget: int | None = None
     stop: Any = Field(
         default=None,
         json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]},

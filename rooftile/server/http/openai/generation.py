@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # fields of a form that `SamplingParams` has under the same name
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "prompt_logprobs", "seed", "max_tokens", "min_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping", "priority",
-    "speculative",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "prompt_logprobs", "seed", "max_tokens", "min_tokens",
+    "thinking_token_budget", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty",
+    "early_stopping", "priority", "speculative",
 )  # fmt: skip
 # a plain word may be a field of a request, too
 _FLAGS = {name: flag for name, flag in FLAGS.items() if "_" in name}

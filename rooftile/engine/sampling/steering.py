@@ -1,0 +1,64 @@
+"""`Steering`: what decides on the host which tokens an answer may have next; and masks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.int32]
+"""One bit per token that may come next, in words of 32, the lowest first; no other bit is set."""
+
+
+class Steering(Protocol):
+    """The place of one answer in what it has to follow: a grammar, or a thought and then a grammar."""
+
+    @property
+    def mask(self) -> Mask:
+        """The tokens that may come next; another array where it has changed."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is allowed, since the text is complete."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """How many of the next tokens `mask` holds for, whatever they are: so many need not wait for one another."""
+        ...
+
+    def fork(self) -> Steering:
+        """Returns the same place for another continuation."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Takes an answer's next token."""
+
+
+def mask_of(tokens: Iterable[int], vocabulary: int) -> Mask:
+    """Returns the mask of some tokens.
+
+    Example:
+        >>> mask_of([0, 33], 40).tolist()
+        [1, 2]
+    """
+    mask = np.zeros(-(-vocabulary // 32), dtype=np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask.view(np.int32)
+
+
+def mask_without(tokens: Iterable[int], vocabulary: int) -> Mask:
+    """Returns the mask of all tokens but some."""
+    every = np.full(-(-vocabulary // 32), -1, dtype=np.int32)
+    if vocabulary % 32:
+        every[-1] = (1 << vocabulary % 32) - 1
+    return every & ~mask_of(tokens, vocabulary)
+
+
+def allows(mask: Mask, token: int) -> bool:
+    """Tells whether a mask has a token."""
+    return bool(mask.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
