@@ -180,3 +180,18 @@ def test_a_budget_and_a_grammar_over_the_wire(thinking) -> None:
     assert "thinking_token_budget" in near
     refused(thinking, CHATS, asked("plain", thinking_token_budget=-5), "invalid_value", "thinking_token_budget")
     refused(thinking, CHATS, asked("plain", thinking_token_budget=5, beam_width=2), "invalid_value")
+
+
+def test_a_required_call_comes_behind_the_thought(folder, tmp_path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    with thinking_server(folder, tmp_path, "--tool-call-parser", "hermes") as server:
+        server.say(("both", SAID))
+        body = asked("both", tools=[tool], tool_choice="required", max_tokens=200, **OPENED)
+        answer = server.post(CHATS, body)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        assert choice["message"]["reasoning"].endswith(THOUGHT)
+        assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"look"}
+        assert choice["finish_reason"] == "tool_calls"

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.server.scripted import ScriptedServer
 
 TEMPLATE = (
+    "{% if tools %}<|user|>{{ tools | tojson }} Write <tool_call>{}</tool_call><|end|>\n{% endif %}"
     "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: "
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"

@@ -172,7 +172,7 @@ def test_without_a_thought_the_grammar_has_the_whole_answer() -> None:
 
 
 def test_a_grammar_keeps_its_own_beginning() -> None:
-    """Of a text that begins like a mark the grammar decides, where it allows the same token."""
+    """The grammar decides about a text that begins like a mark, where it allows the same token."""
     own = made()
     ids, _ = walk(matcher(own, form=GRANITE, stage="before", grammar="Here is my dog"), own, "Here is my dog")
     assert own.decode(ids) == "Here is my dog"
