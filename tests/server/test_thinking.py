@@ -188,10 +188,10 @@ def test_a_required_call_comes_behind_the_thought(folder, tmp_path) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     with thinking_server(folder, tmp_path, "--tool-call-parser", "hermes") as server:
         server.say(("both", SAID))
-        body = asked("both", tools=[tool], tool_choice="required", max_tokens=200, **OPENED)
+        body = asked("both", tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=300, **OPENED)
         answer = server.post(CHATS, body)
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
         assert choice["message"]["reasoning"].endswith(THOUGHT)
-        assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"look"}
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
         assert choice["finish_reason"] == "tool_calls"
