@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -62,6 +63,20 @@ def test_a_text_is_the_chats(server) -> None:
     )
     assert events[-2]["delta"]["stop_reason"] == found["stop_reason"]
     assert events[-2]["usage"]["output_tokens"] == found["usage"]["output_tokens"]
+
+
+def test_a_budget_of_thoughts(server) -> None:
+    """Clients give one to any model; a model that thinks keeps to it."""
+    body = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert post(server, body).json()["content"] == post(server, ASKED).json()["content"]
+    ready = SimpleNamespace(defaults={}, max_len=99, vocabulary=99)
+    for thinks, due in ((True, 1024), (False, None)):
+        generation = MessagesCall(AccessRecord(), "tiny", thinks=thinks).read(body, ready)
+        assert generation.params.get("thinking_token_budget") == due
+    with pytest.raises(Refusal, match="thinking is -5; must be a whole number"):
+        MessagesCall(AccessRecord(), "tiny", thinks=True).read(
+            body | {"thinking": {"type": "enabled", "budget_tokens": -5}}, ready
+        )
 
 
 def test_a_stop_sequence_is_named(server) -> None:

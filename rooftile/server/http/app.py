@@ -137,7 +137,8 @@ class Routes:
 
     async def messages(self, request: Request) -> Response:
         """Answers a conversation in Anthropic's form."""
-        call = MessagesCall(request.state.access, self._service.settings.served_model_name)
+        thinks = self._service.check()[1].thoughts is not None
+        call = MessagesCall(request.state.access, self._service.settings.served_model_name, thinks=thinks)
         return await self._answer(request, call.read, call)
 
     async def count_tokens(self, request: Request) -> Response:

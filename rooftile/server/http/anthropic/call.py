@@ -14,7 +14,7 @@ from rooftile.server.http.anthropic.forms import CountForm, MessagesForm, Output
 from rooftile.server.http.anthropic.output import Output
 from rooftile.server.http.openai.fields import read_form, read_part
 from rooftile.server.http.openai.forms import ChatForm
-from rooftile.server.http.openai.generation import GenerationRequest, chat_request
+from rooftile.server.http.openai.generation import GenerationRequest, chat_request, check_params
 from rooftile.server.http.sse import Chunks, end_of, event
 from rooftile.server.observe.log import AccessRecord
 from rooftile.server.refusals import Refusal
@@ -33,9 +33,11 @@ class MessagesCall:
     Args:
         access: the request's record.
         model: the served model's name.
+        thinks: whether the model marks its thoughts, so that they may have a budget.
     """
 
-    def __init__(self, access: AccessRecord, model: str) -> None:
+    def __init__(self, access: AccessRecord, model: str, *, thinks: bool = False) -> None:
+        self._thinks = thinks
         self._head = {"id": f"msg_{access.id}", "type": "message", "role": "assistant", "model": model}
         self._output = Output()
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -50,7 +52,13 @@ class MessagesCall:
         form = read_form(MessagesForm, given)
         # the model, or an adapter
         self._head["model"] = form.model or self._head["model"]
-        return _request(form, ready)
+        generation = _request(form, ready)
+        budget = _thinking_budget(form.thinking)
+        if self._thinks and budget is not None:
+            # clients give one to any model; where there are no thoughts, none is too long
+            generation.params["thinking_token_budget"] = budget
+            check_params(generation.params, type(form).model_fields, ready.vocabulary, {"thinking_token_budget": "thinking"})
+        return generation
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the message of a chat's whole answer."""
@@ -146,7 +154,12 @@ def _thinking_of(given: Any) -> dict[str, Any]:
         return {}
     if thinking.type == "disabled":
         return {"enable_thinking": False}
-    return {"enable_thinking": True} | ({} if thinking.budget_tokens is None else {"thinking_budget": thinking.budget_tokens})
+    return {"enable_thinking": True}
+
+
+def _thinking_budget(given: Any) -> int | None:
+    thinking = read_part(ThinkingForm, given, "thinking")
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 def _format_of(given: Any) -> Any:
