@@ -148,7 +148,7 @@ def test_rows_that_pad_a_step_change_the_sums_of_no_answer(name: str, trained) -
         due[kind] = memory.clone()
     inputs = torch.tensor([[5, 0, 0], [9, -1, -1], [2, runner.pad_slot, runner.pad_slot]])
     with torch.inference_mode():
-        runner._decode(inputs, SamplingFeatures())
+        runner._decode(inputs, SamplingFeatures(), None)
     for kind, memory in runner.caches.states.memory.items():
         changed = (memory != due[kind]).flatten(2).any(-1) if memory.ndim > 2 else memory != due[kind]
         others = [row for row in range(memory.shape[1]) if row not in (2, runner.pad_slot)]

@@ -148,7 +148,7 @@ def test_rows_that_pad_a_step_change_the_state_of_no_answer(name: str, peers) ->
         before = {kind: memory.clone() for kind, memory in runner.caches.states.memory.items()}
         inputs = torch.tensor([[5, 0, 0], [9, -1, -1], [2, runner.pad_slot, runner.pad_slot]])[:, :rows]
         with torch.inference_mode():
-            logits, _ = runner._decode(inputs, SamplingFeatures())
+            logits, _ = runner._decode(inputs, SamplingFeatures(), None)
         for kind, memory in runner.caches.states.memory.items():
             changed = (memory != before[kind]).flatten(2).any(-1)
             others = [row for row in range(memory.shape[1]) if row not in (2, runner.pad_slot)]

@@ -193,7 +193,7 @@ class World:
         self.copy(plan.states)
         self.counts["begin"] += len(plan.states)
         assert len({id(work.answer) for work in plan.work}) == len(plan.work), "two parts of one sequence in a step"
-        for answer, start, count, _, kept in plan.work:
+        for answer, start, count, _, kept, _, _ in plan.work:
             assert answer.slot >= 0
             rows = dict(kept)
             assert all(start < end < start + count for end in rows), "a mark outside of a chunk"

@@ -10,7 +10,7 @@ MUTATIONS = {
         ("tests/engine/test_step.py", "-k", "buffer"),
     ),
     "steps, rows of bans": Mutation(
-        "engine/steps/step_maker.py", "answer.generated + answer.pending - 1", "answer.generated + answer.pending",
+        "engine/steps/step_maker.py", "self.answer.pending - 1 - len", "self.answer.pending - len",
         ("tests/engine/test_step.py", "-k", "all_of_its_plan"),
     ),
     "ranks, columns in another order": Mutation(
@@ -193,8 +193,8 @@ MUTATIONS = {
         ("tests/engine/test_bad_words.py", "-k", "every_spelling"),
     ),
     "bad words, begun in the prompt": Mutation(
-        "engine/sampling/forbidden.py", "request, ids = answer.request, answer.ids",
-        "request, ids = answer.request, answer.ids[len(answer.request.prompt) :]",
+        "engine/sampling/forbidden.py", "ids = [*answer.ids[-longest:], *drafted]",
+        "ids = [*answer.ids[len(request.prompt) :][-longest:], *drafted]",
         ("tests/engine/test_bad_words.py", "-k", "in_the_prompt"),
     ),
     "samples, a kept prompt": Mutation(

@@ -116,7 +116,7 @@ def test_a_slow_body_ends_in_time(monkeypatch) -> None:
 def ready_service() -> Service:
     """A server that would read a request's body, and has no engine to send it to."""
     service = Service(ServerSettings(model="m"))
-    service.engines = SimpleNamespace(facts=SimpleNamespace())
+    service.engines = SimpleNamespace(facts=SimpleNamespace(embedding=None))
     service.texts = SimpleNamespace()
     return service
 

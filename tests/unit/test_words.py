@@ -170,7 +170,7 @@ def test_a_compiled_call_with_the_wrapper_has_one_graph() -> None:
         (lambda: rt.merge([], dropout_p=1), "merge has no argument dropout_p: it has parts"),
         (lambda: rt.qat.save(None, "x", format="int4"), "save has no argument format: it has model, folder, layout"),
         (lambda: LLM.generate(None, "x", max_tokens=3), "LLM.generate has no argument max_tokens: write SamplingParams(max"),
-        (lambda: LLM.chat(None, [], tools=[]), "LLM.chat has no argument tools: there are no tools; ask for JSON with"),
+        (lambda: LLM.chat(None, [], documents=[]), "LLM.chat has no argument documents: write them into a message"),
         (lambda: LLM.stream(None, "x", lora_request=1), "LLM.stream has no argument lora_request: write adapter="),
         (lambda: AsyncEngine.complete(None, "x", stop="."), "AsyncEngine.complete has no argument stop: write Sampling"),
         (lambda: Decoder.random(None, sed=1), "Decoder.random has no argument sed: did you mean seed?"),

@@ -77,7 +77,7 @@ class Responder:
                 if tools is not None:
                     texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
-                if (grammar := texts.call_grammar(tools)) is not None:
+                if tools is not None and (grammar := texts.call_grammar(tools)) is not None:
                     self.generation.params["structured"] = grammar
                 if self.generation.chat and (marks := texts.special_marks(tools)):
                     self.generation.params["shown_special_tokens"] = list(marks)
