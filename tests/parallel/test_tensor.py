@@ -28,7 +28,7 @@ def test_ranks_compute_what_one_process_does(ranks, saved):
         for rank, found in enumerate(each):
             one = found[name]
             off = max(_off(one.hidden, due.hidden), _off(one.logits, due.logits))
-            if not off <= (1e-5 if cases.QUANTISED.get(name, True) else 0.25):
+            if not off <= (2e-5 if cases.QUANTISED.get(name, True) else 0.25):
                 wrong.append(f"{name}, rank {rank}: {off}")
             if name.removeprefix(cases.DEALT) not in cases.QUANTISED and one.read != one.held:
                 wrong.append(f"{name}, rank {rank}: {one.read} bytes were read, and {one.held} are held")

@@ -57,6 +57,10 @@ class Embedder:
         """
         return [self._batch(batch) for batch in batches(texts, self.max_batched_tokens)]
 
+    def on_host(self, texts: Sequence[ReadText]) -> Tensor:
+        """Returns the vectors (n, width) of texts, or the logits of pairs (n, labels), in fp32 on the host."""
+        return torch.cat(self.launched(texts)).cpu()
+
     def warm_up(self, max_len: int) -> None:
         """Runs batches of the kinds that kernels are compiled apart for, so that no later text waits for a compiler.
 
@@ -108,6 +112,11 @@ def batches(texts: Sequence[ReadText], most: int) -> Iterator[Sequence[ReadText]
         tokens += len(text.tokens)
     if tokens:
         yield texts[first:]
+
+
+def as_bytes(parts: Sequence[Tensor]) -> bytes:
+    """Returns vectors (n, width) as little-endian fp32 numbers, row by row."""
+    return torch.cat([*parts]).contiguous().numpy().astype("<f4").tobytes()
 
 
 def check_dimensions(dimensions: int | None, width: int) -> None:

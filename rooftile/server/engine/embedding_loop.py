@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-
-import torch
+from typing import Any
 
 from rooftile.engine.adapters.names import AdapterChange
-from rooftile.engine.embedding.embedder import Embedder
+from rooftile.engine.embedding.embedder import Embedder, as_bytes
 from rooftile.engine.embedding.reading import ReadText
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.engine.start.blueprint import current_device
@@ -29,7 +28,8 @@ class _Request:
 
     id: int
     left: deque[ReadText]
-    vectors: list[torch.Tensor] = field(default_factory=list)
+    vectors: list[Any] = field(default_factory=list)
+    """Tensors (n, width), in the order of its texts."""
     started: bool = False
 
 
@@ -97,7 +97,7 @@ class EmbeddingLoop:
         texts = [text for _, own in chosen for text in own]
         began = time.perf_counter()
         with current_device(self._embedder.device):
-            vectors = torch.cat(self._embedder.launched(texts)).cpu()
+            vectors = self._embedder.on_host(texts)
         if self._embedder.is_cross and vectors.shape[1] == 1:
             vectors = self._embedder.scores(vectors)[:, None]
         self._step_s = time.perf_counter() - began
@@ -107,8 +107,7 @@ class EmbeddingLoop:
             request.vectors.append(found)
             if not request.left:
                 del self._requests[request.id]
-                data = torch.cat(request.vectors).contiguous().numpy().astype("<f4").tobytes()
-                news.append(News(request.id, [], finished=True, vectors=data))
+                news.append(News(request.id, [], finished=True, vectors=as_bytes(request.vectors)))
         self._link.write(StepNews(self._stats(0), news=news))
 
     def _stats(self, running: int) -> EngineStats:
