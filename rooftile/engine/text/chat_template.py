@@ -66,6 +66,9 @@ def render(
     try:
         program, read = _compiled(template)
         _check_variables(variables, read, named)
+        if "tools" in read:
+            # templates with tools look into the text beside a call, and fail where it is null; older ones ask whether it is null
+            written_as = [message | {"content": message.get("content") or ""} for message in written_as]
         if tools and "tools" not in read:
             raise _WrongVariable(f"tools are given, and the chat template of {place} has no place for them; leave tools out")
         with _limited(MOST_STEPS):
@@ -148,9 +151,8 @@ def _cut_at(mark: str, written: str, last: dict[str, Any], place: str) -> str:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose content is a text."""
+    """Returns a message whose content is a text; null stays where there are calls."""
     content = message.get("content")
-    # where there are tool calls a template looks for null
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     return message | {"content": text_of(content, "a message's content")}

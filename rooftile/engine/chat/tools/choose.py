@@ -15,7 +15,9 @@ AUTO, NONE = "auto", "none"
 
 def _shows_objects(template: str) -> bool:
     """Tells whether calls are objects with a name: others write tags of their own into the same pair of tags."""
-    return '{"name": ' in template.replace("\\", "") and not any(tag in template for tag in ("<function=", "<arg_key>"))
+    return '{"name": ' in template.replace("\\", "") and not any(
+        tag in template for tag in ("<function=", "<arg_key>", "<tool_calls>")
+    )
 
 
 # in this order: the first that fits a template counts

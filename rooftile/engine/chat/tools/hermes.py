@@ -1,4 +1,4 @@
-"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, SmolLM3: each call is an object in a pair of tags.
+"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4: each call is an object in a pair of tags.
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Kiel"}}

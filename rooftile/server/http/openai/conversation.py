@@ -65,7 +65,7 @@ def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
         found["tool_call_id"] = read_id(message.tool_call_id, f"{where}.tool_call_id")
     if message.tool_calls:
         found["tool_calls"] = read_calls(message.tool_calls, f"{where}.tool_calls")
-        # where there are calls a template looks for null
+        # beside calls no text is null (see `render`)
         found["content"] = found["content"] or None
     if message.name is not None:
         found["name"] = message.name
