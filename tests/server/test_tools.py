@@ -97,6 +97,16 @@ def test_a_call_that_is_required_follows_a_schema(client, server) -> None:
         create(client, parallel_tool_calls=False)
 
 
+def test_a_required_call_ends(folder) -> None:
+    """Also of a model that likes spaces: white space between two parts is bounded."""
+    llm = LLM(folder, device="cpu", chat_template=HERMES, max_model_len=2048, num_blocks=400)
+    space = llm.get_tokenizer().encode(" ", False)[-1]
+    params = SamplingParams(temperature=0, max_tokens=600, logit_bias={space: 100.0})
+    (output,) = llm.chat(ASK, params, tools=[ADD], tool_choice={"type": "function", "function": {"name": "add"}})
+    (answer,) = output.outputs
+    assert 25 > max(len(run) for run in re.findall(" +", answer.text)) > 10
+
+
 def test_a_loop_of_two_calls_ends_in_an_answer(client, server) -> None:
     results = {"weather": lambda city, days=1: f"{city}: 7 degrees", "add": lambda a, b: str(a + b)}
     server.say(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from rooftile.engine.sampling.gbnf import is_gbnf, lark_of
 from rooftile.engine.sampling.grammar_errors import reason_of
-from rooftile.engine.sampling.structural_tags import lark_of_tags
+from rooftile.engine.sampling.structural_tags import WHITESPACE, lark_of_tags
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 
@@ -31,8 +31,6 @@ KEPT_BYTES = 256 * 2**20
 # what a compiled grammar takes, by the characters of its source: llguidance does not say, and 64 schemas of 1,300 properties with
 # patterns have taken 97
 BYTES_PER_CHARACTER = 128
-# between two parts of JSON; without a bound a model may write spaces until its answer is full
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 # the classes that a JSON schema's pattern has in ASCII alone; sets may stand inside of sets
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[A-Za-z0-9_]", "W": "[^A-Za-z0-9_]"}
 # llguidance compiles by recursion, along schemas that refer to one another and rules that name one another: 64 KiB of them take

@@ -13,6 +13,9 @@ from typing import Any
 
 from rooftile.errors import InvalidInput
 
+# between two parts of JSON; without a bound a model may write spaces until its answer is full
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+
 MOST_TAGS = 128
 # characters of a beginning, an end or a trigger
 LONGEST = 256

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from rooftile.engine.chat.tools.use import ToolUse
+from rooftile.engine.sampling.structural_tags import WHITESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +38,7 @@ def call_grammar(form: CallForm, use: ToolUse) -> str:
     for n, tool in enumerate(tools):
         head = f'{form.begin}{{"name": {json.dumps(tool.name)}, {json.dumps(form.arguments)}: '
         lines.append(f"call_{n}: {json.dumps(head)} arguments_{n} {json.dumps('}' + form.end)}")
-        lines.append(f"arguments_{n}: %json {json.dumps(tool.parameters, ensure_ascii=False)}")
+        # a schema alone would allow white space without an end
+        schema = {**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        lines.append(f"arguments_{n}: %json {json.dumps(schema, ensure_ascii=False)}")
     return "\n".join(lines)
