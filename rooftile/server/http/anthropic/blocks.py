@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from rooftile.server import limits
+from rooftile.server.http.openai.fields import read_text
 from rooftile.server.refusals import Refusal
 
 
@@ -53,7 +54,7 @@ def _of_user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
         if block.get("is_error"):
             # a template has no other place for it
             said = [{"type": "text", "text": "error:"}, *(said if isinstance(said, list) else [{"type": "text", "text": said}])]
-        results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", at), "content": said})
+        results.append({"role": "tool", "tool_call_id": read_text(block, "tool_use_id", at), "content": said})
     return [*results, *([{"role": "user", "content": texts}] if texts or not results else [])]
 
 
@@ -63,12 +64,12 @@ def _of_model(blocks: list[Any], where: str) -> list[dict[str, Any]]:
         at = f"{where}[{place}]"
         kind = _kind(block, at, ("text", "thinking", "redacted_thinking", "tool_use"))
         if kind == "text":
-            found["content"] += _field(block, "text", at)
+            found["content"] += read_text(block, "text", at)
         elif kind == "thinking":
-            found["reasoning_content"] = found.get("reasoning_content", "") + _field(block, "thinking", at)
+            found["reasoning_content"] = found.get("reasoning_content", "") + read_text(block, "thinking", at)
         elif kind == "tool_use":
-            call = {"name": _field(block, "name", at), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
-            found.setdefault("tool_calls", []).append({"id": _field(block, "id", at), "type": "function", "function": call})
+            call = {"name": read_text(block, "name", at), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
+            found.setdefault("tool_calls", []).append({"id": read_text(block, "id", at), "type": "function", "function": call})
     return [found]
 
 
@@ -87,7 +88,7 @@ def _texts(content: Any, where: str) -> str | list[dict[str, str]]:
 
 
 def _part(block: dict[str, Any], where: str) -> dict[str, str]:
-    return {"type": "text", "text": _field(block, "text", where)}
+    return {"type": "text", "text": read_text(block, "text", where)}
 
 
 def _kind(block: Any, where: str, has: tuple[str, ...]) -> str:
@@ -96,13 +97,6 @@ def _kind(block: Any, where: str, has: tuple[str, ...]) -> str:
         why = f"{where} is of type {str(kind)[:40]!r}; has {', '.join(has)} here: a model reads text, and nothing is fetched"
         raise Refusal("unsupported", why, param=where)
     return str(kind)
-
-
-def _field(block: dict[str, Any], name: str, where: str) -> str:
-    found = block.get(name)
-    if not isinstance(found, str):
-        raise _bad(f"{where}.{name}", f"{where}.{name} is {'missing' if found is None else 'no text'}; it is required")
-    return found
 
 
 def _bad(param: str, message: str) -> Refusal:

@@ -84,6 +84,19 @@ def read_part(kind: type[Form], given: Any, name: str) -> Form | None:
     return read_form(kind, given, name)
 
 
+def read_text(given: Mapping[str, Any], name: str, where: str) -> str:
+    """Returns a text that an object must have.
+
+    Raises:
+        Refusal: it has none of this name.
+    """
+    found = given.get(name)
+    if not isinstance(found, str):
+        why = f"{where}.{name} is {'missing' if found is None else 'no text'}; it is required"
+        raise Refusal("invalid_value", why, param=f"{where}.{name}")
+    return found
+
+
 def _is_harmless(name: str, value: Any) -> bool:
     """Tells whether a value changes nothing."""
     return value is None or any(value == one and type(value) is type(one) for one in HARMLESS.get(name, ()))

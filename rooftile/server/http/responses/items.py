@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rooftile.server import limits
+from rooftile.server.http.openai.fields import read_text
 from rooftile.server.refusals import Refusal
 
 # both are the operator's words; templates know one of them
@@ -56,20 +57,20 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
             own = _answer(messages)
             own["reasoning_content"] = own.get("reasoning_content", "") + thought
     elif kind == "function_call":
-        call = {name: _field(item, name, where) for name in ("name", "arguments")}
+        call = {name: read_text(item, name, where) for name in ("name", "arguments")}
         calls = _answer(messages).setdefault("tool_calls", [])
-        calls.append({"id": _field(item, "call_id", where), "type": "function", "function": call})
+        calls.append({"id": read_text(item, "call_id", where), "type": "function", "function": call})
     elif kind == "function_call_output":
         if not isinstance(item.get("output"), str | list):
             raise _bad(f"{where}.output", f"{where}.output is missing; must be a text, or a list of parts of type input_text")
-        messages.append({"role": "tool", "tool_call_id": _field(item, "call_id", where), "content": item["output"]})
+        messages.append({"role": "tool", "tool_call_id": read_text(item, "call_id", where), "content": item["output"]})
     else:
         why = f"{where} is of type {str(kind)[:40]!r}; has message, reasoning, function_call and function_call_output here"
         raise Refusal("unsupported", why, param=where)
 
 
 def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    role, content = _field(item, "role", where), item.get("content")
+    role, content = read_text(item, "role", where), item.get("content")
     if not isinstance(content, str | list):
         raise _bad(f"{where}.content", f"{where}.content is missing; must be a text, or a list of parts of type input_text")
     if role != "assistant":
@@ -95,13 +96,6 @@ def _text(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise _bad(where, f"{where} has a part without a text; must be {{type, text}}")
     return text
-
-
-def _field(item: dict[str, Any], name: str, where: str) -> str:
-    found = item.get(name)
-    if not isinstance(found, str):
-        raise _bad(f"{where}.{name}", f"{where}.{name} is {'missing' if found is None else 'no text'}; it is required")
-    return found
 
 
 def _bad(param: str, message: str) -> Refusal:
