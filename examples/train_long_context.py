@@ -83,7 +83,7 @@ losses = []
 for step in range(steps):
     tokens, targets, cu = pack()
     group = mesh["cp"]
-    # as many tokens on every process, and as much attention within the documents
+    # each process gets the same number of tokens, and the same amount of attention within the documents
     x, y = (parallel.shard(part, group, layout="balanced", cu=cu).to(device) for part in (tokens, targets))
     at = parallel.positions(TOKENS, group, "balanced", cu).to(device)[None]
     # inputs of the checkpoints wait in the host's memory for the backward

@@ -40,7 +40,7 @@ class Adapters:
     def __init__(self, slots: AdapterSlots) -> None:
         self.slots = slots
         self._by_name: dict[str, LoadedAdapter] = {}
-        # what was unloaded keeps its slot until its last request has ended
+        # an unloaded adapter keeps its slot until its last request has ended
         self._leaving: list[LoadedAdapter] = []
 
     @property

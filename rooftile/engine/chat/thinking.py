@@ -28,7 +28,7 @@ class ThoughtReader:
         self.begin = self.end = 0
         """The thought's place in the text, in characters: spaces beside it are counted, and marks are not."""
         self.stage = stage
-        """Where the text is that was read."""
+        """The place that the reader has reached: before the thought, inside of it, or after it."""
         self._form = form
         self._rest = rest
         self.held = ""
@@ -103,7 +103,7 @@ class ThoughtReader:
         self._take(len(text))
         self.end = self._passed
         text, self._fresh = self._trimmed(text), False
-        # what is left is held until more text comes
+        # the reader holds the rest until more text comes
         return [Thought(text)]
 
     def _takes_beginning(self) -> bool:

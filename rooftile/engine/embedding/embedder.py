@@ -16,7 +16,7 @@ from rooftile.engine.embedding.steps import ACTIVATIONS, Steps
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, Encoder
 
-# on a CPU the intermediate results of so many tokens still lie in its caches
+# the most tokens of a batch on a CPU, whose caches still hold the intermediate results
 CPU_TOKENS = 2048
 
 

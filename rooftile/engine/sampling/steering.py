@@ -27,7 +27,7 @@ class Steering(Protocol):
 
     @property
     def free(self) -> int:
-        """How many of the next tokens `mask` holds for, whatever they are: so many need not wait for one another."""
+        """The number of next tokens for which `mask` holds, whatever these tokens are; they need not wait for one another."""
         ...
 
     def fork(self) -> Steering:

@@ -33,7 +33,7 @@ def rungs(rows: int) -> list[int]:
 
 
 def most_rows(answers: int, drafted: int) -> int:
-    """Returns the most rows of a step that only decodes: those of `answers` answers, and of up to `drafted` tokens of some."""
+    """Returns the most rows of a step that only decodes: a row per answer, and rows for `drafted` tokens of some."""
     return max(answers, min(answers * (1 + drafted), DRAFTED_ROWS))
 
 

@@ -39,7 +39,7 @@ class ScheduledTokens(NamedTuple):
     draft: Draft = NO_DRAFT
     """Guesses, which are read behind the first token; the answer gets a token from each row."""
     guess: int = -1
-    """The token to read where the answer has none yet; -1 for the one that the device has drawn last."""
+    """The token to read where the answer has none yet; -1 for the token that the device has drawn last."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rooftile.engine.requests.request import Request
 
-# so many requests in a row may begin before the oldest one that waits
+# the most requests in a row that may begin before the oldest waiting request
 OVERTAKING = 16
 
 

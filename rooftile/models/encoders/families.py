@@ -50,7 +50,7 @@ def _bert(settings: Settings, family: str = "bert", *, first_position: int = 0) 
 
 
 def _roberta(settings: Settings) -> Fields:
-    # the rows up to that of padding are never read
+    # no text reads the rows up to the padding token's row
     return _bert(settings, "roberta", first_position=settings.whole("pad_token_id", 1) + 1)
 
 

@@ -31,7 +31,7 @@ class Cursor:
         self.ended = False
         """Whether no more text comes."""
         self.taken: str | None = ""
-        """What has been read since the place that `mark` notes; None while nobody asks for it."""
+        """The text that was read since the place that `mark` notes; None while no caller asks for it."""
 
     def mark(self) -> None:
         """Notes this place."""
@@ -140,7 +140,7 @@ class Cursor:
         place = 0
         while True:
             while place < len(self.text) and self.text[place] != '"':
-                # what is escaped ends nothing
+                # an escaped quote does not end the string
                 place += 2 if self.text[place] == "\\" else 1
             if place > most or (place >= len(self.text) and self.ended):
                 raise Unreadable("a string has no end" if self.ended else f"a string has more than {most:,} characters")

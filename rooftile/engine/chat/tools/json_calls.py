@@ -67,7 +67,7 @@ def read_json_call(reader: CallReader, known: Collection[str] | None = None) -> 
 
 
 def read_json_calls(reader: CallReader) -> Reading[None]:
-    """Reads a list of such objects, or one of them."""
+    """Reads a list of call objects, or a single call object."""
     cursor = reader.cursor
     yield from cursor.skip_spaces()
     if not (yield from cursor.skip("[")):

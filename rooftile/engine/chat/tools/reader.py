@@ -23,9 +23,9 @@ class CallReader:
     """
 
     MARKS: tuple[str, ...] = ()
-    """What begins calls."""
+    """The marks that begin calls."""
     ENDS: tuple[str, ...] = ()
-    """What ends calls: the rest of a broken call is left out up to there."""
+    """The marks that end calls; the reader leaves out the rest of a broken call up to the next mark."""
     INSIDE: tuple[str, ...] = ()
     """Marks within calls."""
     SPECIAL: frozenset[str] = frozenset()

@@ -41,7 +41,7 @@ class ToolUse:
 
 
 def read_use(tools: Any, choice: Any = None, several: Any = None) -> ToolUse | None:
-    """Returns the tools of a request in OpenAI's form; None if it has none, or wants none to be called.
+    """Returns the tools of a request in OpenAI's form; None if it has no tools, or forbids calls.
 
     Args:
         tools: a list of {"type": "function", "function": {"name", "description", "parameters", "strict"}}, or None.
