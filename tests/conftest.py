@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from rooftile.exact import dispatch
+from tests import crashes
 
 # the same examples in every run, and no deadline: a slow machine must not fail tests
 settings.register_profile("cpu", deadline=None, derandomize=True)
@@ -24,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the conformance suite runs")
 
 
+@pytest.hookimpl(trylast=True)  # pytest has a place for traces of its own, which comes first
 def pytest_configure(config: pytest.Config) -> None:
+    crashes.configure(config)
     settings.load_profile(config.getoption("device"))
     # most problems here are so small that a second thread only waits, and takes a core from another worker
     torch.set_num_threads(1)
