@@ -1,0 +1,28 @@
+"""Triton kernels of HSTU attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftile.recommend.hstu.kernels import forward as forward_kernel
+from rooftile.recommend.hstu.kernels.gradients_of_keys import gradients_of_keys
+from rooftile.recommend.hstu.kernels.gradients_of_rows import gradients_of_rows
+from rooftile.recommend.hstu.problem import Problem, Users
+from rooftile.recommend.hstu.tiled import Gradients
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Tensor:
+    """Returns y (total, H, Dv)."""
+    return forward_kernel.forward(*(_rows(x) for x in (q, k, v)), users, problem)
+
+
+def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Gradients:
+    """Returns the gradients of y's inputs, of tables in fp32."""
+    dy, q, k, v = (_rows(x) for x in (dy, q, k, v))
+    dq, d_positions, d_times = gradients_of_rows(dy, q, k, v, users, problem)
+    dk, dv = gradients_of_keys(dy, q, k, v, users, problem)
+    return Gradients(dq, dk, dv, d_positions, d_times)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
