@@ -78,7 +78,7 @@ class Engine:
         named = (*config.eos_ids, *(() if tokenizer is None else tokenizer.eos_ids))
         # some checkpoints write an out-of-range id to mean "no EOS token"
         self._eos = frozenset(token for token in named if 0 <= token < config.vocab_size)
-        self.adapters = None if runner.adapters is None else Adapters(runner.adapters)
+        self.adapters = None if runner.adapters is None else Adapters(runner.adapters.count, runner.load_adapter)
         """The adapters that requests may name; None if there is no room for any."""
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
