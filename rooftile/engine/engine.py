@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 from rooftile.engine.adapters.adapters import Adapters
-from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
-from rooftile.engine.chat.tools.choose import choose_syntax
+from rooftile.engine.chat.reading import choose_reading
+from rooftile.engine.chat.thought_formats import AUTO, stops_of
 from rooftile.engine.requests.output import RequestOutput, output_of
 from rooftile.engine.requests.request import Answer, FinishReason, Request, Top
 from rooftile.engine.sampling.beam_search import BeamSearch
@@ -20,7 +20,7 @@ from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
 from rooftile.engine.sampling.steering import Steering
-from rooftile.engine.sampling.thought_matcher import ThoughtMatcher
+from rooftile.engine.sampling.thought_steering import steer_thoughts
 from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.steps.runner import Result, Runner
 from rooftile.engine.steps.scheduler import Scheduler
@@ -74,18 +74,17 @@ class Engine:
         self.speculator = speculator
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
+        self.thoughts, self.calls = choose_reading(tokenizer, reasoning_parser, tool_call_parser)
+        """How the model marks its thoughts, and how it writes calls; None for what it does not, or not in a way that is known."""
+        self.tool_call_parser = tool_call_parser
         config = runner.decoder.config
-        named = (*config.eos_ids, *(() if tokenizer is None else tokenizer.eos_ids))
+        named = (*config.eos_ids, *(() if tokenizer is None else tokenizer.eos_ids), *stops_of(tokenizer, self.thoughts))
         # some checkpoints write an out-of-range id to mean "no EOS token"
         self._eos = frozenset(token for token in named if 0 <= token < config.vocab_size)
-        self.adapters = None if runner.adapters is None else Adapters(runner.adapters)
+        self.adapters = None if runner.adapters is None else Adapters(runner.adapters.count, runner.load_adapter)
         """The adapters that requests may name; None if there is no room for any."""
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
         """The grammars of structured output; None without a tokenizer."""
-        self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, reasoning_parser)
-        self.calls = None if tokenizer is None else choose_syntax(tokenizer.template, tool_call_parser)
-        self.tool_call_parser = tool_call_parser
-        """How the model marks its thoughts; None if it does not."""
         self._ahead = runner.device.type == "cuda"
         self._in_flight: Result | None = None
         self._count = 0
@@ -176,11 +175,8 @@ class Engine:
             if budget is not None:
                 raise InvalidInput("thinking_token_budget is given, and the model marks no thoughts: name its reasoning_parser")
             return grammar
-        stage = stage_of(self.tokenizer, prompt, form)
-        if stage == "after":
-            return grammar
-        return ThoughtMatcher(
-            self.tokenizer, form, stage, prompt, vocabulary=self.runner.decoder.config.vocab_size, ends=ends, budget=budget,
+        return steer_thoughts(
+            self.tokenizer, form, prompt, vocabulary=self.runner.decoder.config.vocab_size, ends=ends, budget=budget,
             grammar=grammar,
         )  # fmt: skip
 

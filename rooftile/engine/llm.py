@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import torch
 
 from rooftile.engine.chat.read_outputs import answering, read_answers
+from rooftile.engine.chat.reading import marks_of
 from rooftile.engine.chat.tools.choose import required_grammar, why_no_syntax
 from rooftile.engine.chat.tools.use import read_use
 from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
@@ -288,9 +289,7 @@ class LLM:
             )
             for each in cast("Any", [messages] if one else messages)
         ]
-        marks = tokenizer.special_tokens(
-            (*(() if form is None else form.marks), *(() if use is None or syntax is None else syntax.reader.marks()))
-        )
+        marks = tokenizer.special_tokens(marks_of(form, syntax, use))
         grammar = None if use is None or syntax is None else required_grammar(syntax, use)
         if form is not None or marks or grammar is not None:
             given_params = self.get_default_sampling_params() if sampling_params is None else sampling_params

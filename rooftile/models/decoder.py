@@ -123,11 +123,8 @@ class Decoder(nn.Module):
         reader = plan_of(weights, Path(path))
         check_device(reader, placement.device)
         # without memory: a wrong config.json allocates none
-        whole = cls(config, dtype=config.dtype, device="meta") if reader is None or placement.ranks > 1 else None
-        shares = {}
-        if whole is not None and placement.ranks > 1:
-            part = cls(config, placement=placement._replace(device=torch.device("meta")))
-            shares = shares_of(config, whole.layers, part.layers, placement)
+        whole = cls(config, dtype=config.dtype, device="meta") if reader is None else None
+        shares = shares_of(config, placement) if placement.ranks > 1 else {}
         if reader is not None:
             decoder = cls(config, max_len=max_len, waits=True, placement=placement)
             quantised.load(config, decoder, files, reader, on_layer, shares)

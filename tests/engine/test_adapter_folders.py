@@ -161,7 +161,6 @@ def test_settings(peers, tmp_path: Path) -> None:
             Unsupported,
             "adapters are asked for, and deterministic is True; has no",
         ),
-        (asked | {"tensor_parallel_size": 2}, Unsupported, "adapters are asked for, and tensor_parallel_size is 2"),
     ):
         with pytest.raises(kind, match=sentence):
             LLM(peers("llama").folder, **ROOM | wrong)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rooftile.engine.adapters.folder import read_adapter
 from rooftile.engine.adapters.names import LONGEST_NAME, check_name
-from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.errors import InvalidInput
 
 
@@ -34,11 +32,12 @@ class Adapters:
     """The adapters of an engine.
 
     Args:
-        slots: their memory.
+        slots: how many there are at once.
+        read: reads a folder into a slot on all ranks, or refuses it and leaves the slot empty; returns the folder.
     """
 
-    def __init__(self, slots: AdapterSlots) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, read: Callable[[int, str | Path], Path]) -> None:
+        self.slots, self._read = slots, read
         self._by_name: dict[str, LoadedAdapter] = {}
         # an unloaded adapter keeps its slot until its last request has ended
         self._leaving: list[LoadedAdapter] = []
@@ -70,16 +69,12 @@ class Adapters:
             raise InvalidInput(f"an adapter {name!r} is loaded already; unload it first, or give another name")
         self._leaving = [each for each in self._leaving if each in used]
         taken = {each.slot for each in (*self._by_name.values(), *self._leaving)}
-        if len(taken) == self.slots.count:
+        if len(taken) == self.slots:
             leaving = len(self._leaving)
             more = f", {leaving} of them by adapters that were unloaded and still answer requests" if leaving else ""
-            raise InvalidInput(
-                f"all {self.slots.count} slots for adapters are taken{more}: unload one, or make max_adapters larger"
-            )
-        adapter = read_adapter(path, self.slots.targets, self.slots.rank)
-        slot = next(slot for slot in range(self.slots.count) if slot not in taken)
-        self.slots.write(slot, adapter)
-        self._by_name[name] = LoadedAdapter(name, adapter.path, slot, secrets.token_hex(16))
+            raise InvalidInput(f"all {self.slots} slots for adapters are taken{more}: unload one, or make max_adapters larger")
+        slot = next(slot for slot in range(self.slots) if slot not in taken)
+        self._by_name[name] = LoadedAdapter(name, self._read(slot, path), slot, secrets.token_hex(16))
 
     def unload(self, name: str) -> None:
         """Takes no more requests for an adapter. Those that run or wait end with it, and then its slot is free.

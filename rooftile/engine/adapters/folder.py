@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +41,12 @@ class Adapter(NamedTuple):
 
     Args:
         path: its folder.
-        updates: the matrices by their targets.
+        updates: the targets, and the matrices of each.
         rank: the largest rank.
     """
 
     path: Path
-    updates: Mapping[Target, Update]
+    updates: Sequence[tuple[Target, Update]]
     rank: int
 
 
@@ -95,9 +95,9 @@ def _read(folder: Path, tensors: Any, config: PeftConfig, targets: Targets, most
         raise InvalidInput(f"{folder} has a rank of {rank}, and there is room for {most_rank}: make max_adapter_rank larger")
     # all shapes before the first tensor is read
     found = {module: _target(folder, tensors, config, targets, module, pair) for module, pair in names.items()}
-    if len(set(found.values())) < len(found):
+    if len({(each.place, each.part) for each in found.values()}) < len(found):
         raise InvalidInput(f"{folder / WEIGHTS} has two parts for one module, under two names; save the adapter again")
-    updates = {}
+    updates = []
     for module, (a, b) in names.items():
         first, second = tensors.get_tensor(a), tensors.get_tensor(b)
         for name, tensor in ((a, first), (b, second)):
@@ -105,7 +105,7 @@ def _read(folder: Path, tensors: Any, config: PeftConfig, targets: Targets, most
                 raise InvalidInput(f"{name} in {folder / WEIGHTS} has NaN or infinity; train the adapter again")
         # in fp32 at least: the product is rounded once, to the model's dtype
         wide = second.to(torch.promote_types(second.dtype, torch.float32))
-        updates[found[module]] = Update(first, wide * config.scale_of(module))
+        updates.append((found[module], Update(first, wide * config.scale_of(module))))
     return Adapter(folder, updates, rank)
 
 

@@ -70,8 +70,7 @@ def check_adapter_settings(given: Mapping[str, Any]) -> None:
         if given.get("max_adapter_rank") is not None:
             raise InvalidInput("max_adapter_rank is given and no adapters; give them, or max_adapters for later ones")
         return
-    for name, default in (("tensor_parallel_size", 1), ("context_parallel_size", 1), ("deterministic", False)):
-        if given.get(name, default) != default:
-            raise Unsupported(f"adapters are asked for, and {name} is {given[name]}; has no adapters with it: leave one out")
+    if given.get("deterministic"):
+        raise Unsupported("adapters are asked for, and deterministic is True; has no adapters with it: leave one out")
     if given.get("task") == "embed":
         raise Unsupported('adapters are asked for, and task is "embed"; vectors are made without adapters: leave one out')

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rooftile.engine.adapters.folder import Adapter
+from rooftile.engine.adapters.folder import Adapter, read_adapter
 from rooftile.engine.adapters.groups import FEW, RowGroups, group_rows
 from rooftile.engine.adapters.matrices import Matrices
 from rooftile.engine.adapters.product import add_adapters
 from rooftile.engine.adapters.targets import TargetProjection, Targets
 from rooftile.errors import InvalidInput
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig
 
 # ranks are padded to what a product with matrix units sums at least
 STEP = 16
@@ -50,14 +51,15 @@ class AdapterSlots:
         decoder: the decoder, whose projections know of the slots from now on.
         slots: how many adapters are there at once.
         rank: the largest rank.
+        whole: the configuration of the model of which the decoder is a part; None for the decoder's own.
 
     Raises:
         InvalidInput: there is no memory for them.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, rank: int) -> None:
+    def __init__(self, decoder: Decoder, slots: int, rank: int, whole: ModelConfig | None = None) -> None:
         self.count, self.rank = slots, rank
-        self.targets = Targets(decoder)
+        self.targets = Targets(decoder, whole)
         if any(each.projection.adapters is not None for each in self.targets.projections):
             raise InvalidInput("the decoder has the adapters of another LLM, which still uses it: make another decoder")
         self.groups: RowGroups | None = None
@@ -103,10 +105,19 @@ class AdapterSlots:
             x, y = (matrices.a.new_zeros(rows, n) for n in (matrices.a.shape[2], matrices.b.shape[1]))
             add_adapters(y, x, matrices, groups._replace(buffer=groups.buffer.to(y.device)))
 
+    def read(self, path: str | Path) -> Adapter:
+        """Reads a folder; refuses an adapter that does not fit the slots (see `read_adapter`)."""
+        return read_adapter(path, self.targets, self.rank)
+
     @torch.inference_mode()
-    def write(self, slot: int, adapter: Adapter) -> None:
-        """Puts an adapter into a slot."""
+    def clear(self, slot: int) -> None:
+        """Makes a slot add nothing."""
         for beside in self._beside:
             beside.matrices.clear(slot)
-        for target, update in adapter.updates.items():
-            self._beside[target.place].matrices.write(slot, target.part, update.a, update.b)
+
+    @torch.inference_mode()
+    def write(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into a slot, or the part of it that this rank holds."""
+        self.clear(slot)
+        for target, update in adapter.updates:
+            self._beside[target.place].matrices.write(slot, target.part, *target.held(*update))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from rooftile.engine.chat.parts import PlainReader, Reader, read_whole
-from rooftile.engine.chat.thinking import ThoughtReader
-from rooftile.engine.chat.thought_formats import ThoughtFormat, stage_of
+from rooftile.engine.chat.parts import read_whole
+from rooftile.engine.chat.reading import reader_of
+from rooftile.engine.chat.thought_formats import ThoughtFormat
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.requests.output import RequestOutput
@@ -30,10 +30,7 @@ def read_answers(
         use: the tools that it may call; None for none.
     """
     for answer in output.outputs:
-        reader: Reader = PlainReader() if syntax is None or use is None else syntax.reader(use.tools)
-        if form is not None:
-            reader = ThoughtReader(form, stage_of(tokenizer, output.prompt_token_ids, form), reader)
-        found = read_whole(reader, answer.text)
+        found = read_whole(reader_of(tokenizer, output.prompt_token_ids, form, syntax, use), answer.text)
         answer.reasoning, answer.content, answer.tool_calls = found.thought or None, found.content, found.calls
 
 

@@ -9,6 +9,8 @@ left out on both sides of the marks: templates write their own there. So the par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rooftile.engine.chat.parts import Part, Reader, Thought
 from rooftile.engine.chat.thought_formats import Stage, ThoughtFormat
 
@@ -37,6 +39,11 @@ class ThoughtReader:
         self._passed = 0
         # whether the thought has no text yet, and whether spaces are left out behind it
         self._fresh, self._trims = True, False
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """The places of thoughts in the text: one."""
+        return ((self.begin, self.end),)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that the next text completes."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from rooftile.engine.chat.harmony.header import ANALYSIS, CALL, CHANNEL, END, FINAL, MESSAGE, RETURN, START
+from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class ThoughtFormat(NamedTuple):
         close: what closes a thought that has become too long: a mark that ends, with the spaces that templates write.
         sign: a text that is in the chat templates of models with this format.
         others: names of vLLM's parsers for it.
+        stops: tokens that end an answer, beside those that the checkpoint's files name.
     """
 
     name: str
@@ -36,6 +39,7 @@ class ThoughtFormat(NamedTuple):
     close: str
     sign: str
     others: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -43,8 +47,14 @@ class ThoughtFormat(NamedTuple):
         return self.begins + self.ends
 
 
+# its messages are read by a reader of their own, which knows these marks, too
+HARMONY = ThoughtFormat(
+    "harmony", (f"{CHANNEL}{ANALYSIS}{MESSAGE}",), (END,), f"{END}{START}assistant{CHANNEL}{FINAL}{MESSAGE}", SIGN,
+    ("openai_gptoss", "gptoss"), (CALL, RETURN),
+)  # fmt: skip
 # in the order in which templates are looked at: the last sign is the most general one
 FORMATS = (
+    HARMONY,
     ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), "[/THINK]", "[/THINK]"),
     ThoughtFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>", "</seed:think>"),
     ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), "\n</mm:think>\n\n", "</mm:think>"),
@@ -120,3 +130,10 @@ TAIL = 64
 
 def _ends_a_turn(tokenizer: Tokenizer, id: int, form: ThoughtFormat) -> bool:
     return tokenizer.is_added(id) and not any(tokenizer.token(id).strip() in mark for mark in form.marks)
+
+
+def stops_of(tokenizer: Tokenizer | None, form: ThoughtFormat | None) -> tuple[int, ...]:
+    """Returns the tokens that end an answer in a format."""
+    if tokenizer is None or form is None:
+        return ()
+    return tuple(id for token in form.stops if (id := tokenizer.id_of(token)) is not None)

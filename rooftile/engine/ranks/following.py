@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rooftile.engine.ranks.adapters import load_part
 from rooftile.engine.ranks.group import RankGroup
 from rooftile.engine.ranks.orders import Order
 from rooftile.engine.start.blueprint import current_device
@@ -18,6 +19,9 @@ def follow(runner: Runner, group: RankGroup) -> None:
                 return
             if order is Order.CAPTURE:
                 runner.capture()
+                continue
+            if order is Order.ADAPTER:
+                load_part(runner, group, numbers)
                 continue
             runner.execute(decode(numbers))
             group.compare(runner.sampling.last[:-1])

@@ -28,6 +28,8 @@ LOOPBACK = "127.0.0.1"
 COMPARED = 256
 # seconds that a rank may take for its part of a step
 LIMIT_S = 100.0
+# bytes of a sentence that a rank tells the others
+_SENTENCE = 1024
 # seconds that NCCL gets to end what is under way
 _ABORT_S = 5.0
 
@@ -122,6 +124,20 @@ class RankGroup:
         self._hosts.allreduce([found], options).wait()
         least: list[int] = found.tolist()
         return least
+
+    def tell_all(self, words: str) -> list[str]:
+        """Exchanges a sentence between the hosts: returns what each rank says, as far as there is room.
+
+        Raises:
+            RuntimeError: a rank has ended, or does not come within `limit_s` seconds.
+        """
+        said = words.encode()[:_SENTENCE].ljust(_SENTENCE, b"\0")
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        options, limit = dist.distributed_c10d.AllgatherOptions(), timedelta(seconds=self.limit_s)
+        options.timeout = limit
+        self._hosts.allgather([found], [mine], options).wait(limit)
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in found]
 
     def send(self, order: Order, numbers: Tensor, limit_s: float | None = None) -> None:
         """Sends an order with int64 numbers to all other ranks; rank 0 alone calls it.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftile.engine.ranks.adapters import order_of
 from rooftile.engine.ranks.leader import Leader
 from rooftile.engine.ranks.orders import Order
 from rooftile.engine.steps.runner import Computed, Runner
 from rooftile.engine.steps.step import Step, encode
+from rooftile.errors import InvalidInput
 
 # all captures together may take this many times as long as a step
 CAPTURES = 10
@@ -46,6 +49,21 @@ class LeadingRunner(Runner):
     def check(self) -> None:
         """Raises the reason why the ranks compute no more."""
         self.leader.check()
+
+    def load_adapter(self, slot: int, path: str | Path) -> Path:
+        """Reads an adapter into a slot of all ranks, or of none."""
+        assert self.adapters is not None
+        # refused here before another rank hears of it
+        adapter = self.adapters.read(path)
+        with self.leader.guarded():
+            self.group.send(Order.ADAPTER, order_of(slot, adapter.path))
+            self.adapters.write(slot, adapter)
+            refused = [(rank, reason) for rank, reason in enumerate(self.group.tell_all("")) if reason]
+        if refused:
+            rank, reason = refused[0]
+            self.adapters.clear(slot)
+            raise InvalidInput(f"rank {rank} of {self.leader.ranks} has refused the adapter: {reason}")
+        return adapter.path
 
     def capture(self) -> None:
         """Captures graphs on all ranks."""

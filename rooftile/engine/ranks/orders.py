@@ -27,6 +27,7 @@ class Order(IntEnum):
     END = 0
     CAPTURE = 1
     STEP = 2
+    ADAPTER = 3
 
 
 class Orders(Protocol):

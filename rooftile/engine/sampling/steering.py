@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+# tokens that nothing has to look at: more than an answer has
+ENDLESS = 1 << 40
 Mask = npt.NDArray[np.int32]
 """One bit per token that may come next, in words of 32, the lowest first; no other bit is set."""
 

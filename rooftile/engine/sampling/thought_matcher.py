@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING
 
 from rooftile.engine.chat.parts import Content, PlainReader
 from rooftile.engine.chat.thinking import ThoughtReader, begun
-from rooftile.engine.sampling.steering import Mask, Steering, allows, mask_of, mask_without
+from rooftile.engine.sampling.steering import ENDLESS, Mask, Steering, allows, mask_of, mask_without
 from rooftile.engine.text.incremental_decoder import IncrementalDecoder
 
 if TYPE_CHECKING:
     from rooftile.engine.chat.thought_formats import Stage, ThoughtFormat
     from rooftile.engine.text.tokenizer import Tokenizer
-
-# tokens that nothing has to look at: more than an answer has
-ENDLESS = 1 << 40
 
 
 class ThoughtMatcher:

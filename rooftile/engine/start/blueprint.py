@@ -37,6 +37,7 @@ class Blueprint(NamedTuple):
         max_len: the longest sequence in tokens that the model allows and the caller asks for.
         mixers: one for each kind of layer.
         layout: what the layers keep.
+        whole: the model that all ranks hold together.
         deal_experts: whether each of several ranks holds whole experts.
     """
 
@@ -47,6 +48,7 @@ class Blueprint(NamedTuple):
     max_len: int
     mixers: tuple[Mixer, ...]
     layout: CacheLayout
+    whole: ModelConfig
     deal_experts: bool = False
 
     @classmethod
@@ -65,10 +67,11 @@ class Blueprint(NamedTuple):
         given = Place.found()
         device = find_device(model, config, place if given is None else given.local_rank)
         _check_ranks(model, config, device)
-        whole = ModelConfig.from_folder(model) if isinstance(model, str | Path) else model
-        deal_experts = _deals_experts(whole.config if isinstance(whole, Decoder) else whole, config)
+        found = ModelConfig.from_folder(model) if isinstance(model, str | Path) else model
+        whole = found.config if isinstance(found, Decoder) else found
+        deal_experts = _deals_experts(whole, config)
         ranks = config.tensor_parallel_size
-        shape = whole.config if isinstance(whole, Decoder) else whole.part(ranks, deal_experts=deal_experts)
+        shape = whole if isinstance(found, Decoder) else whole.part(ranks, deal_experts=deal_experts)
         max_len = longest_sequence(shape, config)
         if config.max_model_len is None and config.num_blocks is not None:
             max_len = min(max_len, config.num_blocks * config.block_tokens)
@@ -83,7 +86,7 @@ class Blueprint(NamedTuple):
         for path in adapters_of(config.adapters).values():
             PeftConfig.of(path)
         _check_drafts(mixers, shape, config)
-        return cls(model, config, device, shape, max_len, mixers, layout, deal_experts)
+        return cls(model, config, device, shape, max_len, mixers, layout, whole, deal_experts)
 
 
 def find_device(model: Model, config: EngineConfig, place: int = 0) -> torch.device:

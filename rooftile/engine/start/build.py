@@ -72,7 +72,7 @@ def build_runner(
     config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
     decoder = load_decoder(blueprint, late)
     # before memory is measured, and before any prompt
-    adapters = adapters_for(decoder, config)
+    adapters = adapters_for(decoder, blueprint)
     for mixer in mixers:
         mixer.check_decoder(decoder)
     # without a state that was kept no prefix can begin
@@ -137,14 +137,15 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
     return engine
 
 
-def adapters_for(decoder: Decoder, config: EngineConfig) -> AdapterSlots | None:
+def adapters_for(decoder: Decoder, blueprint: Blueprint) -> AdapterSlots | None:
     """Allocates the memory of adapters; None if none are asked for."""
+    config = blueprint.config
     if not config.adapter_slots:
         return None
     rank = config.max_adapter_rank
     if rank is None:
         rank = max([LEAST_RANK, *(PeftConfig.of(path).most_rank for path in adapters_of(config.adapters).values())])
-    slots = AdapterSlots(decoder, config.adapter_slots, rank)
+    slots = AdapterSlots(decoder, config.adapter_slots, rank, blueprint.whole)
     slots.compile()
     return slots
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -189,6 +190,17 @@ class Runner:
         if step.states_after.numel():
             self.caches.finish(dict(step.states_after.T.tolist()))
         return logits, tokens, prompts
+
+    def load_adapter(self, slot: int, path: str | Path) -> Path:
+        """Reads an adapter into a slot that no request uses; returns the folder.
+
+        Raises:
+            InvalidInput, Unsupported: it is refused; the slot then adds nothing.
+        """
+        assert self.adapters is not None
+        adapter = self.adapters.read(path)
+        self.adapters.write(slot, adapter)
+        return adapter.path
 
     def capture(self) -> None:
         """Captures the graphs that most steps need, before the first request comes."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
+from rooftile.engine.text.harmony_messages import SIGN, harmony_messages
 from rooftile.errors import InvalidInput, Unsupported
 
 # lines of compiled templates; a thousand messages take some 30,000
@@ -63,6 +64,9 @@ def render(
             raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
     written_as = [_with_text(message) for message in messages]
     mark = _mark_end(written_as, add_generation_prompt) if continue_final_message else ""
+    # variables of another kind are refused below
+    if SIGN in template and isinstance(variables, Mapping):
+        written_as = harmony_messages(written_as, variables)
     try:
         program, read = _compiled(template)
         _check_variables(variables, read, named)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from rooftile.models.checkpoints.names import names_of
@@ -16,23 +17,24 @@ from rooftile.models.checkpoints.places import tensors_of_layer
 from rooftile.models.checkpoints.side_by_side import Joined, joined_in
 from rooftile.models.checkpoints.stored import Cut, Share
 from rooftile.models.config import ModelConfig
+from rooftile.models.layer_kinds import layer_of
 from rooftile.models.layers import Layer
 from rooftile.models.placement import Placement
 
 
-def shares_of(config: ModelConfig, whole: Iterable[Layer], part: Iterable[Layer], placement: Placement) -> dict[str, Share]:
+def shares_of(config: ModelConfig, placement: Placement) -> dict[str, Share]:
     """Returns the shares of all tensors of which a rank holds a part, by their names without prefix.
 
     Args:
         config: the whole model.
-        whole: its layers; they may be on "meta".
-        part: the layers of this rank; they may be, too.
         placement: which rank it is.
     """
     found: dict[str, Share] = {}
     folder = names_of(config).layers
-    for n, layers in enumerate(zip(whole, part, strict=True)):
-        found |= {f"{folder}.{n}.{name}": share for name, share in shares_of_layer(config, *layers, placement)}
+    part = placement._replace(device=torch.device("meta"))
+    for n in range(config.layers):
+        whole, mine = layer_of(config, n, Placement(*part[:2])), layer_of(config, n, part)
+        found |= {f"{folder}.{n}.{name}": share for name, share in shares_of_layer(config, whole, mine, placement)}
     head = (placement.columns(config.vocab_size),), (slice(0, config.hidden),)
     return found if config.tie else found | {"lm_head.weight": Share(head, (config.vocab_size, config.hidden))}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.engine.chat.parts import PlainReader, Reader
-from rooftile.engine.chat.thinking import ThoughtReader
-from rooftile.engine.chat.thought_formats import AUTO, choose_format, stage_of
-from rooftile.engine.chat.tools.choose import choose_syntax, required_grammar, why_no_syntax
+from rooftile.engine.chat.reading import choose_reading, marks_of, reader_of
+from rooftile.engine.chat.thought_formats import AUTO
+from rooftile.engine.chat.tools.choose import required_grammar, why_no_syntax
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
@@ -45,10 +45,8 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer | None, thoughts: str = AUTO, calls: str = AUTO) -> None:
         self._tokenizer = tokenizer
-        self.thoughts = None if tokenizer is None else choose_format(tokenizer.template, thoughts)
-        """How the model marks its thoughts; None if it does not."""
-        self.syntax = None if tokenizer is None else choose_syntax(tokenizer.template, calls)
-        """How the model writes calls; None if it writes none that can be read."""
+        self.thoughts, self.syntax = choose_reading(tokenizer, thoughts, calls)
+        """How the model marks its thoughts, and how it writes calls; None for what it does not, or not in a way that is known."""
         self._calls = calls
         self._threads = ThreadPoolExecutor(limits.TOKENISING_THREADS, "tokenizer")
         self._queued = 0
@@ -125,16 +123,13 @@ class Texts:
         """Returns the marks around thoughts and calls that are special tokens, which texts usually leave out."""
         if self._tokenizer is None:
             return ()
-        thoughts = () if self.thoughts is None else self.thoughts.marks
-        calls = () if use is None or self.syntax is None else self.syntax.reader.marks()
-        return self._tokenizer.special_tokens((*thoughts, *calls))
+        return self._tokenizer.special_tokens(marks_of(self.thoughts, self.syntax, use))
 
     def reader(self, prompt: Sequence[int], use: ToolUse | None) -> Reader:
         """Returns the reader of a chat's answer to a prompt."""
-        rest: Reader = PlainReader() if use is None or self.syntax is None else self.syntax.reader(use.tools)
-        if self.thoughts is None or self._tokenizer is None:
-            return rest
-        return ThoughtReader(self.thoughts, stage_of(self._tokenizer, prompt, self.thoughts), rest)
+        if self._tokenizer is None:
+            return PlainReader()
+        return reader_of(self._tokenizer, prompt, self.thoughts, self.syntax, use)
 
     def growing(self, skip_special: bool, prompt: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
         """Returns what makes the text of one answer to a prompt, whose tokens are not searched for stop strings here."""

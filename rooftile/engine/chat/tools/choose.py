@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.tools.grammar import HERMES, LLAMA_JSON, call_grammar
 from rooftile.engine.chat.tools.hermes import HermesReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonReader
 from rooftile.engine.chat.tools.mistral import MistralReader
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.chat.tools.use import ToolUse
+from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 
 AUTO, NONE = "auto", "none"
@@ -22,6 +24,7 @@ def _shows_objects(template: str) -> bool:
 
 # in this order: the first that fits a template counts
 _ALL = (
+    Syntax("harmony", HarmonyReader, lambda template: SIGN in template),
     Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template),
     Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template), HERMES),
     Syntax("llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LLAMA_JSON),

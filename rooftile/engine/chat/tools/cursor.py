@@ -30,6 +30,8 @@ class Cursor:
         self.text = ""
         self.ended = False
         """Whether no more text comes."""
+        self.place = 0
+        """The characters of the text that are read."""
         self.taken: str | None = ""
         """The text that was read since the place that `mark` notes; None while no caller asks for it."""
 
@@ -44,6 +46,7 @@ class Cursor:
     def take(self, count: int) -> str:
         """Returns the next characters, and goes behind them."""
         found, self.text = self.text[:count], self.text[count:]
+        self.place += len(found)
         if self.taken is not None:
             self.taken += found
         return found
@@ -51,6 +54,7 @@ class Cursor:
     def give_back(self, text: str) -> None:
         """Goes before the text that was taken last."""
         self.text = text + self.text
+        self.place -= len(text)
         if self.taken is not None:
             self.taken = self.taken[: len(self.taken) - len(text)]
 

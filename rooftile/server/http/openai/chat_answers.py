@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.parts import (
     CallArguments,
     CallBroken,
@@ -48,6 +49,8 @@ class ChatReaders:
         self._ended_calls: set[Answer] = set()
         self._broken: set[Answer] = set()
         self._offsets: dict[Answer, list[int]] = {}
+        # how many of an answer's thoughts are counted for good, and their tokens
+        self._thoughts: dict[Answer, tuple[int, int]] = {}
 
     def read(self, place: int, piece: AnswerPiece) -> list[Part]:
         """Returns the parts that a piece of an answer completes; each piece is read once."""
@@ -71,10 +74,16 @@ class ChatReaders:
     def thought_tokens(self, answer: Answer) -> int:
         """Returns how many tokens of an answer begin in its thought, marks left out, as far as the text was read."""
         reader = self._readers.get(answer)
-        if not isinstance(reader, ThoughtReader):
+        if not isinstance(reader, ThoughtReader | HarmonyReader):
             return 0
-        begin, end = (self._count_before(answer, place) for place in (reader.begin, reader.end))
-        return end - begin
+        # the places of thoughts that have ended stay: only the last one grows
+        done, count = self._thoughts.get(answer, (0, 0))
+        for place, (begin, end) in enumerate(reader.spans[done:], done + 1):
+            own = self._count_before(answer, end) - self._count_before(answer, begin)
+            if place < len(reader.spans):
+                self._thoughts[answer] = place, count + own
+            count += own
+        return count
 
     def _count_before(self, answer: Answer, place: int) -> int:
         count = self._tokens_before(answer, place) if place else 0

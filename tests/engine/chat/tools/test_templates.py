@@ -27,6 +27,7 @@ DUE = {
     "Qwen-QwQ-32B": "hermes", "Qwen-Qwen2.5-7B-Instruct": "hermes", "Qwen-Qwen3-0.6B": "hermes", "Reka-Edge": "hermes",
     "ibm-granite-granite-4.0": "hermes", "ibm-granite-granite-4.1": "hermes",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json", "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
+    "openai-gpt-oss-120b": "harmony",
     "meta-llama-Llama-3.3-70B-Instruct": "llama3_json", "mistralai-Ministral-3-14B-Reasoning-2512": "mistral",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral", "unsloth-mistral-Devstral-Small-2507": "mistral",
     # these write calls in ways of their own

@@ -1,0 +1,92 @@
+"""Messages of a conversation as the chat template of gpt-oss takes them.
+
+The template writes one call per message, with the result behind it, and thoughts by the name `thinking`. It leaves further calls,
+later system messages and thoughts by other names out without a word, so conversations are put into its form first. Which
+thoughts the model reads is the template's to say: those before a call, up to the next final answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rooftile.errors import InvalidInput
+
+SIGN = "<|channel|>analysis<|message|>"
+"""A text that is in the template."""
+EFFORTS = ("low", "medium", "high")
+# what a model has thought, by the names of several servers
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+_OPERATORS = ("system", "developer")
+
+
+def harmony_messages(messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns messages in the template's form.
+
+    Args:
+        messages: the messages, whose contents are texts.
+        variables: the caller's variables of the template.
+
+    Raises:
+        InvalidInput: the template would leave a message out, or the model does not know the effort.
+    """
+    effort = variables.get("reasoning_effort", "medium")
+    if effort not in EFFORTS:
+        raise InvalidInput(f"reasoning_effort is {repr(effort)[:40]}; this model has {', '.join(EFFORTS)}")
+    first = next((n for n, each in enumerate(messages) if each["role"] not in _OPERATORS), len(messages))
+    late = next((n for n in range(first, len(messages)) if messages[n]["role"] in _OPERATORS), None)
+    if late is not None:
+        role = messages[late]["role"]
+        raise InvalidInput(f"messages[{late}] is of the role {role}, which this model reads at the beginning only; put it first")
+    found = [{"role": "developer", "content": "\n\n".join(each["content"] for each in messages[:first])}] if first else []
+    place = first
+    while place < len(messages):
+        message = messages[place]
+        end = place + 1
+        while message.get("tool_calls") and end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        found += _turn(message, messages[place + 1 : end])
+        place = end
+    return found
+
+
+def _turn(message: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a message with the results of its calls: one message for each call."""
+    thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
+    plain = {name: value for name, value in message.items() if name not in (*_THOUGHTS, "tool_calls")}
+    calls = message.get("tool_calls")
+    if not calls:
+        return [plain | ({"thinking": thought} if thought else {})]
+    # the template takes one of the two beside a call, and writes both as a thought
+    said = "\n\n".join(filter(None, (thought, plain.get("content") or "")))
+    found = []
+    for n, (call, own) in enumerate(zip(calls, _shared(calls, results), strict=True)):
+        found.append(plain | {"content": "", "tool_calls": [_with_object(call)]} | ({"thinking": said} if said and not n else {}))
+        found += own
+    return found
+
+
+def _shared(calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Returns the results of each call: those with its id, and others in their order."""
+    ids = [call.get("id") for call in calls]
+    shares = [[each for each in results if id is not None and each.get("tool_call_id") == id] for id in ids]
+    for each in results:
+        if each.get("tool_call_id") not in ids:
+            empty = next((share for share in shares if not share), shares[-1])
+            empty.append(each)
+    return shares
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose arguments are an object: the template would write a text with its quotes."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
