@@ -1,0 +1,28 @@
+"""HSTU attention's kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.recommend.hstu_cases import MASKS
+from tests.recommend.test_hstu import (  # noqa: F401 - collected here
+    TARGETS,
+    check_outputs_and_gradients,
+    test_a_bad_target_reaches_no_other,
+    test_a_user_does_not_depend_on_its_neighbours,
+    test_head_dims_and_strides,
+    test_nothing_to_compute,
+    test_times_as_queries_and_as_keys,
+)
+
+# numpy warns where a GPU does not
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("contextual", "targets"), [(0, None), (2, TARGETS)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_outputs_and_gradients(mask: str, contextual: int, targets: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+    # the tables' kernels differ from those without, so both run in each number of bits
+    check_outputs_and_gradients(mask, contextual, targets, (targets is None) == (dtype == torch.bfloat16), dtype)

@@ -1,0 +1,39 @@
+"""HSTU attention's kernels compile without a GPU: on matrix instructions, with what a program may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from rooftile import recommend  # noqa: E402
+from tests.kernels.recorded import SHARED, compiled, recorded  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("dim", "bias", "dtype", "sm"),
+    [
+        (64, True, torch.bfloat16, 80),
+        (128, False, torch.bfloat16, 90),
+        (128, True, torch.bfloat16, 90),
+        (256, True, torch.bfloat16, 90),
+        (64, True, torch.float32, 90),
+    ],
+)
+def test_forward_and_gradients(dim: int, bias: bool, dtype: torch.dtype, sm: int) -> None:
+    q, k, v = (torch.randn(1536, 4, dim, dtype=dtype, requires_grad=True) for _ in range(3))
+    words = {}
+    if bias:
+        tables = (torch.randn(n, requires_grad=True) for n in (512, 33))
+        words = {"bias": recommend.RelativeBias(*tables, recommend.time_edges(33)), "times": torch.arange(1536)}
+    cu = torch.tensor([0, 512, 1536])
+    with recorded(sm) as launches:
+        y = recommend.hstu_attention(q, k, v, cu, alpha=0.1, targets=4, backend="triton", **words)
+        y.sum().backward()
+    assert sorted(one.name for one in launches.values()) == ["_forward", "_gradients_of_keys", "_gradients_of_rows"]
+    for one in launches.values():
+        found = compiled(one, sm)
+        assert found.shared <= SHARED[sm]
+        assert found.matrix or dtype == torch.float32
+        assert found.hot_spills == 0
