@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from rooftile.moe.module import DeepSeekMoE
     from rooftile.nn.quantised_linear import QuantisedLinear
     from rooftile.nn.sparse_linear import SparseLinear
+    from rooftile.recommend.hstu.layer import HSTU
     from rooftile.recurrent.modules.gated_delta_net import GatedDeltaNet
     from rooftile.recurrent.modules.mamba import Mamba
     from rooftile.recurrent.modules.mamba2 import Mamba2
 
 __all__ = [
+    "HSTU",
     "Attention",
     "DeepSeekMoE",
     "GatedDeltaNet",
@@ -44,6 +46,7 @@ __all__ = [
 __getattr__ = late_names(
     "rooftile.nn",
     {
+        "HSTU": "rooftile.recommend.hstu.layer",
         "DeepSeekMoE": "rooftile.moe.module",
         "LinearAttention": "rooftile.approximate.linear.module", "Linformer": "rooftile.approximate.linformer.module",
         "NativeSparse": "rooftile.approximate.native_sparse.module", "Performer": "rooftile.approximate.performer.module",

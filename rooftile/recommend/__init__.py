@@ -3,6 +3,8 @@
     from rooftile import recommend
     y = recommend.hstu_attention(q, k, v, cu, alpha=D**-0.5, targets=4)      # q, k and v (total, H, D), cu (B + 1,)
     bias = recommend.RelativeBias(positions, times, recommend.time_edges(buckets))
+    layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
+    model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
 
 Inside:
 
@@ -16,13 +18,17 @@ from rooftile.runtime.late_names import late_names
 if TYPE_CHECKING:
     from rooftile.recommend.hstu.attention import hstu_attention
     from rooftile.recommend.hstu.bias import RelativeBias, time_edges
+    from rooftile.recommend.hstu.layer import HSTU
+    from rooftile.recommend.hstu.model import HSTURecommender
+    from rooftile.recommend.hstu.stochastic_length import stochastic_length
 
-__all__ = ["RelativeBias", "hstu_attention", "time_edges"]
+__all__ = ["HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "stochastic_length", "time_edges"]
 
 __getattr__ = late_names(
     "rooftile.recommend",
     {
         "hstu_attention": "rooftile.recommend.hstu.attention", "RelativeBias": "rooftile.recommend.hstu.bias",
-        "time_edges": "rooftile.recommend.hstu.bias",
+        "time_edges": "rooftile.recommend.hstu.bias", "HSTU": "rooftile.recommend.hstu.layer",
+        "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
     },
 )  # fmt: skip

@@ -25,7 +25,7 @@ FLOORS = {
     "recurrent": 5, "weights": 5, "kvcache": 5, "optim": 5,
     "exact": 6, "moe": 6,
     "cost": 7, "integrations": 7,
-    "approximate": 8, "parallel": 8,
+    "approximate": 8, "parallel": 8, "recommend": 8,
     # the layers of all of them
     "nn": 9,
     "qat": 10, "models": 10,

@@ -1,0 +1,111 @@
+"""The layer of generative recommenders: projection, pointwise attention, norm and gate.
+
+Zhai et al., Actions Speak Louder than Words, arXiv:2402.17152.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rooftile.errors import InvalidInput
+from rooftile.exact.masks import CAUSAL, Mask
+from rooftile.recommend.hstu.attention import hstu_attention
+from rooftile.recommend.hstu.bias import RelativeBias, time_edges
+from rooftile.runtime.arguments import check_count, shown
+from rooftile.runtime.words import answers_foreign_words
+
+
+class HSTU(nn.Module):
+    """One layer: (total, dim) in, (total, dim) out, of packed users.
+
+        u, v, q, k = split(silu(W norm(x) + b))
+        x + W_o (norm(attention(q, k, v)) * u) + b_o
+
+    The norms are LayerNorms, the first with weights and the second without, as in the reference implementation; the gate u stands
+    behind the second norm. The attention's factor alpha is 1 / sqrt(attention_dim).
+
+    Args:
+        dim: the width of the rows.
+        heads: how many.
+        head_dim: of v and u; dim / heads if None.
+        attention_dim: of q and k; head_dim if None.
+        mask: among events, as in `hstu_attention`.
+        positions: columns of a table of positions of the layer's own; 0 for none.
+        buckets: columns of a table of times of the layer's own; 0 for none.
+        edges: of the buckets; `time_edges(buckets)` if None.
+        scale: of the attention's sum, as in `hstu_attention`; None divides by the number of a user's rows.
+        dropout: the probability that a number before the last projection is dropped in training.
+        eps: of the norms.
+        backend: as in `hstu_attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        InvalidInput: sizes do not match.
+
+    Example:
+        >>> layer = HSTU(64, heads=2, positions=128)
+        >>> layer(torch.randn(300, 64), torch.tensor([0, 100, 300]), targets=4).shape
+        torch.Size([300, 64])
+
+    Zhai et al., arXiv:2402.17152.
+    """
+
+    @answers_foreign_words
+    def __init__(
+        self, dim: int, heads: int, *, attention_dim: int | None = None, backend: str | None = None, buckets: int = 0,
+        device: torch.device | str | None = None, dropout: float = 0.0, dtype: torch.dtype | None = None,
+        edges: Tensor | None = None, eps: float = 1e-6, head_dim: int | None = None, mask: Mask | None = CAUSAL,
+        positions: int = 0, scale: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dim, self.heads = check_count("dim", dim), check_count("heads", heads)
+        if head_dim is None and self.dim % self.heads:
+            raise InvalidInput(f"dim is {dim} and heads is {heads}; heads must divide dim, or give head_dim")
+        self.head_dim = self.dim // self.heads if head_dim is None else check_count("head_dim", head_dim)
+        self.attention_dim = self.head_dim if attention_dim is None else check_count("attention_dim", attention_dim)
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise InvalidInput(f"dropout is {shown(dropout)}; must be a number of at least 0 and below 1")
+        self.mask, self.scale, self.dropout, self.eps, self.backend = mask, scale, float(dropout), eps, backend
+        made = {"device": device, "dtype": dtype}
+        self.widths = (self.heads * self.head_dim,) * 2 + (self.heads * self.attention_dim,) * 2
+        self.norm = nn.LayerNorm(self.dim, eps=eps, **made)  # type: ignore[arg-type]
+        self.project = nn.Linear(self.dim, sum(self.widths), **made)  # type: ignore[arg-type]
+        self.out = nn.Linear(self.heads * self.head_dim, self.dim, **made)  # type: ignore[arg-type]
+        self.position_table = self.time_table = None
+        if check_count("positions", positions, 0):
+            self.position_table = nn.Parameter(torch.zeros(self.heads, positions, device=device))
+        self.edges: Tensor | None
+        self.register_buffer("edges", None)
+        if check_count("buckets", buckets, 0):
+            self.time_table = nn.Parameter(torch.zeros(self.heads, buckets, device=device))
+            self.edges = (time_edges(buckets) if edges is None else edges).to(device)
+
+    @answers_foreign_words
+    def forward(
+        self, x: Tensor, cu: Tensor, *, contextual: int = 0, positions: Tensor | None = None,
+        targets: Tensor | int | None = None, times: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Computes the layer of x (total, dim) with users' offsets cu (B + 1,).
+
+        Args:
+            contextual, positions, targets: as in `hstu_attention`.
+            times: seconds per row; read if the layer has buckets.
+        """
+        u, v, q, k = F.silu(self.project(self.norm(x))).split(self.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
+        bias = None
+        if self.position_table is not None or self.time_table is not None:
+            bias = RelativeBias(self.position_table, self.time_table, self.edges)
+        y = hstu_attention(
+            q, k, v, cu, alpha=self.attention_dim**-0.5, mask=self.mask, bias=bias, contextual=contextual, targets=targets,
+            positions=positions if self.position_table is not None else None, times=times if self.time_table is not None else None,
+            scale=self.scale, backend=self.backend,
+        )  # fmt: skip
+        gated = F.layer_norm(y.flatten(-2), (y.shape[-2] * y.shape[-1],), eps=self.eps) * u
+        out: Tensor = x + self.out(F.dropout(gated, self.dropout, self.training))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, attention_dim={self.attention_dim}, mask={self.mask}"
