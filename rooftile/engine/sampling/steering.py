@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ class Steering(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may come next; another array where it has changed."""
+        """The tokens that may come next: the same array while it has not changed, and `free_mask` while all may come."""
         ...
 
     @property
@@ -59,6 +60,14 @@ def mask_without(tokens: Iterable[int], vocabulary: int) -> Mask:
     if vocabulary % 32:
         every[-1] = (1 << vocabulary % 32) - 1
     return every & ~mask_of(tokens, vocabulary)
+
+
+@lru_cache(maxsize=8)
+def free_mask(vocabulary: int) -> Mask:
+    """Returns the mask of all tokens: one array for each vocabulary, by which it is known."""
+    found = mask_without((), vocabulary)
+    found.setflags(write=False)
+    return found
 
 
 def allows(mask: Mask, token: int) -> bool:
