@@ -41,6 +41,38 @@ class Steering(Protocol):
         """Takes an answer's next token."""
 
 
+class BothSteerings:
+    """The place of one answer in two things that it follows at once.
+
+    Args:
+        first, second: all tokens may come for each wherever the other chooses.
+        vocabulary: the number of the model's logits.
+    """
+
+    def __init__(self, first: Steering, second: Steering, vocabulary: int) -> None:
+        self._first, self._second, self._vocabulary = first, second, vocabulary
+        self._look()
+
+    @property
+    def over(self) -> bool:
+        """Whether one of them allows nothing more."""
+        return self._first.over or self._second.over
+
+    def fork(self) -> BothSteerings:
+        """Returns the same place for another continuation."""
+        return BothSteerings(self._first.fork(), self._second.fork(), self._vocabulary)
+
+    def take(self, token: int) -> None:
+        """Takes an answer's next token."""
+        self._first.take(token)
+        self._second.take(token)
+        self._look()
+
+    def _look(self) -> None:
+        self.mask = self._second.mask if self._first.mask is free_mask(self._vocabulary) else self._first.mask
+        self.free = min(self._first.free, self._second.free)
+
+
 def mask_of(tokens: Iterable[int], vocabulary: int) -> Mask:
     """Returns the mask of some tokens.
 
