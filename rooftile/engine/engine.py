@@ -19,8 +19,7 @@ from rooftile.engine.sampling.forbidden import emptied_by
 from rooftile.engine.sampling.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.sampling.sampler import NOTHING
-from rooftile.engine.sampling.steering import Steering
-from rooftile.engine.sampling.thought_steering import steer_thoughts
+from rooftile.engine.sampling.steer import steering_of
 from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.steps.runner import Result, Runner
 from rooftile.engine.steps.scheduler import Scheduler
@@ -105,7 +104,7 @@ class Engine:
             prompt: token ids.
             params: how to answer it.
             cache_salt: the request shares cached prefixes only with requests of the same salt.
-            grammar: the grammar of `params.structured`, if it was compiled already.
+            grammar: the grammar of `params`, if it was compiled already.
             adapter: the name of the adapter that answers it; None for the model as it is.
 
         Raises:
@@ -123,10 +122,10 @@ class Engine:
         if params.prompt_logprobs is not None:
             # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
             cache_salt = secrets.token_hex(16)
-        if grammar is None and params.structured is not None:
+        if grammar is None and params.grammar is not None:
             if self.grammars is None:
                 raise InvalidInput("structured output is asked for, and the model has no tokenizer")
-            grammar = self.grammars.compile(params.structured)
+            grammar = self.grammars.compile(params.grammar)
         request = Request(self._count, prompt, params, limit, ends, cache_salt, adapter=loaded)
         if self.tokenizer is not None:
             request.tokenizer = self.tokenizer
@@ -143,7 +142,10 @@ class Engine:
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params, prompt)
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
-            request.answers[-1].grammar = self._steering(prompt, params, ends, None if grammar is None else grammar.fork())
+            request.answers[-1].grammar = steering_of(
+                prompt, params, None if grammar is None else grammar.fork(), ends=ends, tokenizer=self.tokenizer,
+                vocabulary=self.runner.decoder.config.vocab_size, thoughts=self.thoughts, grammars=self.grammars,
+            )  # fmt: skip
         names = emptied_by(request.answers[0], self.runner.decoder.config.vocab_size)
         if names is not None:
             raise InvalidInput(f"every token is forbidden where the answer begins, by {names}: allow another")
@@ -163,22 +165,6 @@ class Engine:
         if self.adapters is None:
             raise InvalidInput("the engine has no room for adapters: give max_adapters when it is made")
         return self.adapters
-
-    def _steering(
-        self, prompt: Sequence[int], params: SamplingParams, ends: frozenset[int], grammar: Matcher | None
-    ) -> Steering | None:
-        """Returns what an answer follows: a grammar, a budget of its thought, or both; None for neither."""
-        budget, form = params.thinking_token_budget, self.thoughts
-        if budget is None and (grammar is None or not params.thinks):
-            return grammar
-        if form is None or self.tokenizer is None:
-            if budget is not None:
-                raise InvalidInput("thinking_token_budget is given, and the model marks no thoughts: name its reasoning_parser")
-            return grammar
-        return steer_thoughts(
-            self.tokenizer, form, prompt, vocabulary=self.runner.decoder.config.vocab_size, ends=ends, budget=budget,
-            grammar=grammar,
-        )  # fmt: skip
 
     def output_of(self, request: Request, prompt: str | None = None) -> RequestOutput:
         """Returns a request's state of this moment. One whose text cannot be made ends with an error, and no other does."""

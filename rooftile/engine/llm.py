@@ -13,7 +13,7 @@ import torch
 
 from rooftile.engine.chat.read_outputs import answering, read_answers
 from rooftile.engine.chat.reading import marks_of
-from rooftile.engine.chat.tools.choose import required_grammar, why_no_syntax
+from rooftile.engine.chat.tools.choose import why_no_syntax
 from rooftile.engine.chat.tools.use import read_use
 from rooftile.engine.embedding.model import EmbeddingModel, Text, beside_engine, embeds, read_embedding_model
 from rooftile.engine.embedding.output import EmbeddingOutput, ScoreOutput
@@ -290,11 +290,10 @@ class LLM:
             for each in cast("Any", [messages] if one else messages)
         ]
         marks = tokenizer.special_tokens(marks_of(form, syntax, use))
-        grammar = None if use is None or syntax is None else required_grammar(syntax, use)
-        if form is not None or marks or grammar is not None:
+        if form is not None or use is not None:
             given_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
             if isinstance(given_params, SamplingParams | list | tuple):
-                sampling_params = answering(given_params, marks, grammar, thinks=form is not None)
+                sampling_params = answering(given_params, marks, tokenizer, syntax, use, thinks=form is not None)
         outputs = self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
         if form is not None or use is not None:
             for output in outputs:

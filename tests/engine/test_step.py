@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from rooftile.engine.requests.request import Answer, Request
 from rooftile.engine.sampling.features import SamplingFeatures
 from rooftile.engine.sampling.new_slots import NewSlots
 from rooftile.engine.sampling.params import SamplingParams
+from rooftile.engine.sampling.steering import free_mask, mask_of
 from rooftile.engine.steps.rounds import Mark, MarkedChunk
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step import Step, decode, encode
@@ -116,3 +120,22 @@ def test_a_step_that_only_decodes_is_short() -> None:
     assert step.only_decodes
     assert step.tops is None
     assert encode(step).nbytes < 256 * 50
+
+
+def test_a_mask_is_sent_where_it_changes() -> None:
+    maker = StepMaker(4, 100, always=SamplingFeatures(), all_chunks=False, separates_prompts=False)
+    answer = answer_of([1, 2], 3)
+    plan = StepPlan([ScheduledTokens(answer, 1, 1, (answer,))])
+    some, other = mask_of([7], 100), mask_of([7], 100)
+    begins = replace(plan, started=[answer])
+    # what may come, whether the answer begins, or begins again; the masks that are sent, and whether the step computes with one
+    for mask, again, sent, computed in [
+        (free_mask(100), True, 0, False), (free_mask(100), False, 0, False), (some, False, 1, True), (some, False, 0, True),
+        (other, False, 1, True), (other, True, 1, True), (free_mask(100), False, 1, False), (free_mask(100), True, 0, False),
+    ]:  # fmt: skip
+        answer.grammar = SimpleNamespace(mask=mask)  # type: ignore[assignment]
+        step = maker.make(begins if again else plan)
+        assert step.masked.tolist() == [[3] * sent, [0] * sent]
+        assert (len(step.masks), step.features.mask) == (sent, computed)
+        if sent:
+            assert step.masks.view(torch.int32)[0, : len(mask)].tolist() == mask.tolist()

@@ -9,11 +9,13 @@ import openai
 import pytest
 
 from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from tests.server.tools import ADD, HERMES, WEATHER, hermes_call, tools_server
 
 ASK = [{"role": "user", "content": "How warm?"}]
 CALL = hermes_call("weather", city="Kiel", days=2)
+FUNCTION = WEATHER["function"]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +95,39 @@ def test_a_call_that_is_required_follows_a_schema(client, server) -> None:
             for call in found.message.tool_calls:
                 due = {"weather": {"city"}, "add": {"a", "b"}}[call.function.name]
                 assert json.loads(call.function.arguments).keys() >= due
-    with pytest.raises(openai.BadRequestError, match="only an answer that must be a call is held to one"):
-        create(client, parallel_tool_calls=False)
+
+
+def test_a_call_that_has_begun_follows_a_schema(client, server, folder) -> None:
+    """The script goes on wrongly behind the mark, and the grammar brings it back."""
+    own = Tokenizer.from_folder(folder)
+    ending = {str(id): 5 for id in range(own.vocab_size) if own.text_of(id) in ('"', "}", "1")}
+    wrong = CALL.replace("city", "town").replace("weather", "wither")
+    server.say(("", f"I look.\n{wrong}\n{hermes_call('add', a=1, b=2)}"))
+    for stream in (False, True):
+        made = create(client, max_tokens=600, seed=4, stream=stream, logit_bias=ending)
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in made]
+            content = "".join(delta.content or "" for delta in deltas)
+            pieces = [call for delta in deltas for call in delta.tool_calls or ()]
+            found = [
+                (c.function.name, "".join(p.function.arguments for p in pieces if p.index == c.index)) for c in pieces if c.id
+            ]
+        else:
+            message = made.choices[0].message
+            content, found = message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        assert content.startswith("I look.")
+        name, arguments = found[0]
+        assert json.loads(arguments).keys() >= {"weather": {"city"}, "add": {"a", "b"}}[name]
+    two = f"{CALL}\n{CALL}"
+    server.say(("", two))
+    assert len(create(client).choices[0].message.tool_calls) == 2
+    (choice,) = create(client, parallel_tool_calls=False, n=1).choices
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+    # a strict function must have a schema that a grammar follows
+    strict = {"type": "function", "function": FUNCTION | {"strict": True, "parameters": {"type": "object", "not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="the schema has not, which is not supported") as error:
+        create(client, tools=[strict])
+    assert error.value.param == "tools"
 
 
 def test_a_required_call_ends(folder) -> None:
@@ -148,9 +181,6 @@ def test_a_call_that_is_cut_off_is_told(client, server) -> None:
         assert finish == "length"
         assert arguments
         assert json.dumps({"city": "Kiel", "days": 2}).startswith(arguments.rstrip())
-
-
-FUNCTION = WEATHER["function"]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import cast
 from rooftile.engine.chat.parts import read_whole
 from rooftile.engine.chat.reading import reader_of
 from rooftile.engine.chat.thought_formats import ThoughtFormat
+from rooftile.engine.chat.tools.constraint import constraint_of
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.tokenizer import Tokenizer
-from rooftile.errors import InvalidInput
 
 
 def read_answers(
@@ -35,14 +35,17 @@ def read_answers(
 
 
 def answering(
-    params: SamplingParams | Sequence[SamplingParams], marks: Sequence[str], grammar: str | None, *, thinks: bool
+    params: SamplingParams | Sequence[SamplingParams], marks: Sequence[str], tokenizer: Tokenizer, syntax: Syntax | None,
+    use: ToolUse | None, *, thinks: bool,
 ) -> SamplingParams | list[SamplingParams]:  # fmt: skip
-    """Returns sampling parameters under which texts have these special tokens, and follow a grammar.
+    """Returns sampling parameters under which texts have some special tokens, and calls follow their functions' schemas.
 
     Args:
         params: the parameters that were given.
         marks: special tokens that are text.
-        grammar: the grammar of a call that is required; None if none is.
+        tokenizer: the model's tokenizer.
+        syntax: the model's way of writing calls.
+        use: the tools that it may call, or must; None for none.
         thinks: whether an answer may have a thought, behind which a grammar begins.
 
     Raises:
@@ -50,11 +53,14 @@ def answering(
     """
     if not isinstance(params, SamplingParams):
         # `generate` refuses what is no SamplingParams
-        each = [answering(one, marks, grammar, thinks=thinks) if isinstance(one, SamplingParams) else one for one in params]
+        each = [
+            answering(one, marks, tokenizer, syntax, use, thinks=thinks) if isinstance(one, SamplingParams) else one
+            for one in params
+        ]
         return cast("list[SamplingParams]", each)
-    changed = replace(params, shown_special_tokens=(*params.shown_special_tokens, *marks), thinks=params.thinks or thinks)
-    if grammar is None:
-        return changed
-    if params.structured is not None:
-        raise InvalidInput("tool_choice asks for a call, and structured for another form; give one of them")
-    return replace(changed, structured={"grammar": grammar})
+    calls = None
+    if syntax is not None and use is not None:
+        structured, search = params.structured is not None, params.beam_width is not None
+        calls = constraint_of(syntax, use, tokenizer.added_id, structured=structured, search=search)
+    shown = (*params.shown_special_tokens, *marks)
+    return replace(params, shown_special_tokens=shown, thinks=params.thinks or thinks, calls=calls)

@@ -45,7 +45,7 @@ class Compiling:
 
         Args:
             order: the order with the request, which has an `id`.
-            structured: see `SamplingParams`.
+            structured: `grammar` of `SamplingParams`.
 
         Raises:
             InvalidInput: the request cannot have a grammar.

@@ -178,8 +178,8 @@ class Loop(Generic[News]):
             if isinstance(grammar, InvalidInput):
                 raise grammar
             params = order.params if isinstance(order.params, SamplingParams) else SamplingParams(**order.params)
-            if params.structured is not None and grammar is None:
-                self._compiling.begin(order, params.structured)
+            if params.grammar is not None and grammar is None:
+                self._compiling.begin(order, params.grammar)
                 return
             request = self.engine.add(order.prompt, params, cache_salt=order.salt, grammar=grammar, adapter=order.adapter)
         except Exception as error:

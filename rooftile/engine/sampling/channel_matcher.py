@@ -30,7 +30,7 @@ from rooftile.engine.chat.harmony.header import (
     START,
     Header,
 )  # fmt: skip
-from rooftile.engine.sampling.steering import ENDLESS, Mask, Steering, allows, mask_of, mask_without
+from rooftile.engine.sampling.steering import ENDLESS, Mask, Steering, allows, free_mask, mask_of, mask_without
 from rooftile.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class ChannelBudget:
         self._marks = marks = Marks(tokenizer)
         self._place = Place(tokenizer, marks, prompt)
         self._vocabulary, self._left = vocabulary, budget
-        self._any: Mask = mask_without((), vocabulary)
+        self._any: Mask = free_mask(vocabulary)
         self._others: Mask = mask_of((marks.commentary[0], marks.final[0]), vocabulary)
         # tokens that come next, one after the other
         self._forced: tuple[int, ...] = ()

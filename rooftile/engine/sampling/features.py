@@ -53,5 +53,5 @@ def features_of(params: SamplingParams) -> SamplingFeatures:
         truncation=chance and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
         penalties=params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
         bias=bool(params.logit_bias) or params.allowed_token_ids is not None,
-        mask=params.structured is not None or params.thinking_token_budget is not None,
+        mask=params.grammar is not None or params.thinking_token_budget is not None,
     )

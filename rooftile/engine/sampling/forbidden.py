@@ -56,7 +56,8 @@ def emptied_by(answer: Answer, vocabulary: int) -> str | None:
     names = {
         "allowed_token_ids": params.allowed_token_ids is not None, "bad_words": answer.request.banned,
         "logit_bias": never, "min_tokens": answer.generated < params.min_tokens, "structured": params.structured is not None,
-        "thinking_token_budget": params.structured is None and answer.grammar is not None,
+        "tools": params.calls is not None,
+        "thinking_token_budget": params.grammar is None and answer.grammar is not None,
     }  # fmt: skip
     *others, last = [name for name, there in names.items() if there]
     return f"{', '.join(others)} and {last}" if others else last

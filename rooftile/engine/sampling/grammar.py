@@ -11,7 +11,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rooftile.engine.chat.tools.beginnings import Beginnings
 from rooftile.engine.sampling.gbnf import is_gbnf, lark_of
 from rooftile.engine.sampling.grammar_errors import reason_of
+from rooftile.engine.sampling.long_tokens import LongTokens
 from rooftile.engine.sampling.structural_tags import WHITESPACE, lark_of_tags
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
@@ -62,13 +65,16 @@ class Grammars:
         self._no_end = next(id for id in count(tokenizer.vocab_size) if not tokenizer.token(id))
         self._theirs: Any = None
         self._kept: OrderedDict[str, Matcher] = OrderedDict()
+        self._long: dict[str, LongTokens] = {}
+        added = "|".join(map(re.escape, tokenizer.added_tokens))
+        self._added = re.compile(f"({added})") if added else None
         self._lock = threading.Lock()
 
     def compile(self, structured: Mapping[str, Any]) -> Matcher:
         """Returns the beginning of a grammar.
 
         Args:
-            structured: see `SamplingParams`.
+            structured: `structured` of `SamplingParams`, or {"calls": its `calls`}.
 
         Raises:
             InvalidInput: the package llguidance is missing or too old, or the grammar is wrong or too complex.
@@ -88,6 +94,14 @@ class Grammars:
         return made.fork()
 
     def _compile(self, structured: Mapping[str, Any]) -> Matcher:
+        calls = structured.get("calls")
+        if calls is not None and calls.get("looser") is not None:
+            try:
+                return self._compile({"calls": calls | {"looser": None}})
+            except InvalidInput:
+                return self._compile({"calls": calls | {"grammar": calls["looser"], "looser": None}})
+        if calls is not None:
+            self.long_tokens(Beginnings.of(calls).last_characters())
         try:
             # before the import: what an old version lacks is an ImportError, too
             check_version(version("llguidance"))
@@ -104,7 +118,7 @@ class Grammars:
         if matcher.is_error():
             raise refused(matcher.get_error())
         try:
-            made = Matcher(matcher, self._vocabulary, None if self._ends else self._no_end)
+            made = Matcher(matcher, self._vocabulary, None if self._ends else self._no_end, self._spelled)
         except GrammarFailed as error:
             raise InvalidInput(f"the grammar cannot be used: {str(error).rpartition(': ')[2]}") from None
         if not made.mask.any():
@@ -113,6 +127,24 @@ class Grammars:
                 "it allows?"
             )
         return made
+
+    def long_tokens(self, characters: Set[str]) -> LongTokens:
+        """Returns the tokens that have one of some characters, and others behind it, made at the first use."""
+        key = "".join(sorted(characters))
+        found = self._long.get(key)
+        if found is None:
+            found = self._long[key] = LongTokens(self._tokenizer, self._vocabulary, characters)
+        return found
+
+    def _spelled(self, text: str) -> list[int]:
+        """Returns tokens that spell a text, whose bytes alone count: added tokens where it has some, and any others."""
+        theirs = self._tokens()
+        pieces = [text] if self._added is None else self._added.split(text)
+        ids: list[int] = []
+        for piece in pieces:
+            id = self._tokenizer.added_id(piece)
+            ids += theirs.greedy_tokenize(piece) if id is None else [id]
+        return ids
 
     def _tokens(self) -> Any:
         """Returns llguidance's tree of the tokenizer's tokens, made at the first use."""
@@ -144,11 +176,14 @@ class Matcher:
         matcher: an LLMatcher.
         vocabulary: the number of the model's logits.
         end: the token that stands for the end of a text, where the model has none.
+        spelled: returns tokens that spell a text.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, end: int | None) -> None:
+    def __init__(self, matcher: Any, vocabulary: int, end: int | None, spelled: Callable[[str], list[int]]) -> None:
         self._matcher = matcher
-        self._vocabulary, self._end = vocabulary, end
+        self._vocabulary, self._end, self._spelled = vocabulary, end, spelled
+        # what may follow texts from the beginning on; forks share it
+        self._known: dict[tuple[str, str], bool] = {}
         # each token decides about the next
         self.free = 0
         self.over = False
@@ -159,7 +194,29 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """Returns the same place for another answer."""
-        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._end)
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    def behind(self, text: str) -> Matcher:
+        """Returns the place behind a text.
+
+        Raises:
+            GrammarFailed: the grammar does not have the text.
+        """
+        other = self.fork()
+        if not other._matcher.consume_tokens(self._spelled(text)):
+            raise other._failure()
+        other._look()
+        return other
+
+    def allows_behind(self, text: str, more: str) -> bool:
+        """Tells whether a text may go on with another one."""
+        found = self._known.get((text, more))
+        if found is None:
+            ids = self._spelled(text) + self._spelled(more)
+            found = self._known[text, more] = self._matcher.deep_copy().try_consume_tokens(ids) == len(ids)
+        return found
 
     def take(self, token: int) -> None:
         """Takes an answer's next token.
@@ -169,6 +226,9 @@ class Matcher:
         """
         if not self._matcher.consume_token(token):
             raise self._failure()
+        self._look()
+
+    def _look(self) -> None:
         self.over = self._matcher.is_stopped()
         if not self.over:
             self.mask = self._next_mask()
@@ -243,6 +303,8 @@ def grammar_of(structured: Mapping[str, Any], compiler: Any, token_id: Callable[
         if written.count(":") > RULES:
             raise InvalidInput(f"the grammar cannot be used: it has {written.count(':'):,} rules (colons); may have {RULES:,}")
         grammar = compiler.grammar_from_lark(written)
+    elif kind == "calls":
+        grammar = compiler.grammar_from_lark(value["grammar"])
     elif kind == "structural_tag":
         grammar = compiler.grammar_from_lark(lark_of_tags(value, WHITESPACE, token_id))
     else:

@@ -34,7 +34,7 @@ def reason_of(error: str) -> str:
         'it allows no text here'
     """
     # without its place, and without the lines that show it
-    first = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n +\d+ \| ", error)[0])
+    first = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", re.split(r"\n +\d+ \| ", error)[0])
     words = " ".join(first.replace("<non-verbose/>", "").split())
     for pattern, said in _SAID:
         found = re.fullmatch(pattern, words)

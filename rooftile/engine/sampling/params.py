@@ -75,6 +75,8 @@ class SamplingParams:
         thinking_token_budget: the most tokens of a thought, of a model that marks its thoughts: then the mark that ends it is
             written, and the answer goes on. None, or vLLM's -1, for any number.
         thinks: whether an answer may have a thought, as answers of `LLM.chat` may: what is structured then begins behind it.
+        calls: how an answer with tools writes its calls, as `LLM.chat` sets it: the texts that begin one, and the grammar that it
+            follows from there on (see `constraint_of`). None for no tools.
         speculative: whether tokens of the answer may be guessed and checked several at a time, where the engine does so
             (`LLM(speculative=)`); the tokens are the same either way.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
@@ -118,6 +120,7 @@ class SamplingParams:
     structured: Mapping[str, Any] | None = None
     thinking_token_budget: int | None = None
     thinks: bool = False
+    calls: Mapping[str, Any] | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -154,6 +157,13 @@ class SamplingParams:
         self._check_beams()
         if self.structured is not None:
             self._check_structured(self.structured)
+        if self.calls is not None:
+            self._check_calls(self.calls)
+
+    @property
+    def grammar(self) -> Mapping[str, Any] | None:
+        """The grammar to compile, for `structured` or `calls`; None for neither."""
+        return self.structured if self.calls is None else {"calls": self.calls}
 
     @property
     def greedy(self) -> bool:
@@ -242,9 +252,20 @@ class SamplingParams:
             raise InvalidInput("structured has a choice that is no list of texts; must have one or more, none empty")
         if kind == "structural_tag":
             check_tags(given[kind])
+        self._check_alone("structured")
+
+    def _check_alone(self, who: str) -> None:
         for name, none in (("min_tokens", 0), ("ignore_eos", False), ("bad_words", ()), ("allowed_token_ids", None)):
             if getattr(self, name) != none:
-                raise InvalidInput(f"{name} is given with structured, which alone decides what may come next")
+                raise InvalidInput(f"{name} is given with {who}, which alone decides what may come next")
+
+    def _check_calls(self, given: Any) -> None:
+        if not isinstance(given, Mapping) or not isinstance(given.get("grammar"), str):
+            raise InvalidInput(f"calls is {repr(given)[:60]}; must be what constraint_of returns: give tools to LLM.chat")
+        if self.structured is not None:
+            raise InvalidInput("calls and structured are both given; give one of them")
+        if given.get("required"):
+            self._check_alone("a tool_choice that asks for a call")
 
     def _check_beams(self) -> None:
         if self.beam_width is None:
@@ -259,7 +280,7 @@ class SamplingParams:
             ("top_p", 1.0, draws), ("top_k", 0, draws), ("min_p", 0.0, draws), ("seed", None, draws),
             ("presence_penalty", 0.0, plain), ("frequency_penalty", 0.0, plain), ("repetition_penalty", 1.0, plain),
             ("logit_bias", None, plain), ("allowed_token_ids", None, plain), ("bad_words", (), plain),
-            ("structured", None, plain), ("thinking_token_budget", None, "a search closes no thought"),
+            ("structured", None, plain), ("calls", None, plain), ("thinking_token_budget", None, "a search closes no thought"),
             ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
         )  # fmt: skip
         for name, none, why in refused:

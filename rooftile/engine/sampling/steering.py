@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ class Steering(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may come next; another array where it has changed."""
+        """The tokens that may come next: the same array while it has not changed, and `free_mask` while all may come."""
         ...
 
     @property
@@ -38,6 +39,38 @@ class Steering(Protocol):
 
     def take(self, token: int) -> None:
         """Takes an answer's next token."""
+
+
+class BothSteerings:
+    """The place of one answer in two things that it follows at once.
+
+    Args:
+        first, second: all tokens may come for each wherever the other chooses.
+        vocabulary: the number of the model's logits.
+    """
+
+    def __init__(self, first: Steering, second: Steering, vocabulary: int) -> None:
+        self._first, self._second, self._vocabulary = first, second, vocabulary
+        self._look()
+
+    @property
+    def over(self) -> bool:
+        """Whether one of them allows nothing more."""
+        return self._first.over or self._second.over
+
+    def fork(self) -> BothSteerings:
+        """Returns the same place for another continuation."""
+        return BothSteerings(self._first.fork(), self._second.fork(), self._vocabulary)
+
+    def take(self, token: int) -> None:
+        """Takes an answer's next token."""
+        self._first.take(token)
+        self._second.take(token)
+        self._look()
+
+    def _look(self) -> None:
+        self.mask = self._second.mask if self._first.mask is free_mask(self._vocabulary) else self._first.mask
+        self.free = min(self._first.free, self._second.free)
 
 
 def mask_of(tokens: Iterable[int], vocabulary: int) -> Mask:
@@ -59,6 +92,14 @@ def mask_without(tokens: Iterable[int], vocabulary: int) -> Mask:
     if vocabulary % 32:
         every[-1] = (1 << vocabulary % 32) - 1
     return every & ~mask_of(tokens, vocabulary)
+
+
+@lru_cache(maxsize=8)
+def free_mask(vocabulary: int) -> Mask:
+    """Returns the mask of all tokens: one array for each vocabulary, by which it is known."""
+    found = mask_without((), vocabulary)
+    found.setflags(write=False)
+    return found
 
 
 def allows(mask: Mask, token: int) -> bool:

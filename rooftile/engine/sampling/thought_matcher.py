@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rooftile.engine.chat.parts import Content, PlainReader
 from rooftile.engine.chat.thinking import ThoughtReader, begun
-from rooftile.engine.sampling.steering import ENDLESS, Mask, Steering, allows, mask_of, mask_without
+from rooftile.engine.sampling.steering import ENDLESS, Mask, Steering, allows, free_mask, mask_of, mask_without
 from rooftile.engine.text.incremental_decoder import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ThoughtMatcher:
         self._budget, self._spent, self._grammar = budget, 0, grammar
         # tokens that come next, one after the other
         self._forced: list[int] = []
-        self._any: Mask = mask_without((), vocabulary)
+        self._any: Mask = free_mask(vocabulary)
         self._thinking: Mask = self._any if grammar is None else mask_without(ends, vocabulary)
         # the first tokens of the marks that may begin a thought, with those that follow
         begins = [tokenizer.encode(mark, special=False) for mark in reversed(form.begins)]

@@ -45,7 +45,7 @@ class Step(NamedTuple):
     depths: Tensor
     """(m,): for each output how many drafted tokens its row follows; (0,) where nothing was drafted."""
     masked: Tensor
-    """(2, k): slots with a grammar, and how many drafted tokens are followed."""
+    """(2, k): slots whose masks change, and how many drafted tokens are followed."""
     masks: Tensor
     """(k, words): for each of them a bit per token that may come next, the lowest first, in words of 64."""
     scored: Tensor

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from rooftile.engine.requests.request import Answer
 from rooftile.engine.sampling.features import SamplingFeatures, features_of
 from rooftile.engine.sampling.forbidden import banned_next
 from rooftile.engine.sampling.new_slots import NewSlots
+from rooftile.engine.sampling.steering import Mask, free_mask
 from rooftile.engine.speculation.draft import Draft
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step import Step
@@ -36,6 +37,8 @@ class StepMaker:
         self.all_chunks, self.separates_prompts = all_chunks, separates_prompts
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * slots
+        # the mask that each slot has on the device
+        self._sent: list[Mask] = [free_mask(vocab)] * slots
         # the slot of its adapter; -1 for none
         self._adapters = torch.full((slots,), -1)
         # one object for equal features, so that a step of many answers joins few
@@ -44,7 +47,9 @@ class StepMaker:
     def make(self, plan: StepPlan) -> Step:
         """Returns the step of a plan."""
         for answer in plan.started:
-            features = features_of(answer.request.params)
+            # whether a mask is asked for is seen from step to step
+            features = replace(features_of(answer.request.params), mask=False)
+            self._sent[answer.slot] = free_mask(self.vocab)
             self._features[answer.slot] = self._kinds.setdefault(features, features)
             self._adapters[answer.slot] = -1 if answer.request.adapter is None else answer.request.adapter.slot
         works = rows_of_drafts(plan.work)
@@ -54,7 +59,11 @@ class StepMaker:
         if works is not plan.work or any(map(_is_steered, answers)):
             outputs = [_Output(each, n, work.draft) for work in plan.work for each in work.outputs for n in range(rows_of(work))]
         bans = [(row, token) for row, output in enumerate(outputs) if _may_be_banned(output.answer) for token in output.bans()]
-        masked = [output for output in outputs if output.answer.grammar is not None]
+        steered = [output for output in outputs if output.answer.grammar is not None]
+        masked = self._changed_masks(steered)
+        features = self._features_of(answers)
+        if any(output.mask() is not free_mask(self.vocab) for output in steered):
+            features |= SamplingFeatures(mask=True)
         tops = max((n for answer in answers if (n := answer.request.top_count) is not None), default=-1)
         single = all(is_single(work, prompts_in_chunks=self.separates_prompts) and len(work.outputs) == 1 for work in works)
         scored, following = self._scored(works)
@@ -62,7 +71,7 @@ class StepMaker:
         return Step(
             inputs,
             self._started(plan.started),
-            torch.tensor([self._features_of(answers).bits, single, tops]),
+            torch.tensor([features.bits, single, tops]),
             _columns(3, ((slot, column, block) for (slot, column), block in plan.entries.items())),
             _columns(2, plan.copies),
             _pairs(plan.rows),
@@ -72,8 +81,8 @@ class StepMaker:
             _columns(3, ((work.answer.slot, *kept) for work in plan.work for kept in work.kept)),
             _columns(2, bans),
             _NONE[1][0] if works is plan.work else torch.tensor([output.depth for output in outputs]),
-            _columns(2, [(output.answer.slot, output.depth) for output in masked]),
-            self._masks(masked),
+            _columns(2, [(output.answer.slot, output.depth) for output, _ in masked]),
+            self._masks([mask for _, mask in masked]),
             scored,
             following,
             self._adapters_of(inputs),
@@ -111,11 +120,20 @@ class StepMaker:
         adapters = self._adapters[inputs.slots]
         return adapters if (adapters >= 0).any() else _NONE[1][0]
 
-    def _masks(self, masked: Sequence[_Output]) -> Tensor:
-        words = -(-self.vocab // 64)
-        masks = np.zeros((len(masked), 2 * words), dtype=np.int32)
-        for row, output in zip(masks, masked, strict=True):
+    def _changed_masks(self, steered: Sequence[_Output]) -> list[tuple[_Output, Mask]]:
+        """Returns the outputs whose masks are other ones than their slots have on the device, in the order of writing."""
+        found = []
+        for output in steered:
             mask = output.mask()
+            if mask is not self._sent[output.answer.slot]:
+                self._sent[output.answer.slot] = mask
+                found.append((output, mask))
+        return found
+
+    def _masks(self, found: Sequence[Mask]) -> Tensor:
+        words = -(-self.vocab // 64)
+        masks = np.zeros((len(found), 2 * words), dtype=np.int32)
+        for row, mask in zip(masks, found, strict=True):
             row[: len(mask)] = mask
         return torch.from_numpy(masks.view(np.int64))
 
@@ -147,7 +165,7 @@ class _Output(NamedTuple):
         before = self.answer.generated + self.answer.pending - 1 - len(self.draft.tokens) + self.depth
         return banned_next(self.answer, before, self.draft.tokens[: self.depth])
 
-    def mask(self) -> npt.NDArray[np.int32]:
+    def mask(self) -> Mask:
         """Returns the mask of the tokens that the answer's grammar has next."""
         assert self.answer.grammar is not None
         return self.draft.masks[self.depth - 1] if self.depth else self.answer.grammar.mask

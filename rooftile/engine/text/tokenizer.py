@@ -325,6 +325,11 @@ class Tokenizer:
         id: int | None = self._core.token_to_id(text)
         return id if id in self._added_ids else None
 
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The spellings of the added tokens, a longer one before one that begins like it."""
+        return tuple(sorted(filter(None, map(self.token, self._added_ids)), key=len, reverse=True))
+
     def is_special(self, id: int) -> bool:
         """Tells whether a token is a special one."""
         return id in self._special_ids

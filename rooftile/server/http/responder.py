@@ -77,8 +77,10 @@ class Responder:
                 if tools is not None:
                     texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
-                if tools is not None and (grammar := texts.call_grammar(tools)) is not None:
-                    self.generation.params["structured"] = grammar
+                params = self.generation.params
+                calls = texts.constraint(tools, structured="structured" in params, search="beam_width" in params)
+                if calls is not None:
+                    params["calls"], self.generation.names["structured"] = calls, "tools"
                 if self.generation.chat and (marks := texts.special_marks(tools)):
                     self.generation.params["shown_special_tokens"] = list(marks)
                 if self.generation.chat and texts.thoughts is not None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rooftile.engine.chat.parts import PlainReader, Reader
 from rooftile.engine.chat.reading import choose_reading, marks_of, reader_of
 from rooftile.engine.chat.thought_formats import AUTO
-from rooftile.engine.chat.tools.choose import required_grammar, why_no_syntax
+from rooftile.engine.chat.tools.choose import why_no_syntax
+from rooftile.engine.chat.tools.constraint import constraint_of
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.loop.pauses import give_way
 from rooftile.errors import InvalidInput
@@ -110,14 +111,15 @@ class Texts:
         if use is not None and self.syntax is None:
             raise InvalidInput(why_no_syntax(self._calls))
 
-    def call_grammar(self, use: ToolUse | None) -> dict[str, str] | None:
-        """Returns the grammar of an answer that must be a call, behind its thought; None if it need not be.
+    def constraint(self, use: ToolUse | None, *, structured: bool, search: bool) -> dict[str, Any] | None:
+        """Returns how the calls of answers are constrained (see `constraint_of`); None for answers without tools.
 
         Raises:
-            InvalidInput: such answers are not constrained in the model's syntax.
+            InvalidInput: a call must be made, or at most one, and nothing would keep the answer to it.
         """
-        grammar = None if use is None or self.syntax is None else required_grammar(self.syntax, use)
-        return None if grammar is None else {"grammar": grammar}
+        if use is None or self.syntax is None or self._tokenizer is None:
+            return None
+        return constraint_of(self.syntax, use, self._tokenizer.added_id, structured=structured, search=search)
 
     def special_marks(self, use: ToolUse | None) -> tuple[str, ...]:
         """Returns the marks around thoughts and calls that are special tokens, which texts usually leave out."""

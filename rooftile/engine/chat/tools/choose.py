@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from rooftile.engine.chat.harmony.reader import HarmonyReader
-from rooftile.engine.chat.tools.grammar import HERMES, LLAMA_JSON, call_grammar
-from rooftile.engine.chat.tools.hermes import HermesReader
-from rooftile.engine.chat.tools.llama_json import LlamaJsonReader
-from rooftile.engine.chat.tools.mistral import MistralReader
+from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
+from rooftile.engine.chat.tools.llama_json import LlamaJsonForm, LlamaJsonReader
+from rooftile.engine.chat.tools.mistral import MistralListForm, MistralNamedForm, MistralReader
 from rooftile.engine.chat.tools.syntax import Syntax
-from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 
@@ -22,43 +20,32 @@ def _shows_objects(template: str) -> bool:
     )
 
 
-# in this order: the first that fits a template counts
+# in this order: the first that fits a template counts, or of one name the first that fits, else the last
 _ALL = (
     Syntax("harmony", HarmonyReader, lambda template: SIGN in template),
-    Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template),
-    Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template), HERMES),
-    Syntax("llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LLAMA_JSON),
-)
-SYNTAXES = {each.name: each for each in _ALL}
+    Syntax("mistral", MistralReader, lambda template: "[CALL_ID]" in template, MistralNamedForm(has_ids=True)),
+    Syntax("mistral", MistralReader, lambda template: "[ARGS]" in template, MistralNamedForm()),
+    Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template, MistralListForm()),
+    Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template), HermesForm()),
+    Syntax(
+        "llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LlamaJsonForm(),
+        ("llama4_json",),
+    ),
+)  # fmt: skip
+NAMES = {name: each for each in _ALL for name in (each.name, *each.others)}
 
 
 def why_no_syntax(name: str) -> str:
     """Returns why there are no calls for a request with tools, as a sentence."""
     if name == NONE:
         return "tools are given, and tool_call_parser is none, so that no calls are read; leave tools out"
-    known = ", ".join(SYNTAXES)
-    return f"tools are given, and how this model writes calls is not known; start it with tool_call_parser, one of {known}"
-
-
-def required_grammar(syntax: Syntax, use: ToolUse) -> str | None:
-    """Returns the grammar of an answer that must be a call; None if it need not be.
-
-    Raises:
-        InvalidInput: answers are not constrained in this syntax.
-    """
-    if not use.required:
-        return None
-    if syntax.form is None:
-        raise InvalidInput(
-            f'tool_choice asks for a call, and answers in the syntax {syntax.name} are not constrained; write tool_choice="auto"'
-        )
-    return call_grammar(syntax.form, use)
+    return f"tools are given, and how this model writes calls is not known; start it with tool_call_parser, one of {_known()}"
 
 
 def check_call_parser(setting: str, name: object) -> None:
     """Raises InvalidInput for a name that is none of a syntax, nor auto or none."""
-    if not isinstance(name, str) or name not in (AUTO, NONE, *SYNTAXES):
-        raise InvalidInput(f"{setting} is {str(name)[:80]!r}; must be auto, none, or a syntax of calls: {', '.join(SYNTAXES)}")
+    if not isinstance(name, str) or name not in (AUTO, NONE, *NAMES):
+        raise InvalidInput(f"{setting} is {str(name)[:80]!r}; must be auto, none, or a syntax of calls: {_known()}")
 
 
 def choose_syntax(template: str | None, name: str = AUTO) -> Syntax | None:
@@ -74,4 +61,9 @@ def choose_syntax(template: str | None, name: str = AUTO) -> Syntax | None:
     check_call_parser("tool_call_parser", name)
     if name == AUTO:
         return None if template is None else next((each for each in _ALL if each.fits(template)), None)
-    return SYNTAXES.get(name)
+    named = [each for each in _ALL if name in (each.name, *each.others)]
+    return next((each for each in named if template is not None and each.fits(template)), named[-1] if named else None)
+
+
+def _known() -> str:
+    return ", ".join(dict.fromkeys(each.name for each in _ALL))

@@ -1,44 +1,125 @@
-"""The grammar of an answer that must be a call: in the model's own syntax, of the functions' schemas."""
+"""The grammar of calls, in Lark's form: in the model's own syntax, of the functions' schemas."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from rooftile.engine.chat.tools.tool import Tool
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.sampling.structural_tags import WHITESPACE
 
+# white space between the parts of a call
+SPACES = r"[ \t\r\n]{1,8}"
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a model writes calls whose arguments are JSON.
+
+class CallForm(ABC):
+    """How a model writes calls. A block is one call, or a list of calls, between the marks around it."""
+
+    marks: tuple[str, ...] = ()
+    """The marks of which one begins a block."""
+    anchors: tuple[str, ...] = ()
+    """Texts behind which an opening may stand, as at the beginning of an answer."""
+    repeats = True
+    """Whether an answer may have several blocks."""
+
+    def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Returns what begins an answer that is a call without a mark, written without white space."""
+        return ()
+
+    @abstractmethod
+    def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
+        """Returns the body of the rule of a block.
+
+        Args:
+            rules: takes further rules.
+            tools: the functions that may be called.
+            several: whether a block may have several calls.
+        """
+
+
+class CallRules:
+    """Rules of a grammar that are being written.
 
     Args:
-        begin, end: the texts around a call.
-        arguments: the name of its arguments.
-        between: the text between two calls; None where there is one.
+        token_id: returns the added token that a text spells, if it does: models write marks with these.
+        loose: whether arguments may be any objects.
     """
 
-    begin: str
-    end: str
-    arguments: str = "arguments"
-    between: str | None = None
+    space = "W?"
+    """White space, or none; a bounded number, or a model might write it without an end."""
+
+    def __init__(self, token_id: Callable[[str], int | None], *, loose: bool) -> None:
+        self._token_id = token_id
+        self._loose = loose
+        # forced texts would be written in tokens of llguidance's choice, and not of the model's
+        self._lines = ['%llguidance {"no_forcing": true}', f"W: /{SPACES}/"]
+
+    def rule(self, body: str, *, name: str | None = None) -> str:
+        """Adds a rule; returns its name."""
+        name = name or f"r{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def mark(self, text: str) -> str:
+        """Returns a mark: the token that it spells, or its text."""
+        id = self._token_id(text)
+        return written(text) if id is None else f"<[{id}]>"
+
+    def schema(self, schema: Any, *, strict: bool = False) -> str:
+        """Adds the rule of a JSON value; returns its name."""
+        given = schema if isinstance(schema, Mapping) else {}
+        # without `lenient` a schema is refused that says more than a grammar can
+        options = {"whitespace_pattern": WHITESPACE} | ({} if strict else {"lenient": True, "coerce_one_of": True})
+        return self.rule(f"%json {json.dumps({**given, 'x-guidance': options}, ensure_ascii=False)}")
+
+    def arguments(self, tool: Tool) -> str:
+        """Adds the rule of a function's arguments as a JSON object; returns its name."""
+        return self.schema(ANY_OBJECT if self._loose else tool.parameters, strict=tool.strict)
+
+    def parameters(self, tool: Tool) -> Mapping[str, Any]:
+        """Returns the schema of a function's arguments."""
+        return ANY_OBJECT if self._loose else tool.parameters
+
+    def objects(self, tools: Sequence[Tool], *, arguments: str = "arguments", first: str = "", more: str = "") -> str:
+        """Adds the rule of a call that is an object with a name and arguments; returns its name.
+
+        Args:
+            tools: the functions.
+            arguments: the name of the arguments.
+            first: what may stand before the name.
+            more: what may follow the arguments.
+        """
+        colon, comma = f'{self.space} ":" {self.space}', f'{self.space} "," {self.space}'
+        key = f"{comma} {written(json.dumps(arguments))} {colon}"
+        alternatives = " | ".join(self.rule(f"{written(json.dumps(each.name))} {key} {self.arguments(each)}") for each in tools)
+        first, more = (f"({part})?" if part else "" for part in (first, more))
+        name = written('"name"')
+        return self.rule(f'"{{" {self.space} {first} {name} {colon} ({alternatives}) {self.space} {more} "}}"')
+
+    def listed(self, item: str, *, several: bool) -> str:
+        """Returns a list of items in square brackets: one or more, or a single one."""
+        more = f' ({self.space} "," {self.space} {item})*' if several else ""
+        return f'"[" {self.space} {item}{more} {self.space} "]"'
+
+    def text(self) -> str:
+        """Returns the grammar."""
+        return "\n".join(self._lines)
 
 
-HERMES = CallForm("<tool_call>\n", "\n</tool_call>", between="\n")
-LLAMA_JSON = CallForm("", "", arguments="parameters")
+def call_grammar(form: CallForm, use: ToolUse, token_id: Callable[[str], int | None], *, loose: bool = False) -> str:
+    """Returns a grammar in Lark's form: for an answer that must be calls, or for a block of calls that a model has begun."""
+    rules = CallRules(token_id, loose=loose)
+    several = use.several and use.named is None
+    block = rules.rule(form.block(rules, use.allowed, several=several))
+    repeats = use.required and several and form.repeats
+    rules.rule(f"{block} ({rules.space} {block})* {rules.space}" if repeats else block, name="start")
+    return rules.text()
 
 
-def call_grammar(form: CallForm, use: ToolUse) -> str:
-    """Returns a grammar in Lark's form for one call, or for several where the caller and the model's syntax have several."""
-    tools = use.allowed
-    repeats = use.several and use.named is None and form.between is not None
-    lines = [f"start: call ({json.dumps(form.between)} call)*" if repeats else "start: call"]
-    lines.append("call: " + " | ".join(f"call_{n}" for n in range(len(tools))))
-    for n, tool in enumerate(tools):
-        head = f'{form.begin}{{"name": {json.dumps(tool.name)}, {json.dumps(form.arguments)}: '
-        lines.append(f"call_{n}: {json.dumps(head)} arguments_{n} {json.dumps('}' + form.end)}")
-        # a schema alone would allow white space without an end
-        schema = {**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        lines.append(f"arguments_{n}: %json {json.dumps(schema, ensure_ascii=False)}")
-    return "\n".join(lines)
+def written(text: str) -> str:
+    """Returns a text in Lark's form."""
+    return json.dumps(text, ensure_ascii=False)

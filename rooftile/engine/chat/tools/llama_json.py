@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rooftile.engine.chat.tools.cursor import Reading
+from rooftile.engine.chat.tools.grammar import CallForm, CallRules
 from rooftile.engine.chat.tools.json_calls import read_json_call
 from rooftile.engine.chat.tools.reader import CallReader
+from rooftile.engine.chat.tools.tool import Tool
 
 
 class LlamaJsonReader(CallReader):
@@ -29,3 +33,19 @@ class LlamaJsonReader(CallReader):
         while (yield from self.cursor.skip_behind_spaces(";")):
             yield from self.cursor.skip_spaces()
             yield from read_json_call(self, known)
+
+
+class LlamaJsonForm(CallForm):
+    """Writes one object, which is the whole answer, as the templates of these models have it."""
+
+    anchors = LlamaJsonReader.MARKS
+    repeats = False
+
+    def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Returns the beginnings of objects with the functions' names: another object is an answer like any other."""
+        heads = ('{"name":', '{"type":"function","name":')
+        return tuple(f'{head}"{tool.name}"' for head in heads for tool in tools)
+
+    def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
+        """Returns a call, with a type or without."""
+        return rules.objects(tools, arguments="parameters", first=r'"\"type\"" W? ":" W? "\"function\"" W? "," W?')

@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rooftile.engine.chat.tools.cursor import Reading
+from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
 from rooftile.engine.chat.tools.json_calls import read_arguments, read_json_calls
 from rooftile.engine.chat.tools.reader import CallReader
+from rooftile.engine.chat.tools.tool import Tool
 
 
 class MistralReader(CallReader):
@@ -35,3 +39,40 @@ class MistralReader(CallReader):
         yield from cursor.skip_spaces()
         yield from read_arguments(self)
         yield self.end()
+
+
+# an id, as templates take it
+_ID = "[a-zA-Z0-9]{9}"
+
+
+class MistralListForm(CallForm):
+    """Writes a list of objects behind the token; each may have an id."""
+
+    marks = MistralReader.MARKS
+    repeats = False
+
+    def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
+        """Returns a list."""
+        id = f'"," W? "\\"id\\"" W? ":" W? /"{_ID}"/ W?'
+        return f"{rules.mark('[TOOL_CALLS]')} W? {rules.listed(rules.objects(tools, more=id), several=several)}"
+
+
+class MistralNamedForm(CallForm):
+    """Writes a name and arguments behind each token.
+
+    Args:
+        has_ids: whether an id may stand between the two.
+    """
+
+    marks = MistralReader.MARKS
+
+    def __init__(self, *, has_ids: bool = False) -> None:
+        self.has_ids = has_ids
+
+    def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
+        """Returns a call."""
+        id = f"({rules.mark('[CALL_ID]')} /{_ID}/)?" if self.has_ids else ""
+        calls = " | ".join(
+            rules.rule(f"{written(tool.name)} {id} {rules.mark('[ARGS]')} W? {rules.arguments(tool)}") for tool in tools
+        )
+        return f"{rules.mark('[TOOL_CALLS]')} W? ({calls})"

@@ -17,10 +17,12 @@ class Syntax:
         name: as `--tool-call-parser` has it.
         reader: reads answers.
         fits: tells whether a chat template writes calls like this.
-        form: how an answer that must be a call is written; None where that is not constrained.
+        form: how calls are written; None where they are not constrained.
+        others: names of vLLM's parsers for it.
     """
 
     name: str
     reader: type[CallReader]
     fits: Callable[[str], bool]
     form: CallForm | None = None
+    others: tuple[str, ...] = ()

@@ -26,9 +26,6 @@ def tools_of(form: ChatForm) -> ToolUse | None:
         raise _bad(str(error).split()[0].split("[")[0].split(".")[0], str(error)) from None
     if use is not None and use.required and any(getattr(form, name) for name in FIELDS):
         raise _bad("tool_choice", "tool_choice asks for a call, and response_format or structured_outputs for another form")
-    if use is not None and not use.several and not use.required:
-        why = "parallel_tool_calls is false, and only an answer that must be a call is held to one; leave it out"
-        raise Refusal("unsupported", why, param="parallel_tool_calls")
     return use
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from rooftile.engine.chat.parts import CallArguments, CallBroken, CallEnd, CallStart, Content
-from rooftile.engine.chat.tools.choose import SYNTAXES
+from rooftile.engine.chat.tools.choose import NAMES
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL = (SYNTAXES[name].reader for name in ("hermes", "llama3_json", "mistral"))
+HERMES, LLAMA, MISTRAL = (NAMES[name].reader for name in ("hermes", "llama3_json", "mistral"))
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
 OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
 PIECES = {
@@ -29,7 +29,7 @@ PIECES = {
 @given(data=strategies.data())
 def test_parts_are_the_same_for_every_cut(name, data) -> None:
     text = data.draw(texts(PIECES[name]))
-    reader = SYNTAXES[name].reader
+    reader = NAMES[name].reader
     due = parts_of(reader(TOOLS), [text])
     assert parts_of(reader(TOOLS), [*text]) == due
     for cut in range(0, len(text), 3):

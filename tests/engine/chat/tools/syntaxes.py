@@ -1,0 +1,120 @@
+"""The same calls in each syntax, its marks, and tokenizers in which the marks are tokens or are not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rooftile.engine.chat.tools.choose import choose_syntax
+from rooftile.engine.chat.tools.syntax import Syntax
+from rooftile.engine.text import tokenizer
+
+END = "<|end|>"
+# beyond the tokens that the tokenizer has
+SPARE = 5
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object", "required": ["city"], "additionalProperties": False,
+                "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer"}},
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object", "required": ["a"], "additionalProperties": False,
+                "properties": {
+                    "a": {"type": "integer"}, "exact": {"type": "boolean"}, "unit": {"enum": ["m", "kg"]},
+                    "more": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+                },
+            },
+        },
+    },
+]  # fmt: skip
+CITY = {"city": "Kiel", "days": 2}
+SUM: dict[str, Any] = {"a": -7, "exact": True, "unit": "kg", "more": [1, 2]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A syntax of calls, as a template of a model chooses it.
+
+    Args:
+        name: for --tool-call-parser.
+        sign: what a template has.
+        marks: added tokens of models that write it.
+        one: a call of weather with CITY.
+        two: calls of weather with CITY and of add with SUM; None where an answer has one.
+        begins: how much of `one` begins a call, in characters.
+    """
+
+    name: str
+    sign: str
+    marks: tuple[str, ...]
+    one: str
+    two: str | None
+    begins: int
+
+    @property
+    def syntax(self) -> Syntax:
+        found = choose_syntax(self.sign, self.name)
+        assert found is not None
+        return found
+
+
+def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+W, A = _object("weather", CITY), _object("add", SUM)
+CASES = (
+    Case(
+        "hermes", '<tool_call>{"name": ', ("<tool_call>", "</tool_call>"), f"<tool_call>\n{W}\n</tool_call>",
+        f"<tool_call>\n{W}\n</tool_call>\n<tool_call>{A}</tool_call>", len("<tool_call>"),
+    ),
+    Case(
+        "llama3_json", '"name": function name, "parameters"', ("<|python_tag|>",), _object("weather", CITY, "parameters"), None,
+        len('{"name": "weather"'),
+    ),
+    Case(
+        "mistral", "[TOOL_CALLS]", ("[TOOL_CALLS]",), f"[TOOL_CALLS] [{W}]", f"[TOOL_CALLS][{W}, {A}]", len("[TOOL_CALLS]"),
+    ),
+    Case(
+        "mistral", "[TOOL_CALLS][CALL_ID]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{json.dumps(CITY)}",
+        f"[TOOL_CALLS]weather[ARGS]{json.dumps(CITY)}[TOOL_CALLS]add[ARGS]{json.dumps(SUM)}", len("[TOOL_CALLS]"),
+    ),
+)  # fmt: skip
+
+
+def core_of(case: Case, kind: str) -> Tokenizer:
+    """A tokenizer in which marks are "special" tokens, "added" ones, or "spelt", and then share tokens with what follows."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    corpus = [case.one, case.two or "", *(f"{case.one[: case.begins]}{more}" for more in ("x", "{", " {", "\n{", "[", "}", "zz"))]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # a long text is one word: a few merges of its ends, and none of a whole call
+    pieces = [text[place : place + size] for text in corpus for size in (2, 3, 5) for place in range(len(text) - size + 1)]
+    made.train_from_iterator(pieces * 2, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens([END])
+    if kind != "spelt":
+        special = kind == "special"
+        made.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in case.marks])
+        if special:
+            made.add_special_tokens(list(case.marks))
+    return made
+
+
+def tokens_of(case: Case, kind: str) -> tokenizer.Tokenizer:
+    """The same tokenizer as the library reads it."""
+    return tokenizer.Tokenizer(core_of(case, kind), named={"eos_token": END})
