@@ -11,7 +11,8 @@ import rooftile.engine.mixers.registry
 import rooftile.engine.steps.runner
 import rooftile.moe
 import rooftile.optim
-import rooftile.qat  # noqa: F401
+import rooftile.qat
+import rooftile.recommend.hstu.attention  # noqa: F401
 from rooftile.runtime.operators import DEFINED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"
@@ -101,6 +102,8 @@ COMPUTES = {
     "gated_sum_backward": "its gradients",
     "gathered_attention": "attention within groups of rows that lie anywhere, by lists of their places",
     "gathered_attention_backward": "its gradients",
+    "hstu_attention": "attention without softmax over packed users' events, with tables of distances and times",
+    "hstu_attention_backward": "its gradients",
 }
 
 

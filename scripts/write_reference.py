@@ -227,6 +227,16 @@ PAGES = (
         ),
     ),
     Page(
+        "recommend",
+        "Recommenders",
+        (
+            Section("Attention over users' events", "rooftile.recommend", ("hstu_attention", "RelativeBias", "time_edges")),
+            Section(
+                "Layers and training", "rooftile.recommend", ("HSTU", "HSTURecommender", "stochastic_length"),
+            ),
+        ),
+    ),
+    Page(
         "nn",
         "Layers and models",
         (

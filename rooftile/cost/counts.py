@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rooftile.cost import approximate, flops, io, listed, states
+from rooftile.cost import approximate, flops, io, listed, states, users
 from rooftile.exact.spec import Problem, Sizes, Spec, decode, option_names
 
 
@@ -327,6 +327,16 @@ def _gathered_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(forward * 5 // 2, _nbytes(arguments), _nbytes(results))
 
 
+def _hstu(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, _, v, _, _, cu, targets, *_, contextual, _, mask, _ = arguments
+    return Work(users.hstu_flops(q, v, cu, targets, contextual, mask), _nbytes(arguments), _nbytes(results))
+
+
+def _hstu_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    forward = _hstu(arguments[1:], results)
+    return Work(forward.flops * 5 // 2, _nbytes(arguments), _nbytes(results))
+
+
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
@@ -443,4 +453,6 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "gated_sum_backward": _once,
     "gathered_attention": _gathered,
     "gathered_attention_backward": _gathered_backward,
+    "hstu_attention": _hstu,
+    "hstu_attention_backward": _hstu_backward,
 }

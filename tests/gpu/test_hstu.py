@@ -36,7 +36,9 @@ def test_outputs_and_gradients(mask, contextual, targets, bias, dim, dtype) -> N
 
 
 def test_in_a_captured_graph() -> None:
-    given = case("causal", 2, TARGETS, True, lengths=tuple(n + 2 * (n > 0) for n in LENGTHS), D=64, Dv=64).to(torch.bfloat16, "cuda")
+    given = case("causal", 2, TARGETS, True, lengths=tuple(n + 2 * (n > 0) for n in LENGTHS), D=64, Dv=64).to(
+        torch.bfloat16, "cuda"
+    )
     with torch.no_grad():
         due = given.run()
         graph = torch.cuda.CUDAGraph()

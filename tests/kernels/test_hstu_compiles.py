@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile import recommend  # noqa: E402
-from tests.kernels.recorded import SHARED, compiled, recorded  # noqa: E402
+from rooftile import recommend
+from tests.kernels.recorded import SHARED, compiled, recorded
 
 
 @pytest.mark.parametrize(

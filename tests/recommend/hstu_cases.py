@@ -14,8 +14,8 @@ from rooftile import recommend
 
 D64 = torch.float64
 MASKS = {
-    "causal": rt.CAUSAL, "full": rt.FULL, "window": rt.CAUSAL & rt.Window(7), "both sides": rt.Window(3, 5), "prefix": rt.Prefix(9),
-    "chunk": rt.CAUSAL & rt.Chunk(16),
+    "causal": rt.CAUSAL, "full": rt.FULL, "window": rt.CAUSAL & rt.Window(7), "both sides": rt.Window(3, 5),
+    "prefix": rt.Prefix(9), "chunk": rt.CAUSAL & rt.Chunk(16),
 }  # fmt: skip
 # users without rows, with one, with few, and with more than a tile
 LENGTHS = (5, 0, 1, 40, 150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import recommend
 from rooftile.recommend import RelativeBias, hstu_attention, time_edges
 from tests.recommend.hstu_cases import D64, LENGTHS, MASKS, Case, by_pairs, case
 
@@ -20,7 +20,6 @@ BACKEND = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "tiled"
 TARGETS = (2, 0, 1, 5, 40)
 ERRORS = {D64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SHAPES = [(0, None), (1, None), (2, TARGETS), (0, TARGETS)]
-
 
 
 def fits(mask: str, contextual: int, targets: tuple[int, ...] | None, bias: bool, **more: Any) -> Case:
@@ -82,7 +81,7 @@ def test_head_dims_and_strides(D: int, Dv: int) -> None:
 
 
 def test_many_users_of_all_lengths() -> None:
-    lengths = tuple(int(n) for n in torch.randint(0, 30, (60,))) + (300,)
+    lengths = (*tuple(int(n) for n in torch.randint(0, 30, (60,))), 300)
     given = case("causal", lengths=lengths, D=16).to(torch.float32)
     dy = torch.randn(given.v.shape)
     assert_near(gradients(given, BACKEND, dy), gradients(given.to(D64), "eager", dy.double()), 1e-5)
@@ -133,10 +132,7 @@ def test_edges_of_buckets_are_those_of_the_formula(kind: str) -> None:
     exact = seconds.double()
     due = exact.clamp(min=1).log() / 0.301 if kind == "log" else exact.sqrt() / 1.5
     found = torch.bucketize(seconds, edges, right=True)
-    # the first edges are moved apart, a second for each
-    far = seconds > 12
-    assert torch.equal(found[far], due.add(1e-9).floor().long().clamp(max=29)[far])
-    assert (edges.diff() > 0).all()
+    assert torch.equal(found, due.add(1e-9).floor().long().clamp(max=29))
 
 
 def test_times_as_queries_and_as_keys() -> None:
@@ -163,12 +159,13 @@ def test_nothing_to_compute() -> None:
         y.sum().backward()
 
 
+TIMES = RelativeBias(times=torch.zeros(3), edges=time_edges(3))
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "falling times": ({"bias": RelativeBias(times=torch.zeros(3), edges=time_edges(3)), "times": torch.arange(9).flip(0)}, "falls at row 1"),
-    "small table": ({"bias": RelativeBias(times=torch.zeros(3), edges=time_edges(7)), "times": torch.arange(9)}, "makes 7 buckets, and .* 3 columns"),
-    "no times": ({"bias": RelativeBias(times=torch.zeros(3), edges=time_edges(3))}, "times is None"),
+    "falling times": ({"bias": TIMES, "times": torch.arange(9).flip(0)}, "falls at row 1"),
+    "small table": ({"bias": replace(TIMES, edges=time_edges(7)), "times": torch.arange(9)}, "makes 7 buckets, and .* 3 columns"),
+    "no times": ({"bias": TIMES}, "times is None"),
     "no bias": ({"times": torch.arange(9)}, "times came without a bias"),
-    "edges": ({"bias": RelativeBias(times=torch.zeros(3), edges=torch.tensor([4, 4])), "times": torch.arange(9)}, "does not rise"),
+    "edges": ({"bias": replace(TIMES, edges=torch.tensor([4, 3])), "times": torch.arange(9)}, "edges falls"),
     "zero": ({"bias": RelativeBias(torch.zeros(4), zero=4)}, "zero is 4"),
     "heads of a table": ({"bias": RelativeBias(torch.zeros(3, 4))}, "one for each of 2 heads"),
     "targets": ({"targets": 5}, "user 0 has 4 rows"),
@@ -177,9 +174,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "contextual": ({"contextual": 3, "targets": 2}, "user 0 has 4 rows; contextual is 3 and targets 2"),
     "mask": ({"mask": "causal"}, "mask is 'causal'"),
     "alpha": ({"alpha": float("nan")}, "alpha is nan"),
-    "rows of times": ({"bias": RelativeBias(times=torch.zeros(3), edges=time_edges(3)), "times": torch.arange(8)}, "has 8 rows; q has 9"),
+    "rows of times": ({"bias": TIMES, "times": torch.arange(8)}, "has 8 rows; q has 9"),
     "positions": ({"positions": torch.arange(9)}, "positions came without a bias"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -193,7 +190,7 @@ def test_bad_input_is_told_in_a_sentence(what: str) -> None:
 
 def test_tensors_that_do_not_fit() -> None:
     q, cu = torch.randn(9, 2, 8), torch.tensor([0, 4, 9])
-    with pytest.raises(rt.InvalidInput, match="k is float64|torch.float64"):
+    with pytest.raises(rt.InvalidInput, match=r"k is torch\.float64"):
         hstu_attention(q, q.double(), q, cu, alpha=1.0)
     with pytest.raises(rt.InvalidInput, match="same rows and heads"):
         hstu_attention(q, q[:, :1], q[:, :1], cu, alpha=1.0)
@@ -239,7 +236,3 @@ def test_seams() -> None:
         (*(x.detach().requires_grad_() for x in given[:3]), None, None, given.cu, None, None, None, None, None, 0.3, None, 0, 0,
          [-1, 0, -1], "tiled"),
     )  # fmt: skip
-
-
-def test_the_namespace() -> None:
-    assert set(recommend.__all__) <= set(dir(recommend)) | {"RelativeBias", "hstu_attention", "time_edges"}

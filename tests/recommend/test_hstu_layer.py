@@ -103,7 +103,7 @@ def test_stochastic_length() -> None:
 def test_bad_input() -> None:
     with pytest.raises(rt.InvalidInput, match="heads must divide dim"):
         HSTU(10, 3)
-    with pytest.raises(rt.InvalidInput, match="dropout is 1.5"):
+    with pytest.raises(rt.InvalidInput, match=r"dropout is 1\.5"):
         HSTU(8, 2, dropout=1.5)
     model = HSTURecommender(10, dim=8, heads=2, layers=1, longest=4, buckets=3)
     with pytest.raises(rt.InvalidInput, match="times is None"):

@@ -27,7 +27,7 @@ def check_call(
         q, k, v = (autocast(x) for x in (q, k, v))
     check_tensors(q, k, v, PACKED)
     if k.shape != q.shape:
-        raise InvalidInput(f"k is {tuple(k.shape)}; q is {tuple(q.shape)}, and HSTU's queries and keys are of the same rows and heads")
+        raise InvalidInput(f"k is {tuple(k.shape)}; q is {tuple(q.shape)}, and both have the same rows and heads")
     mask = FULL if mask is None else mask
     if not isinstance(mask, Mask):
         raise InvalidInput(f"mask is {shown(mask)}; must be a mask such as rooftile.CAUSAL, or None")
@@ -35,9 +35,7 @@ def check_call(
     contextual = check_count("contextual", contextual, 0)
     targets = _check_targets(targets, cu)
     users = Users(cu, targets)
-    problem = Problem(
-        check_number("alpha", alpha), None if scale is None else check_number("scale", scale), mask, contextual, 0
-    )
+    problem = Problem(check_number("alpha", alpha), None if scale is None else check_number("scale", scale), mask, contextual, 0)
     _check_lengths(users, contextual)
     return q, k, v, *_with_bias(q, users, problem, bias, times, positions)
 
@@ -49,7 +47,7 @@ def _check_targets(targets: Any, cu: Tensor) -> Tensor | None:
         return None
     if isinstance(targets, Tensor) and targets.ndim:
         if targets.shape != (B,) or targets.dtype not in INTEGERS:
-            raise InvalidInput(f"targets is {shown(targets)}; must be an int, or int32 or int64 of shape ({B},), a number per user")
+            raise InvalidInput(f"targets is {shown(targets)}; must be an int, or int32 or int64 of shape ({B},)")
         return targets.to(cu.device, cu.dtype, non_blocking=True).contiguous()
     number = whole(targets)
     if number is None or number < 0:
@@ -69,7 +67,7 @@ def _check_lengths(users: Users, contextual: int) -> None:
         if bool(many.any()):
             b = int(many.nonzero()[0])
             raise InvalidInput(
-                f"user {b} has {int(rows[b])} rows; contextual is {contextual} and targets {int(targets[b])}, together more than that"
+                f"user {b} has {int(rows[b])} rows; contextual is {contextual} and targets {int(targets[b])}, together more"
             )
 
 
@@ -125,8 +123,8 @@ def _check_edges(edges: Any, buckets: int, device: torch.device) -> Tensor:
         raise InvalidInput(
             f"bias.edges makes {edges.shape[0] + 1} buckets, and bias.times has {buckets} columns; must be one column per bucket"
         )
-    if edges.is_cpu and not torch.compiler.is_compiling() and bool((edges.diff() <= 0).any()):
-        raise InvalidInput("bias.edges does not rise somewhere; each edge must be above the one before")
+    if edges.is_cpu and not torch.compiler.is_compiling() and bool((edges.diff() < 0).any()):
+        raise InvalidInput("bias.edges falls somewhere; no edge may be below the one before")
     return edges.to(device, torch.int64, non_blocking=True).contiguous()
 
 

@@ -57,16 +57,16 @@ def hstu_attention(
         alpha: the factor of the scores.
         mask: among events, whose first has position 0 in it: CAUSAL, FULL, Window, Prefix, Chunk, or an intersection.
         bias: tables of what a score gains by distance and time, `rooftile.recommend.RelativeBias`. Gradients flow to them.
-        times: (total,) whole seconds of each row, which rise within a user, for a bias with times; or a pair of such tensors, for
+        times: (total,) whole seconds of each row, rising within a user, for a bias with times; or a pair of such tensors, of
             rows as queries and as keys: the reference implementation gives queries the time of the next event.
-        positions: (total,) int, rising within a user, for a bias with positions; a row's number if None, where all targets have the
-            number behind the history.
+        positions: (total,) int, rising within a user, for a bias with positions; a row's number if None, where all targets
+            have the number behind the history.
         contextual: how many first rows of each user are contextual.
         targets: how many last rows of each user are targets: an int for all, or (B,).
         scale: of the sum. None divides it by n, the number of the user's rows; the reference implementation divides by the padded
             length N, which is `scale=1 / N`.
-        backend: "triton" (kernels), "tiled" (plain operations, tile by tile) or "eager" (the definition); None or "auto" takes the
-            fastest that runs.
+        backend: "triton" (kernels), "tiled" (plain operations, tile by tile) or "eager" (the definition); None or "auto" takes
+            the fastest that runs.
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What is added to a pair's score: a learned number for the distance of its positions, and one for the time between its events.
+"""Adds to a pair's score a learned number for the distance of its positions, and one for the time between its events.
 
 Both come from small tables, so no bias per pair is ever stored. A table of times has a row of buckets, whose borders are whole
 seconds: every backend compares integers, and all find the same bucket.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.recommend.hstu.problem import Problem, Users
-from rooftile.runtime.arguments import check_choice, check_count, check_number, shown
+from rooftile.runtime.arguments import check_choice, check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,12 @@ class RelativeBias:
             or last column if that lies outside.
         times: (M,) or (1|H, M), float. A pair whose query is t seconds behind its key reads the column that is the number of
             edges <= t; the first if t is negative.
-        edges: (M - 1,) int64, rising: the first second of each bucket but the first. `time_edges` makes the usual ones.
+        edges: (M - 1,) int64, never falling: the first second of each bucket but the first. `time_edges` makes the usual ones.
         zero: the column of distance 0. A table of the reference implementation, which has 2 N - 1 columns, has it at N - 1.
 
     Example:
         >>> RelativeBias(torch.zeros(4, 256), torch.zeros(4, 33), time_edges(33)).edges[:6]
-        tensor([1, 2, 3, 4, 5, 7])
+        tensor([2, 2, 3, 4, 5, 7])
     """
 
     positions: Tensor | None = None
@@ -51,7 +49,7 @@ def time_edges(buckets: int, kind: str = "log", step: float | None = None, unit:
         step: 0.301 for "log" and 1.0 for "sqrt" if None.
         unit: in seconds.
 
-    Edges that would fall into one second are moved apart, so that each bucket has a second at least.
+    Buckets that are narrower than a second may be empty: two edges are then the same.
 
     Example:
         >>> time_edges(5, "sqrt")
@@ -64,8 +62,8 @@ def time_edges(buckets: int, kind: str = "log", step: float | None = None, unit:
     edges: list[int] = []
     for n in range(1, buckets):
         exact = math.exp(n * step) if kind == "log" else (n * step) ** 2
-        edge = math.ceil(exact * unit - 1e-9)
-        edges.append(max(edge, edges[-1] + 1 if edges else 1))
+        # a product that rounding has put above a whole second
+        edges.append(math.ceil(exact * unit * (1 - 1e-12)))
     if edges[-1] >= 1 << 62:
         raise InvalidInput(f"{buckets} buckets of {step} reach {edges[-1]:.3g} seconds; take fewer buckets or a smaller step")
     return torch.tensor(edges)

@@ -2,8 +2,8 @@
 
     y_i = 1 / n  sum over the rows j that row i sees of  silu(alpha q_i k_j + bias_ij) v_j
 
-The sum is over rows of one user, who has n; a `scale` stands in place of 1 / n if it is given. There is no softmax: weights may be
-negative, and do not add up to one.
+The sum is over rows of one user, who has n; a `scale` stands in place of 1 / n if it is given. There is no softmax: weights may
+be negative, and do not add up to one.
 
 Conventions, and how they meet the reference implementation (generative-recommenders): it divides by the padded length of a batch,
 which is `scale=1 / N` here; contextual rows come first and targets last, and count as one position each, as there.
@@ -12,6 +12,8 @@ Zhai et al., Actions Speak Louder than Words, arXiv:2402.17152.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def hstu_attention(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Probl
     ends = users.cu.tolist()
     targets = [0] * (len(ends) - 1) if users.targets is None else users.targets.tolist()
     parts = [v.new_zeros((0, *v.shape[1:])) + 0 * q[:0].sum() + 0 * k[:0].sum()]
-    for b, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for b, (start, stop) in enumerate(itertools.pairwise(ends)):
         layout = Layout(stop - start, problem.contextual, targets[b])
         per_row = max(stop - start, 1) * q.shape[1] * max(q.shape[2], v.shape[2])
         step = max(MOST_PRODUCTS // per_row, 1)
@@ -65,7 +67,7 @@ def bias(users: Users, problem: Problem, layout: Layout, start: int, i: Tensor, 
     return found
 
 
-def position_columns(users: Users, problem: Problem, layout: Layout, start: int, i: Tensor, j: Tensor) -> Tensor:
+def position_columns(users: Users, problem: Problem, layout: Layout, start: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
     """The columns of the table of positions, (R, n)."""
     assert users.position_table is not None
     if users.positions is None:
@@ -76,8 +78,10 @@ def position_columns(users: Users, problem: Problem, layout: Layout, start: int,
     return (distance + problem.zero).clamp(0, users.position_table.shape[1] - 1)
 
 
-def time_columns(users: Users, start: int, i: Tensor, j: Tensor) -> Tensor:
+def time_columns(users: Users, start: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
     """The columns of the table of times, (R, n)."""
-    assert users.row_times is not None and users.key_times is not None and users.edges is not None
+    assert users.row_times is not None
+    assert users.key_times is not None
+    assert users.edges is not None
     between = users.row_times[start + i] - users.key_times[start + j]
     return torch.bucketize(between, users.edges, right=True)

@@ -95,12 +95,12 @@ class HSTU(nn.Module):
         """
         u, v, q, k = F.silu(self.project(self.norm(x))).split(self.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
-        bias = None
-        if self.position_table is not None or self.time_table is not None:
+        bias, has_positions, has_times = None, self.position_table is not None, self.time_table is not None
+        if has_positions or has_times:
             bias = RelativeBias(self.position_table, self.time_table, self.edges)
         y = hstu_attention(
             q, k, v, cu, alpha=self.attention_dim**-0.5, mask=self.mask, bias=bias, contextual=contextual, targets=targets,
-            positions=positions if self.position_table is not None else None, times=times if self.time_table is not None else None,
+            positions=positions if has_positions else None, times=times if has_times else None,
             scale=self.scale, backend=self.backend,
         )  # fmt: skip
         gated = F.layer_norm(y.flatten(-2), (y.shape[-2] * y.shape[-1],), eps=self.eps) * u
@@ -108,4 +108,6 @@ class HSTU(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, attention_dim={self.attention_dim}, mask={self.mask}"
+        return (
+            f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, attention_dim={self.attention_dim}, mask={self.mask}"
+        )

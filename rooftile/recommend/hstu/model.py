@@ -44,9 +44,9 @@ class HSTURecommender(nn.Module):
 
     @answers_foreign_words
     def __init__(
-        self, items: int, *, backend: str | None = None, buckets: int = 64, device: torch.device | str | None = None, dim: int = 64,
-        dropout: float = 0.2, dtype: torch.dtype | None = None, heads: int = 2, layers: int = 2, longest: int = 256,
-        temperature: float = 0.05,
+        self, items: int, *, backend: str | None = None, buckets: int = 64, device: torch.device | str | None = None,
+        dim: int = 64, dropout: float = 0.2, dtype: torch.dtype | None = None, heads: int = 2,
+        layers: int = 2, longest: int = 256, temperature: float = 0.05,
     ) -> None:  # fmt: skip
         super().__init__()
         self.items, self.longest = check_count("items", items), check_count("longest", longest)

@@ -60,8 +60,8 @@ class Layout(NamedTuple):
 def sees(i: Tensor, j: Tensor, layout: Layout, mask: Mask) -> Tensor:
     """Whether row i of a user sees row j.
 
-    Contextual rows are seen by all, and see all but targets. A row of the history sees the history by the mask, in which the first
-    event has position 0. All targets have the position behind the history; each sees the history by the mask, and itself.
+    Contextual rows are seen by all, and see all but targets. A row of the history sees the history by the mask, in which the
+    first event has position 0. All targets have the position behind the history; each sees the history by the mask, and itself.
     """
     c, end = layout.contextual, layout.history_end
     place_i, place_j = torch.minimum(i, end * torch.ones_like(i)) - c, j - c

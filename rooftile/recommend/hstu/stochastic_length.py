@@ -5,6 +5,8 @@ Zhai et al., Actions Speak Louder than Words, arXiv:2402.17152, section 3.3.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def stochastic_length(
     most = max(int(longest ** (power / 2)), 1)
     ends = cu.tolist()
     kept, offsets = [], [0]
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in itertools.pairwise(ends):
         n = stop - start
         rows = torch.arange(start, stop)
         if n > most and float(torch.rand((), generator=generator)) >= (most / n) ** 2:

@@ -6,6 +6,7 @@ are cut into blocks, each with the keys that some of its rows see. The backward 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem:
 def tiles(users: Users, problem: Problem, H: int) -> Iterator[Tile]:
     """Yields tiles that hold every pair of a row and a key that it sees just once."""
     ends = users.cu.tolist()
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
     targets = [0] * len(lengths) if users.targets is None else users.targets.tolist()
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     group: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rooftile.recommend.hstu.kernels import forward as forward_kernel
+from rooftile.recommend.hstu.kernels import outputs
 from rooftile.recommend.hstu.kernels.gradients_of_keys import gradients_of_keys
 from rooftile.recommend.hstu.kernels.gradients_of_rows import gradients_of_rows
 from rooftile.recommend.hstu.problem import Problem, Users
@@ -13,7 +13,7 @@ from rooftile.recommend.hstu.tiled import Gradients
 
 def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Tensor:
     """Returns y (total, H, Dv)."""
-    return forward_kernel.forward(*(_rows(x) for x in (q, k, v)), users, problem)
+    return outputs.forward(*(_rows(x) for x in (q, k, v)), users, problem)
 
 
 def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Gradients:

@@ -18,7 +18,6 @@ from rooftile.exact.backends.triton.scores import load_rows
 from rooftile.recommend.hstu.kernels.pairs import (
     Numbers,
     UserTensors,
-    distances,
     keys_of,
     own_scores,
     scores,

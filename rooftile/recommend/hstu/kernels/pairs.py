@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
     chunk: tl.tensor
     contextual: tl.tensor
     zero: tl.tensor
-    columns: tl.tensor  # of the table of positions
+    columns: tl.tensor  # in the table of positions
     buckets: tl.tensor  # columns of the table of times
     position_step: tl.tensor  # from a head's row of a table to the next
     time_step: tl.tensor
@@ -46,7 +46,7 @@ class User(NamedTuple):
     n: tl.tensor  # how many rows
     end: tl.tensor  # the first target among them
     context: tl.tensor  # how many are contextual
-    factor: tl.tensor  # of the sum
+    factor: tl.tensor  # the sum is multiplied by it
     position_row: tl.tensor
     time_row: tl.tensor
 

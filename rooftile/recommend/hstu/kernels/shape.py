@@ -1,4 +1,4 @@
-"""What the kernels of HSTU attention take: sizes that are compiled in, tiles, and the arguments of a launch."""
+"""Puts together what the kernels of HSTU attention take: sizes that are compiled in, tiles, and the arguments of a launch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,33 @@
+"""Pairs and FLOPs of attention over users' events (`rooftile.recommend`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rooftile.exact import masks
+from rooftile.exact.masks import Mask
+
+
+def hstu_pairs(rows: int, contextual: int, targets: int, mask: Mask) -> int:
+    """Counts the pairs of rows that see each other of a user: `rows` in all, contextual ones first, targets last."""
+    end = max(rows - targets, 0)
+    contextual = min(contextual, end)
+    history = end - contextual
+    start, stop = max(mask.first_key(history), 0), min(mask.last_key(history) + 1, history)
+    per_target = contextual + max(stop - start, 0) + 1
+    return contextual * end + history * contextual + masks.pairs(mask, history, history) + (rows - end) * per_target
+
+
+def hstu_flops(q: Tensor, v: Tensor, cu: Tensor, targets: Tensor | None, contextual: int, mask: list[int]) -> int:
+    """Counts the FLOPs of the two products of each pair, over all users and heads; reads the offsets.
+
+    Example:
+        >>> hstu_flops(torch.empty(3, 2, 8), torch.empty(3, 2, 4), torch.tensor([0, 3]), None, 0, [-1, 0, -1])
+        288
+    """
+    left, right, prefix = (None if n < 0 else n for n in mask[:3])
+    lengths = cu.diff().tolist()
+    last = [0] * len(lengths) if targets is None else targets.tolist()
+    seen = Mask(left, right, prefix, tuple(mask[3:]))
+    pairs = sum(hstu_pairs(n, contextual, m, seen) for n, m in zip(lengths, last, strict=True))
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
