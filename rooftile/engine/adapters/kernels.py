@@ -73,7 +73,7 @@ def tile_for(block: int, dtype: torch.dtype, K: int, R: int) -> Tile:
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["rows", "early"])
+@triton.jit(do_not_specialize=["rows", "PARTS", "early"])
 def _shrink(
     x_ptr, a_ptr, ranks_ptr, tiles_ptr, order_ptr, h_ptr,     # tensors
     rows, K, PARTS, early,                                    # sizes, and whether A may be read early
@@ -116,7 +116,7 @@ def _shrink(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["rows", "early"])
+@triton.jit(do_not_specialize=["rows", "PARTS", "early"])
 def _expand(
     h_ptr, b_ptr, ranks_ptr, tiles_ptr, order_ptr, blocks_ptr, y_ptr,     # tensors
     rows, N, PARTS, early,                                                # sizes, and whether B may be read early

@@ -45,8 +45,8 @@ class Matrices(NamedTuple):
         b: (slots, R, out): rows of one rank side by side, so that a smaller rank reads whole lines of memory.
         ranks: (slots, parts) int32, the ranks rounded up to 16; 0 where an adapter has nothing for a part.
         bounds: the first column of each part in the result, and the end of the last.
-        blocks: (blocks, 4) int32, by the rows of a tile: the blocks of the result that programs compute: part, first column, end of
-            the part, nothing.
+        blocks: (blocks, 4) int32, by the rows of a tile: the blocks of the result that programs compute: part, first column, end
+            of the part, nothing.
     """
 
     a: Tensor
