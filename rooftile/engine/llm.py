@@ -100,7 +100,7 @@ class LLM:
             them in the text; "think" (<think>), "granite", "mistral", "gemma4", "seed_oss", "minimax_m3", "apriel", or a name of
             vLLM's for one of these.
         tool_call_parser: how the model writes calls of functions, in answers of `chat` with tools: "auto" looks at the chat
-            template; "hermes", "llama3_json", "mistral"; "none" reads no calls.
+            template; "hermes", "llama3_json", "mistral" and others name a syntax; "none" reads no calls.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.

@@ -73,7 +73,10 @@ def render(
         if "tools" in read:
             # templates with tools look into the text beside a call, and fail where it is null; older ones ask whether it is null
             written_as = [message | {"content": message.get("content") or ""} for message in written_as]
-        if tools and "tools" not in read:
+        if tools and "xml_tools" in read - {*variables} and "tools" not in read:
+            # SmolLM3's name for them; it takes the functions alone
+            variables = {**variables, "xml_tools": [tool.get("function", tool) for tool in tools]}
+        elif tools and "tools" not in read:
             raise _WrongVariable(f"tools are given, and the chat template of {place} has no place for them; leave tools out")
         with _limited(MOST_STEPS):
             written: str = program.render(

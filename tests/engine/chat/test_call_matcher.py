@@ -255,6 +255,34 @@ def test_very_many_functions_have_a_grammar() -> None:
         assert says(steered(case, own, use_of(choice, tools=tools)), own, text) == text
 
 
+def test_texts_in_tags_follow_what_a_schema_says_of_strings() -> None:
+    case = next(case for case in CASES if case.name == "qwen3_coder")
+    own = tokens_of(case, "added")
+
+    def said(text: str, **function: Any) -> str:
+        tools = [{"type": "function", "function": {"name": "f", **function}}]
+        return says(steered(case, own, use_of(None, False, tools)), own, f"<tool_call>\n<function=f>\n{text}")
+
+    end = "</function>\n</tool_call>"
+    one = f"<parameter=a>\nx <y>\n\n</parameter>\n{end}"
+    assert said(end).endswith(end)
+    assert said(one).endswith("<function=f>\n<")
+    assert said(one, parameters={"type": "object"}).endswith(end)
+    optional = {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}
+    assert said(one, parameters={"type": "object", "properties": {"a": optional}}).endswith(end)
+    short = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 6}}}
+    assert said(one, parameters=short).endswith(end)
+    assert said(one.replace("y", "yy"), parameters=short).endswith("x <yy>\n")
+    nested = {"$ref": "#/$defs/pair"}
+    pair = {"type": "array", "items": {"type": "integer"}, "maxItems": 2, "minItems": 2}
+    parameters = {"type": "object", "properties": {"a": nested}, "required": ["a"], "$defs": {"pair": pair}}
+    assert said(f"<parameter=a>\n[1, 2]\n</parameter>\n{end}", parameters=parameters).endswith(end)
+    assert said(end, parameters=parameters).endswith("<function=f>\n<")
+    assert said("<parameter=a>\n[1, 2, 3]", parameters=parameters).endswith("[1, 2")
+    with pytest.raises(InvalidInput, match="the function f is strict, and its a has pattern: strings in this model's syntax"):
+        said(one, parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
+
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }} <tool_call>{\"name\": "
 ASKED = [[{"role": "user", "content": text}] for text in ("ab", "call a function")]
 
