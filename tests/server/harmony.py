@@ -15,9 +15,9 @@ from tests.server.scripted import ScriptedServer
 
 SPARE = 7
 TEMPLATE = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>{% for message in messages %}"
-    "{% if message.role == 'developer' %}<|start|>developer<|message|>{{ message.content }}"
-    "{% for tool in tools or [] %} type {{ tool.function.name }} = any;{% endfor %}<|end|>"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}"
+    "{% for tool in tools or [] %} type {{ tool.function.name }} = any;{% endfor %}<|end|>{% for message in messages %}"
+    "{% if message.role == 'developer' %}<|start|>developer<|message|>{{ message.content }}<|end|>"
     "{% elif message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
     "{{ message.content | tojson }}<|end|>"
     "{% elif message.tool_calls %}{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}"

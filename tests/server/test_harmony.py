@@ -127,8 +127,8 @@ def test_what_the_model_reads(client, server, folder) -> None:
     ids = found.prompt_token_ids
     own = Tokenizer.from_folder(folder)
     assert own.decode(ids, skip_special=False) == (
-        "<|start|>system<|message|>Reasoning: high<|end|>"
-        "<|start|>developer<|message|>Be brief.\n\nBe kind. type weather = any;<|end|>"
+        "<|start|>system<|message|>Reasoning: high type weather = any;<|end|>"
+        "<|start|>developer<|message|>Be brief.\n\nBe kind.<|end|>"
         "<|start|>user<|message|>How warm?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Kiel"}<|call|>'
         '<|start|>functions to=assistant<|channel|>commentary<|message|>"7 degrees"<|end|>'
