@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import openai
 import pytest
 
 from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.chat.harmony.header import MARKS
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from tests.server.asking import CHATS, refused
@@ -152,6 +154,28 @@ def test_a_call_that_is_cut_off_is_told(client, server) -> None:
     assert said.function.arguments != ARGUMENTS
 
 
+def test_calls_follow_their_schemas(client, server) -> None:
+    """A call that is required comes behind the thought, and one that the model begins has the function's arguments."""
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "add"}}
+    server.say(("", thought("They ask.") + final("I would rather talk.")))
+    try:
+        (choice,) = create(client, tool_choice=named, max_tokens=600, seed=2, parallel_tool_calls=False).choices
+        assert choice.message.reasoning_content == "They ask."
+        assert choice.message.content is None
+        (said,) = choice.message.tool_calls
+        assert said.function.name == "add"
+        if choice.finish_reason == "tool_calls":
+            assert json.loads(said.function.arguments).keys() == {"a", "b"}
+        server.say(("", thought("to=functions.none") + call("weather", '{"town": "Kiel"}')))
+        (choice,) = create(client, max_tokens=600, seed=2).choices
+        assert choice.message.reasoning_content == "to=functions.none"
+        (said,) = choice.message.tool_calls
+        assert said.function.arguments.lstrip("{ \n\r\t").startswith('"city"')
+    finally:
+        server.say(*RULES)
+
+
 def test_an_answer_that_is_continued(client, server) -> None:
     messages = [*ASK, {"role": "assistant", "content": "It is"}]
     server.say(("final<|message|>It is", " warm."))
@@ -190,10 +214,12 @@ def test_the_other_wires_have_the_same_parts(client, server) -> None:
 
 def test_the_library_reads_the_same(folder) -> None:
     llm = LLM(folder, device="cpu", num_blocks=200, max_model_len=2048)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    own = llm.get_tokenizer()
+    never = dict.fromkeys(own.encode("".join(MARKS), special=False), -math.inf)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias=never)
+    # a text without a header is content
     (output,) = llm.chat(ASK, params, tools=[WEATHER])
-    (answer,) = output.outputs
-    assert answer.content is not None
+    assert (output.outputs[0].content, output.outputs[0].tool_calls) == (output.outputs[0].text, [])
     (output,) = llm.chat([*ASK, {"role": "assistant", "content": "It is"}], params, continue_final_message=True)
     assert (output.outputs[0].content, output.outputs[0].reasoning) == (output.outputs[0].text, None)
     with pytest.raises(InvalidInput, match="reasoning_effort is 'none'; this model has low, medium, high"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rooftile.engine.chat.harmony.header import MARKS
 from rooftile.engine.chat.tools.choose import choose_syntax
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.text import tokenizer
@@ -76,6 +77,7 @@ def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str
 
 
 W, A = _object("weather", CITY), _object("add", SUM)
+H = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
 CASES = (
     Case(
         "hermes", '<tool_call>{"name": ', ("<tool_call>", "</tool_call>"), f"<tool_call>\n{W}\n</tool_call>",
@@ -93,6 +95,7 @@ CASES = (
         f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{json.dumps(CITY)}",
         f"[TOOL_CALLS]weather[ARGS]{json.dumps(CITY)}[TOOL_CALLS]add[ARGS]{json.dumps(SUM)}", len("[TOOL_CALLS]"),
     ),
+    Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("weather")),
 )  # fmt: skip
 
 
