@@ -19,7 +19,8 @@ from rooftile.engine.chat.tools.beginnings import Beginnings, Watch
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
 from rooftile.engine.chat.tools.tool import Tool
 
-RECIPIENT = f"to={FUNCTIONS}"
+# what begins a recipient; thousands of tokens begin with the last character of more, and would be compared with the grammar
+RECIPIENT = "to="
 
 
 class HarmonyForm(CallForm):
@@ -38,8 +39,8 @@ class HarmonyForm(CallForm):
         channel = f'({rules.mark(CHANNEL)} ("{COMMENTARY}" | "{ANALYSIS}"))?'
         kind = f'(" "? {rules.mark(CONSTRAIN)} "json" | " json")?'
         rest = rules.rule(f"{channel} {kind} {rules.mark(MESSAGE)}")
-        calls = " | ".join(rules.rule(f"{written(tool.name)} {rest} {rules.arguments(tool)}") for tool in tools)
-        return f"{written(RECIPIENT)} ({calls})"
+        heads = [f"{written(RECIPIENT + FUNCTIONS + tool.name)} {rest} {rules.arguments(tool)}" for tool in tools]
+        return " | ".join(map(rules.rule, heads))
 
 
 class HeaderWatch(Watch):

@@ -95,7 +95,7 @@ CASES = (
         f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{json.dumps(CITY)}",
         f"[TOOL_CALLS]weather[ARGS]{json.dumps(CITY)}[TOOL_CALLS]add[ARGS]{json.dumps(SUM)}", len("[TOOL_CALLS]"),
     ),
-    Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("weather")),
+    Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 
 
