@@ -53,7 +53,7 @@ SWITCHES.append(dict.fromkeys(SWITCHES[1], False))
 def theirs(template: str, messages: list[dict[str, Any]], **variables: Any) -> str | None:
     """The text that Transformers writes; None if the template refuses the messages."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core("byte_level"), chat_template=template, **NAMED)
-    given = harmony_messages(messages, {}) if SIGN in template else messages
+    given = harmony_messages(messages, {}).messages if SIGN in template else messages
     try:
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **variables)
     except Exception:
@@ -105,7 +105,7 @@ def test_published_templates(path: Path) -> None:
 def test_gpt_oss_gets_one_call_in_a_message() -> None:
     """Each with its result behind it, and with a thought by the template's name; a text beside both is a part of the thought."""
     said = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": [ONE, OTHER]}
-    first, *rest = harmony_messages([*ASKED, said, SUM, WARM], {})
+    first, *rest = harmony_messages([*ASKED, said, SUM, WARM], {}).messages
     assert first == ASKED[0]
     plain = {"role": "assistant", "content": ""}
     assert rest == [
@@ -113,14 +113,24 @@ def test_gpt_oss_gets_one_call_in_a_message() -> None:
     ]  # fmt: skip
     # results without an id that is known are taken in their order
     lost = [result("x", "", "1"), result("y", "", "2"), result("z", "", "3")]
-    assert [each["content"] for each in harmony_messages([said, *lost], {}) if each["role"] == "tool"] == ["1", "2", "3"]
+    assert [each["content"] for each in harmony_messages([said, *lost], {}).messages if each["role"] == "tool"] == ["1", "2", "3"]
     # arguments as the wire has them, a text
     text = {
         "role": "assistant",
         "content": "",
         "tool_calls": [call("a", "add") | {"function": {"name": "add", "arguments": '{"a": 1}'}}],
     }
-    assert harmony_messages([text], {})[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert harmony_messages([{"role": "assistant", "content": "7", "tool_calls": []}], {}) == [
+    assert harmony_messages([text], {}).messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert harmony_messages([{"role": "assistant", "content": "7", "tool_calls": []}], {}).messages == [
         {"role": "assistant", "content": "7"}
     ]
+
+
+def test_gpt_oss_reads_the_operator_anywhere() -> None:
+    """The template knows one message of the operator's, at the beginning; later ones stand where they are."""
+    late = [{"role": "system", "content": "A"}, *ASKED, {"role": "developer", "content": "Be brief."}, *ASKED]
+    text = render(HARMONY, late, True, NAMED, "here")
+    begun, middle, rest = text.split("How warm?")
+    assert begun.endswith("<|start|>developer<|message|>A<|end|><|start|>user<|message|>")
+    assert middle == "<|end|><|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>"
+    assert rest == "<|end|><|start|>assistant"

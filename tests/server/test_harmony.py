@@ -93,6 +93,29 @@ def test_several_thoughts_are_counted(client, server) -> None:
     assert counts[-1] == due > 4
 
 
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [({"stop": ["degr"]}, "It is 7 "), ({"n": 2}, None), ({"logprobs": True}, None), ({"include_reasoning": False}, None)],
+)
+def test_parts_with_what_else_is_asked(server, fields, content) -> None:
+    """A stop string is found in the text behind the thought, where the engine makes the text."""
+    body = {"messages": [{"role": "user", "content": '"7 degrees"'}], "max_tokens": 300, "temperature": 0} | fields
+    choices = server.post(CHATS, body).json()["choices"]
+    assert len(choices) == fields.get("n", 1)
+    for choice in choices:
+        assert choice["message"]["content"] == (content or "It is 7 degrees.\n")
+        due = None if "include_reasoning" in fields else "Seven.\n\nDegrees."
+        assert choice["message"].get("reasoning_content") == due
+        if "logprobs" in fields:
+            assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith(SAYS)
+    streamed = {"content": "", "reasoning_content": ""}
+    for event in server.events(CHATS, **body):
+        for choice in event["choices"]:
+            for name in streamed if choice["index"] == 0 else ():
+                streamed[name] += choice["delta"].get(name) or ""
+    assert streamed == {"content": content or "It is 7 degrees.\n", "reasoning_content": due or ""}
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_loop_ends_in_an_answer(client, server, streams) -> None:
     messages: list[Any] = list(ASK)
@@ -137,9 +160,6 @@ def test_what_the_model_reads(client, server, folder) -> None:
         '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>'
         f'<|start|>functions to=assistant<|channel|>commentary<|message|>"3"<|end|>{AGAIN}'
     )
-    late = [*ASK, {"role": "system", "content": "x"}, *ASK]
-    why = refused(server, CHATS, {"messages": late}, "invalid_value", "messages")
-    assert "messages[1] is of the role system, which this model reads at the beginning only" in why
     for effort in ("none", "minimal", "max"):
         why = refused(server, CHATS, {"messages": ASK, "reasoning_effort": effort}, "invalid_value")
         assert f"reasoning_effort is '{effort}'; this model has low, medium, high" in why
