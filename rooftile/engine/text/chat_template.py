@@ -65,8 +65,9 @@ def render(
     written_as = [_with_text(message) for message in messages]
     mark = _mark_end(written_as, add_generation_prompt) if continue_final_message else ""
     # variables of another kind are refused below
-    if SIGN in template and isinstance(variables, Mapping):
-        written_as = harmony_messages(written_as, variables)
+    harmony = harmony_messages(written_as, variables) if SIGN in template and isinstance(variables, Mapping) else None
+    if harmony is not None:
+        written_as = harmony.messages
     try:
         program, read = _compiled(template)
         _check_variables(variables, read, named)
@@ -91,6 +92,8 @@ def render(
         # a template is somebody else's program: whatever it raises is its refusal of these messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
+    if harmony is not None:
+        written = harmony.put_back(written)
     return _cut_at(mark, written, messages[-1], place) if mark else written
 
 

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from rooftile.engine import LLM
+from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.parts import read_whole
-from rooftile.engine.chat.thought_formats import FORMATS
+from rooftile.engine.chat.thought_formats import FORMATS, HARMONY
 from rooftile.engine.chat.tools.constraint import constraint_of
 from rooftile.engine.chat.tools.use import ToolUse, read_use
 from rooftile.engine.sampling.grammar import Grammars
@@ -341,3 +342,63 @@ def test_calls_of_an_engine_follow_their_schemas(speaker: Path) -> None:
         plain.chat(ASKED[:1], SamplingParams(max_tokens=9, temperature=0, beam_width=2), tools=TOOLS, tool_choice="required")
     with pytest.raises(InvalidInput, match="min_tokens is given with a tool_choice that asks for a call"):
         plain.chat(ASKED[:1], SamplingParams(max_tokens=9, min_tokens=2), tools=TOOLS, tool_choice="required")
+
+
+HEADERS = (
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    " to=functions.weather<|channel|>commentary json<|message|>", "<|channel|>analysis to=functions.weather<|message|>",
+)  # fmt: skip
+
+
+def channels() -> tuple[Case, Tokenizer]:
+    """The case of gpt-oss, in which other marks end an answer than a message."""
+    case = next(case for case in CASES if case.name == "harmony")
+    return case, Tokenizer(core_of(case, "special"), named={"eos_token": "<|return|>"})
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("budget", [None, 90])
+def test_gpt_oss_begins_calls_in_headers_alone(header: str, budget: int | None) -> None:
+    """A thought and a text may speak of calls; behind a header the arguments follow their schema."""
+    case, own = channels()
+    prompt = "<|start|>user<|message|>to=functions.weather<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>I write to=functions.none {<|end|><|start|>assistant"
+    said = "<|channel|>commentary<|message|>to=functions.none, then.<|end|><|start|>assistant"
+    call = header + json.dumps(CITY)
+
+    def steering() -> Steering:
+        return steered(case, own, use_of(), prompt=prompt, thoughts=HARMONY, budget=budget)
+
+    assert says(steering(), own, thought + said + call) == thought + said + call
+    wrong = thought + header + json.dumps(CITY).replace("city", "town")
+    got = says(steering(), own, wrong)
+    assert got.startswith(thought + header + '{"')
+    assert "town" not in got
+    assert "none" not in says(steering(), own, call.replace(".weather", ".none"))
+    # the prompt's last turn says where the answer begins
+    inside = steered(case, own, use_of(), prompt=prompt + "<|channel|>final<|message|>Write", thoughts=HARMONY, budget=budget)
+    assert says(inside, own, " to=functions.none {") == " to=functions.none {"
+    assert inside.free >= 3
+
+
+def test_gpt_oss_is_never_left_without_a_token() -> None:
+    """A budget that is spent closes channels, and a call's grammar has two of them: one is left to both."""
+    case, own = channels()
+    for seed in range(10):
+        steering = steered(case, own, use_of(), thoughts=HARMONY, prompt="<|start|>assistant", budget=seed % 2)
+        says(steering, own, " to=functions.add<|channel|>")
+        draw(steering, own, seed, most=120)
+
+
+def test_gpt_oss_must_call_behind_its_thought() -> None:
+    case, own = channels()
+    for seed in range(8):
+        for choice, budget in (("required", 30), ({"type": "function", "function": {"name": "add"}}, 4)):
+            steering = steered(case, own, use_of(choice), thoughts=HARMONY, prompt="<|start|>assistant", budget=budget)
+            ids = draw(steering, own, seed, most=600)
+            found = read_whole(HarmonyReader(use_of().tools), own.decode(ids, skip_special=False))
+            (call,) = found.calls
+            assert found.content == ""
+            if steering.over:
+                check(call.name, call.arguments)
+            assert choice == "required" or call.name == "add"

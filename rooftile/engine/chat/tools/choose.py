@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rooftile.engine.chat.harmony.form import HarmonyForm
 from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.tools.deepseek import CALLS, DeepseekForm, DeepseekReader
 from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
@@ -28,7 +29,7 @@ def _shows_objects(template: str) -> bool:
 
 # in this order: the first that fits a template counts, or of one name the first that fits, else the last
 _ALL = (
-    Syntax("harmony", HarmonyReader, lambda template: SIGN in template),
+    Syntax("harmony", HarmonyReader, lambda template: SIGN in template, HarmonyForm(), ("openai",)),
     Syntax("mistral", MistralReader, lambda template: "[CALL_ID]" in template, MistralNamedForm(has_ids=True)),
     Syntax("mistral", MistralReader, lambda template: "[ARGS]" in template, MistralNamedForm()),
     Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template, MistralListForm()),

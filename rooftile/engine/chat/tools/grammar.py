@@ -25,12 +25,18 @@ class CallForm(ABC):
     """The marks of which one begins a block."""
     anchors: tuple[str, ...] = ()
     """Texts behind which an opening may stand, as at the beginning of an answer."""
+    in_headers = False
+    """Whether a mark begins a block in a message's header alone (see `HeaderWatch`)."""
     repeats = True
     """Whether an answer may have several blocks."""
 
     def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Returns what begins an answer that is a call without a mark, written without white space."""
         return ()
+
+    def before(self, rules: CallRules) -> str:
+        """Returns the body of what stands before an answer that must be a call."""
+        return ""
 
     @abstractmethod
     def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
@@ -139,7 +145,8 @@ def call_grammar(form: CallForm, use: ToolUse, token_id: Callable[[str], int | N
     several = use.several and use.named is None
     block = rules.rule(form.block(rules, use.allowed, several=several))
     repeats = use.required and several and form.repeats
-    rules.rule(f"{block} ({rules.space} {block})* {rules.space}" if repeats else block, name="start")
+    before = form.before(rules) if use.required else ""
+    rules.rule(f"{block} ({rules.space} {block})* {rules.space}" if repeats else f"{before} {block}", name="start")
     return rules.text()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rooftile.engine.chat.harmony.header import MARKS
 from rooftile.engine.chat.tools.choose import choose_syntax
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.text import tokenizer
@@ -93,6 +94,7 @@ def _bare(name: str, arguments: dict[str, Any]) -> str:
 _ALL, _END_OF_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK = (_ALL, _END_OF_ALL, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
 W, A = _object("weather", CITY), _object("add", SUM)
+H = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
 CASES = (
     Case(
         "hermes", '<tool_call>{"name": ', ("<tool_call>", "</tool_call>"), f"<tool_call>\n{W}\n</tool_call>",
@@ -139,6 +141,7 @@ CASES = (
         "deepseek_v31", "<｜tool▁calls▁begin｜>", _DEEPSEEK, f"{_ALL}{_bare('weather', CITY)}{_END_OF_ALL}",
         f"{_ALL}{_bare('weather', CITY)}{_bare('add', SUM)}{_END_OF_ALL}", len(_ALL),
     ),
+    Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 
 
