@@ -34,7 +34,7 @@ class WantedAdapters:
 
     @property
     def now(self) -> Wanted:
-        """What replicas are told."""
+        """The word to the replicas."""
         return self._own, self._number, self._adapters
 
     def change(self, name: str, path: str | None) -> Callable[[], None]:
