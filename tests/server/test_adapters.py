@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +42,11 @@ class Adapted:
             name: write_adapter(self.root / name, model, ("q_proj", "down_proj"), 4, seed=seed) for seed, name in enumerate("abc")
         }
         self.due: dict[str | None, str] = {}
-        for name in (None, "a", "b"):
+        for name in (None, "a", "b", "c"):
             served = base if name is None else self._merged(base, model, name, folder)
             llm = LLM(served, device="cpu", max_model_len=64, num_blocks=20)
             self.due[name] = llm.generate(PROMPT, PARAMS)[0].outputs[0].text
-        assert len({*self.due.values()}) == 3
+        assert len({*self.due.values()}) == 4
         (folder / "keys").write_text(f"{LINE}\n{OTHER_LINE}\n")
         self.server = Server(
             base, "--adapter", f"a={self.root / 'a'}", "--max-adapters", "2", "--adapter-folder", str(self.root),
@@ -101,6 +105,39 @@ def test_clients_load_and_unload(adapted) -> None:
         assert adapted.refused("/v1/completions", model="new", prompt="a")[0] == 404
         assert adapted.refused("/v1/unload_lora_adapter", lora_name="new") == (404, "there is no adapter 'new'")
     assert adapted.text("a") == adapted.due["a"]
+
+
+def test_an_adapter_that_comes_and_goes_is_answered_whole_or_refused(adapted) -> None:
+    """One name stands for two folders in turn; prompts are equal, so that a prefix of the other would be found."""
+    seen, over, texts = Counter[Any](), threading.Event(), {adapted.due["b"], adapted.due["c"]}
+
+    def ask() -> None:
+        while not over.is_set():
+            answer = adapted.server.post("/v1/completions", **ASKED, model="new")
+            assert answer.status_code in (200, 400, 404), answer.text
+            seen[answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.status_code] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            for n in range(16):
+                answer = adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path="bc"[n % 2])
+                # the one before may still be answering
+                assert answer.status_code == 200 or "1 of them by adapters that were unloaded" in answer.text
+                before, until = seen.total(), time.monotonic() + 20
+                while answer.status_code == 200 and seen.total() < before + 6 and time.monotonic() < until:
+                    time.sleep(0.005)
+                if answer.status_code == 200:
+                    assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
+    assert {each for each in seen if isinstance(each, str)} == texts
+    for path in ("b", "c"):
+        assert adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path=path).status_code == 200
+        assert adapted.text("new") == adapted.due[path]
+        assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
 
 
 def test_no_client_reads_another_folder(adapted, folder: Path) -> None:
