@@ -67,7 +67,9 @@ def tile_for(block: int, dtype: torch.dtype, K: int, R: int) -> Tile:
     k = (64 if wide else 512) if few else (32 if wide else 64)
     steps = triton.cdiv(K, k)
     work = work_of(block, R, dtype)
-    splits = triton.cdiv(steps, triton.cdiv(steps, MOST_NUMBERS // work.ranks)) if few else min(steps, 4)
+    # many rows make many programs: where ranks make more, shares would only be read again by each block of Y
+    most = MOST_NUMBERS // work.ranks if few else max(64 // R, 1)
+    splits = triton.cdiv(steps, triton.cdiv(steps, most))
     warps, stages = (4, 1) if few else (8, 3)
     return Tile(block, shrunk, k, splits, warps, stages, work.columns, work.ranks, 4 if few else 8)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from rooftile.engine.adapters.names import adapters_of
-from rooftile.engine.adapters.peft_config import PeftConfig
+from rooftile.engine.adapters.peft_config import room_for
 from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.engine.caches import memory
 from rooftile.engine.caches.cost import cost_of
@@ -43,8 +43,6 @@ from rooftile.weights.two_four import TwoFour
 
 # rows that every library for 2:4 weights takes
 MANY = 512
-# the rank of adapters that there is room for, where nothing says more
-LEAST_RANK = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -144,7 +142,7 @@ def adapters_for(decoder: Decoder, blueprint: Blueprint) -> AdapterSlots | None:
         return None
     rank = config.max_adapter_rank
     if rank is None:
-        rank = max([LEAST_RANK, *(PeftConfig.of(path).most_rank for path in adapters_of(config.adapters).values())])
+        rank = room_for(adapters_of(config.adapters).values())
     slots = AdapterSlots(decoder, config.adapter_slots, rank, blueprint.whole)
     slots.compile()
     return slots
