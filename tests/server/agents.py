@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import transformers
+
+from tests.engine.made_adapters import write_adapter
 from tests.server.scripted import ScriptedServer
+from tests.server.small import KEY, LINE
 from tests.server.tools import HERMES, hermes_call, tools_server
 
 QUESTION = "How warm is it in Kiel in three days?"
@@ -15,6 +19,8 @@ CALLED = [("weather", {"city": "Kiel"}), ("add", {"a": 7, "b": 3})]
 TURNS = (
     ("sum=10", SAID), ("Kiel: 7 degrees", hermes_call("add", a=7, b=3)), (QUESTION, hermes_call("weather", city="Kiel")),
 )  # fmt: skip
+# by these words a template tells that its model marks its thoughts
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 
 
 class Tools:
@@ -40,5 +46,14 @@ class Tools:
 
 
 def agents_server(folder: Path, place: Path) -> ScriptedServer:
-    """Agents send long schemas, and each byte of them is a token of the tiny model."""
-    return tools_server(folder, place, HERMES, "--max-model-len", "8192", "--num-blocks", "2000")
+    """A server with room for long schemas, thoughts, keys, and the adapter "a"; "b" may be loaded, and "none" is no folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for seed, name in enumerate("ab"):
+        write_adapter(place / "adapters" / name, model, ("q_proj", "down_proj"), 4, seed=seed)
+    (place / "keys").write_text(f"{LINE}\n")
+    made = tools_server(
+        folder, place, HERMES + THINKS, "--max-model-len", "8192", "--num-blocks", "2000", "--api-key-file", str(place / "keys"),
+        "--adapter", f"a={place / 'adapters' / 'a'}", "--max-adapters", "2", "--adapter-folder", str(place / "adapters"),
+    )  # fmt: skip
+    made.client.headers["Authorization"] = f"Bearer {KEY}"
+    return made

@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from tests.server.agents import CALLED, QUESTION, SAID, TURNS, Tools
+from tests.server.small import KEY
 from tests.server.tools import ADD, WEATHER, hermes_call
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,7 +53,7 @@ def test_litellms_chats(agents, tools, litellm, streams: bool) -> None:
     messages: list[Any] = [ASKED]
     for _ in range(3):
         found = litellm.completion(
-            model="openai/tiny", api_base=f"{agents.url}/v1", api_key="none", messages=messages, tools=[WEATHER, ADD],
+            model="openai/tiny", api_base=f"{agents.url}/v1", api_key=KEY, messages=messages, tools=[WEATHER, ADD],
             stream=streams, max_tokens=200,
         )  # fmt: skip
         if streams:
@@ -70,7 +71,7 @@ def test_litellms_responses(agents, tools, litellm) -> None:
     items, before = [ASKED], None
     for _ in range(3):
         found = litellm.responses(
-            model="openai/tiny", api_base=f"{agents.url}/v1", api_key="none", input=items, tools=functions,
+            model="openai/tiny", api_base=f"{agents.url}/v1", api_key=KEY, input=items, tools=functions,
             previous_response_id=before, max_output_tokens=200,
         )  # fmt: skip
         items, before = [], found.id
@@ -87,7 +88,7 @@ def test_litellms_messages(agents, tools, litellm) -> None:
     async def run() -> Any:
         for _ in range(3):
             found = await litellm.anthropic.messages.acreate(
-                model="anthropic/tiny", api_base=agents.url, api_key="none", messages=messages, tools=functions, max_tokens=200
+                model="anthropic/tiny", api_base=agents.url, api_key=KEY, messages=messages, tools=functions, max_tokens=200
             )
             messages.append({"role": "assistant", "content": found["content"]})
             calls = [block for block in found["content"] if block["type"] == "tool_use"]
@@ -108,7 +109,7 @@ def test_instructors_tools(agents) -> None:
     import openai
 
     agents.say((QUESTION, hermes_call("Answer", degrees=10, city="Kiel")))
-    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         found = instructor.from_openai(client).chat.completions.create(
             model="tiny", messages=[ASKED], response_model=Answer, max_tokens=200
         )
@@ -133,7 +134,7 @@ def run_langchain(model: Any, tools: Tools) -> str:
 def test_langchains_openai(agents, tools, streams: bool, responses: bool) -> None:
     theirs = pytest.importorskip("langchain_openai")
     model = theirs.ChatOpenAI(
-        model="tiny", base_url=f"{agents.url}/v1", api_key="none", max_retries=0, streaming=streams, max_tokens=200,
+        model="tiny", base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, streaming=streams, max_tokens=200,
         use_responses_api=responses,
     )  # fmt: skip
     assert run_langchain(model, tools) == SAID
@@ -143,9 +144,7 @@ def test_langchains_openai(agents, tools, streams: bool, responses: bool) -> Non
 @pytest.mark.parametrize("streams", [False, True])
 def test_langchains_anthropic(agents, tools, streams: bool) -> None:
     theirs = pytest.importorskip("langchain_anthropic")
-    model = theirs.ChatAnthropic(
-        model="tiny", base_url=agents.url, api_key="none", max_retries=0, streaming=streams, max_tokens=200
-    )
+    model = theirs.ChatAnthropic(model="tiny", base_url=agents.url, api_key=KEY, max_retries=0, streaming=streams, max_tokens=200)
     assert run_langchain(model, tools) == SAID
     assert tools.called == CALLED
 
@@ -153,7 +152,7 @@ def test_langchains_anthropic(agents, tools, streams: bool) -> None:
 def test_langchains_agent(agents, tools) -> None:
     create_agent = pytest.importorskip("langchain.agents").create_agent
     model = pytest.importorskip("langchain_openai").ChatOpenAI(
-        model="tiny", base_url=f"{agents.url}/v1", api_key="none", max_retries=0
+        model="tiny", base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0
     )
     found = create_agent(model, [tools.weather, tools.add]).invoke({"messages": [ASKED]})
     assert found["messages"][-1].text == SAID
@@ -166,7 +165,7 @@ def test_llama_indexs_agent(agents, tools) -> None:
 
     async def run(streams: bool) -> str:
         model = llms.OpenAILike(
-            model="tiny", api_base=f"{agents.url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True,
+            model="tiny", api_base=f"{agents.url}/v1", api_key=KEY, is_chat_model=True, is_function_calling_model=True,
             max_tokens=200,
         )  # fmt: skip
         agent = workflow.FunctionAgent(tools=[tools.weather, tools.add], llm=model, streaming=streams)
@@ -187,13 +186,13 @@ def test_pydantic_ais_output_type(agents, tools, kind: str) -> None:
         from pydantic_ai.models.anthropic import AnthropicModel as Model
         from pydantic_ai.providers.anthropic import AnthropicProvider as Provider
 
-        provider = Provider(base_url=agents.url, api_key="none")
+        provider = Provider(base_url=agents.url, api_key=KEY)
     else:
         from pydantic_ai.models import openai
         from pydantic_ai.providers.openai import OpenAIProvider
 
         Model = openai.OpenAIChatModel if kind == "chat" else openai.OpenAIResponsesModel
-        provider = OpenAIProvider(base_url=f"{agents.url}/v1", api_key="none")
+        provider = OpenAIProvider(base_url=f"{agents.url}/v1", api_key=KEY)
     agent = theirs.Agent(Model("tiny", provider=provider), output_type=Answer)
     agent.tool_plain(tools.weather)
     agent.tool_plain(tools.add)

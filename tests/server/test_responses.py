@@ -132,6 +132,7 @@ def test_a_conversation_goes_on_from_a_kept_response(client) -> None:
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id is missing"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output is missing"),
         ({"input": [{"role": "user"}]}, "input[0].content is missing"),
+        ({"input": [{"type": "reasoning", "summary": 5}]}, "input[0] has content or a summary of type int; must be a list"),
         ({"input": "x", "max_output_tokens": -1}, "max_output_tokens is -1"),
         ({"input": "x", "top_p": 3}, "top_p is 3"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),

@@ -52,7 +52,10 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     if kind == "message":
         _add_message(messages, item, where)
     elif kind == "reasoning":
-        thought = "".join(_text(part, where) for part in item.get("content") or item.get("summary") or [])
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise _bad(where, f"{where} has content or a summary of type {type(parts).__name__}; must be a list of parts")
+        thought = "".join(_text(part, where) for part in parts)
         # what another server has encrypted is unknown here, and was never said
         if thought:
             own = _answer(messages)
