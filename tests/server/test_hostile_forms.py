@@ -71,7 +71,7 @@ def places_in(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 
 def at(value: Any, place: Any) -> Any:
-    """What is at a place."""
+    """Returns the value at a place."""
     for key in place:
         value = value[key]
     return value
