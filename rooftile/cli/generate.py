@@ -72,7 +72,7 @@ def generate(
         folder = find_folder(model, download=settings.get("download", False))
     # all that can be refused without torch is refused by now, before its import and the model's
     from rooftile.engine import LLM
-    from rooftile.engine.start.build import TOKENIZER_FILES
+    from rooftile.engine.start.tokenizers import TOKENIZER_FILES
 
     if "tokenizer" not in settings and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidInput(f"{model} has no tokenizer.json; text prompts need a tokenizer")

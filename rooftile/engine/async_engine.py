@@ -8,6 +8,8 @@ import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -74,7 +76,7 @@ class AsyncEngine:
     @answers_with(ASKED)
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", deltas: bool = False,
-        adapter: str | None = None,
+        adapter: str | None = None, priority: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Answers a prompt and yields its answers while they grow: each output holds everything so far, the last is finished.
 
@@ -89,23 +91,51 @@ class AsyncEngine:
                 costs its reader no more than a short one. Together they are the complete answer. A search shows its answers
                 only at the end.
             adapter: the name of the adapter that answers; None for the model as it is.
+            priority: takes the place of the `priority` in params; requests with a smaller number begin first.
 
         Raises:
             InvalidInput: the request can never be answered; the sentence says why.
             Overloaded: too many answers or prompt tokens wait already.
             RuntimeError: the engine has failed or was closed.
         """
-        outputs = self._read(prompt, params, salt, streams=True, adapter=adapter)
+        outputs = self._read(prompt, params, salt, streams=True, adapter=adapter, priority=priority)
         searches = isinstance(params, SamplingParams) and params.beam_width is not None
         return growth_of(outputs, at_end=searches) if deltas else outputs
 
     @answers_with(ASKED)
     async def complete(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None,
+        priority: int | None = None,
     ) -> RequestOutput:  # fmt: skip
         """Answers a prompt like `generate`, and returns only the complete answers; no output is built on the way."""
-        (output,) = [output async for output in self._read(prompt, params, salt, streams=False, adapter=adapter)]
+        outputs = self._read(prompt, params, salt, streams=False, adapter=adapter, priority=priority)
+        (output,) = [output async for output in outputs]
         return output
+
+    @answers_with(ASKED)
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Reads an adapter between two steps, like `LLM.load_adapter`; prompts may name it then.
+
+        Raises:
+            InvalidInput: it is refused, and nothing has changed; the sentence says why.
+            RuntimeError: the engine has failed or was closed.
+
+        Example:
+            >>> await engine.load_adapter("pirate", "adapters/pirate")                          # doctest: +SKIP
+        """
+        self.llm.check_process()
+        await self._callers.change_adapter(name, str(path))
+
+    @answers_with(ASKED)
+    async def unload_adapter(self, name: str) -> None:
+        """Takes no more prompts for an adapter, like `LLM.unload_adapter`; those that have begun end with it.
+
+        Raises:
+            InvalidInput: there is no adapter of this name.
+            RuntimeError: the engine has failed or was closed.
+        """
+        self.llm.check_process()
+        await self._callers.change_adapter(name, None)
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its caller gets the answers so far, with the finish reason "abort".
@@ -138,8 +168,9 @@ class AsyncEngine:
         await self.close()
 
     async def _read(
-        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool, adapter: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
+        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool, adapter: str | None,
+        priority: int | None,
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Sends a call to the engine's thread and yields its news."""
         self.llm.check_process()
         # before a text is encoded for nothing
@@ -152,6 +183,7 @@ class AsyncEngine:
         params = self.llm.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"params is {params!r}; must be SamplingParams")
+        params = params if priority is None else replace(params, priority=priority)
         call = self._callers.begin(parsed, params, streams=streams, adapter=adapter)
         try:
             output = None

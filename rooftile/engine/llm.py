@@ -100,7 +100,7 @@ class LLM:
             them in the text; "think" (<think>), "granite", "mistral", "gemma4", "seed_oss", "minimax_m3", "apriel", or a name of
             vLLM's for one of these.
         tool_call_parser: how the model writes calls of functions, in answers of `chat` with tools: "auto" looks at the chat
-            template; "hermes", "llama3_json", "mistral"; "none" reads no calls.
+            template; "hermes", "llama3_json", "mistral" and others name a syntax; "none" reads no calls.
         download: whether a model that is named, and not in that cache, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k, min_p and repetition_penalty of requests without SamplingParams
             from the checkpoint's generation_config.json, and logs what else there is not applied; "none" takes the usual ones.
@@ -126,7 +126,8 @@ class LLM:
         speculative: "lookup" guesses that an answer goes on as the prompt or the answer did where its last tokens occurred
             before, and checks several guessed tokens in one step. The tokens are those that come without, up to rounding. A
             dictionary says more: {"method": "lookup", "tokens": the most that are guessed at a time, "longest" and "shortest":
-            how many last tokens are looked for, "max_batch": the most answers with guesses}. None computes tokens one by one.
+            how many last tokens are looked for, "max_batch": the most answers with guesses}. {"model": a smaller model of the
+            same tokenizer, "tokens": ...} has that model guess. None computes tokens one by one.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens, num_gpu_blocks_override, max_loras and max_lora_rank are taken too; its
     other keywords are refused one by one, with the reason, unless they ask for what happens anyway.

@@ -99,7 +99,9 @@ LLM_REFUSED = {
     "num_lookahead_slots": Refused((0,), "drafts have room where there are blocks for them"),
     "num_redundant_experts": Refused((0,), _EXPERTS),
     "num_scheduler_steps": Refused((1,), "the next step always runs while outputs are read"),
-    "num_speculative_tokens": Refused((0,), 'write speculative={"method": "lookup", "tokens": ...}'),
+    "num_speculative_tokens": Refused(
+        (0,), 'write speculative={"method": "lookup", "tokens": ...}, with a "model" for a draft model'
+    ),
     "offload_group_size": Refused((0,), "weights stay on the device"),
     "offload_num_in_group": Refused((1,), "weights stay on the device"),
     "offload_params": Refused(((), []), "weights stay on the device"),
@@ -129,7 +131,7 @@ LLM_REFUSED = {
     "show_hidden_metrics_for_version": Refused((), "all metrics are shown"),
     "skip_mm_profiling": Refused((False, True), _TEXT),
     "skip_tokenizer_init": Refused((False,), "remove the tokenizer's files from a copy of the folder"),
-    "speculative_model": Refused((), 'drafts come from look-up: speculative="lookup"'),
+    "speculative_model": Refused((), 'write speculative={"model": folder, "tokens": ...}'),
     "stream_interval": Refused((1,), _OUTPUTS),
     "structured_outputs_config": Refused((), "grammars come from llguidance; give SamplingParams(structured=...)"),
     "swap_space": Refused((0,), "a preempted request is computed again, and nothing is swapped"),

@@ -120,6 +120,8 @@ class BlockPool:
         self.watermark = int(total * watermark)
         """How many blocks `admits` keeps free."""
         self._prefixes = prefixes
+        self.takes = [0] * total
+        """How often each block was taken: it holds something else since then."""
         # the key is secret, so no user can make two prefixes collide
         self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
         self.reset()
@@ -409,6 +411,7 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
         self._owners[block] = 1
+        self.takes[block] += 1
         return block
 
     def _give_up(self, blocks: list[int]) -> None:

@@ -28,18 +28,23 @@ class Caches:
         """The tokens of each sequence that this rank holds, where several ranks share its tokens; None if it holds all."""
         self.rows: Tensor | None = None
         """(blocks,) int32: the row of each block; None if each block is its own row."""
+        self.draft: Pages | None = None
+        """The keys and values of a draft model, in the same blocks; None without one."""
         blocks, window_pages = pages.storage.shape[0], pages.window_pages
         if window_pages is not None and window_pages.storage.shape[0] < blocks:
             self.rows = torch.zeros(blocks, dtype=torch.int32, device=pages.storage.device)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of blocks, rows and states."""
-        return self.pages.nbytes + (0 if self.states is None else self.states.nbytes)
+        """The bytes of blocks, rows and states, and of a draft model's blocks."""
+        beside = [each.nbytes for each in (self.states, self.draft) if each is not None]
+        return self.pages.nbytes + sum(beside)
 
     def __str__(self) -> str:
         parts = [str(self.pages)] if self.places or self.pages.planes else []
-        return ", and ".join(parts if self.states is None else [*parts, str(self.states)])
+        parts += [] if self.states is None else [str(self.states)]
+        parts += [] if self.draft is None else [f"a draft model's in {self.draft}"]
+        return ", and ".join(parts)
 
     def prepare(
         self, copies: Sequence[Copy], rows: Mapping[int, int], row_copies: Sequence[Copy], states: Mapping[int, int]

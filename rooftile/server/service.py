@@ -148,7 +148,10 @@ class Service:
         metrics.up.set(engines is not None and engines.facts is not None)
         if isinstance(engines, Replicas):
             for number, each in enumerate(engines.all, 1):
-                metrics.note_replica(number, up=each.engine.answers, requests=each.engine.requests, starts=each.starts)
+                there = len(each.adapters.there) if each.engine.answers else 0
+                metrics.note_replica(
+                    number, up=each.engine.answers, requests=each.engine.requests, starts=each.starts, adapters=there
+                )
         return metrics.text()
 
     def count_engines(self, answering: int) -> None:

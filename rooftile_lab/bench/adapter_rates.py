@@ -58,6 +58,7 @@ def write_adapter(decoder: Decoder, folder: Path, rank: int) -> None:
     for name, target in Targets(decoder).modules.items():
         found[f"base_model.model.model.{name}.lora_A.weight"] = torch.randn(rank, target.inputs, dtype=torch.bfloat16) * 0.01
         found[f"base_model.model.model.{name}.lora_B.weight"] = torch.randn(target.rows, rank, dtype=torch.bfloat16) * 0.01
+    folder.mkdir(exist_ok=True)
     save_file(found, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 

@@ -4,11 +4,16 @@ Random weights write no text that a look-up would find. So a bias makes one toke
 that token alone, while a step computes all that it computes for a text. The guesses are made here: each of their tokens is that
 token with the probability that is asked for, and else another. Everything behind the guess is the engine's: rows, graphs, draws,
 the choice of lengths, and whether there are drafts at all.
+
+A draft model with random weights would not guess what the larger one draws. It reads, draws and hands its tokens over as in any
+engine, which takes its time; then its tokens are replaced by guesses as above. So the speed is measured, and the share that is
+accepted is set: a trained pair is as fast as the row with its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 from typing import NamedTuple
@@ -16,8 +21,12 @@ from typing import NamedTuple
 import torch
 
 from rooftile.engine.llm import LLM
+from rooftile.engine.requests.request import Answer
 from rooftile.engine.sampling.params import SamplingParams
-from rooftile.models import Decoder
+from rooftile.engine.speculation.drafter import Drafter
+from rooftile.engine.speculation.speculator import Speculator
+from rooftile.models import Decoder, ModelConfig
+from rooftile_lab.bench.models import MODELS
 
 TOKEN, OTHER = 5, 6
 MEASURES = ("output_tok_s", "tokens_per_step", "drafted", "accepted_share")
@@ -54,16 +63,50 @@ class Guesses:
         return [TOKEN if self._random.random() < self.right else OTHER for _ in range(count)]
 
 
-def sizes_for(scale: float) -> SpeculativeSizes:
-    """Returns the sizes for a scale: at 1 prompts of 1,000 tokens and answers of 256."""
-    return SpeculativeSizes(max(8, round(1000 * scale)), max(16, round(256 * scale)))
+class ReplacedGuesses:
+    """A draft model that computes its guesses, and then has others in their place, which are right with a probability."""
+
+    def __init__(self, model: Drafter, right: float) -> None:
+        self.model, self.right = model, right
+        self._random = Random(0)
+
+    def can(self, answer: Answer, count: int) -> bool:
+        return self.model.can(answer, count)
+
+    def guess(
+        self, asked: Sequence[tuple[Answer, int]], entries: Mapping[tuple[int, int], int]
+    ) -> dict[Answer, list[int]]:  # fmt: skip
+        found = self.model.guess(asked, entries)
+        return {
+            answer: [TOKEN if self._random.random() < self.right else OTHER for _ in tokens] for answer, tokens in found.items()
+        }
+
+    def note(self, answer: Answer, drafted: int, accepted: int) -> None:
+        self.model.note(answer, drafted, accepted)
 
 
-def engine_for(decoder: Decoder, sizes: SpeculativeSizes) -> LLM:
-    """Returns an engine with drafts where they pay."""
+def sizes_for(scale: float, *, draft: bool = False) -> SpeculativeSizes:
+    """Returns the sizes for a scale: at 1 prompts of 1,000 tokens and answers of 256. `draft`: those for a draft model."""
+    sizes = SpeculativeSizes(max(8, round(1000 * scale)), max(16, round(256 * scale)))
+    return sizes._replace(batches=(1, 256), accepted=(0.6, 0.8, 0.9)) if draft else sizes
+
+
+def draft_for(config: ModelConfig) -> ModelConfig:
+    """Returns the shape of a draft model: Llama's 1B for its 8B; for others a quarter of their layers, and of their width."""
+    if config == MODELS["8b"]:
+        return MODELS["1b"]
+    layers = max(1, config.layers // 4)
+    cut = {name: getattr(config, name)[:layers] for name in ("windows", "mixers", "feed_forwards")}
+    sizes = {name: max(1, getattr(config, name) // 4) for name in ("hidden", "heads", "kv_heads", "ffn")}
+    return replace(config, layers=layers, unrotated=tuple(n for n in config.unrotated if n < layers), **sizes, **cut)
+
+
+def engine_for(decoder: Decoder, sizes: SpeculativeSizes, draft: ModelConfig | None = None) -> LLM:
+    """Returns an engine with drafts where they pay, by look-up or by a model of some shape with random weights."""
     most = max(sizes.batches)
     return LLM(
-        decoder, speculative="lookup", max_model_len=sizes.prompt + sizes.answer + 16, max_num_seqs=most,
+        decoder, speculative="lookup" if draft is None else {"model": draft},
+        max_model_len=sizes.prompt + sizes.answer + 16, max_num_seqs=most,
         num_blocks=None if decoder.embedding.is_cuda else most * (sizes.prompt + sizes.answer + 32) // 16,
         enable_prefix_caching=False,
     )  # fmt: skip
@@ -80,8 +123,7 @@ def run(llm: LLM, sizes: SpeculativeSizes, batch: int, accepted: float | None) -
     """
     engine = llm.engine
     assert engine.speculator is not None
-    guesses = type("Guesses", (Guesses,), {"right": accepted})
-    engine.speculator.guesser = guesses
+    _set_share(engine.speculator, accepted)
     vocabulary, random = engine.runner.decoder.config.vocab_size, Random(1)
     params = SamplingParams(
         temperature=0, max_tokens=sizes.answer, ignore_eos=True, logit_bias={TOKEN: 100.0}, speculative=accepted is not None
@@ -104,3 +146,12 @@ def run(llm: LLM, sizes: SpeculativeSizes, batch: int, accepted: float | None) -
         seconds, tokens / seconds, tokens / batch / max(1, engine.steps["steps"] - steps), now["drafted"],
         now["accepted"] / max(1, now["drafted"]),
     )  # fmt: skip
+
+
+def _set_share(speculator: Speculator, accepted: float | None) -> None:
+    """Has guesses be right with a probability."""
+    drafter = speculator.drafter
+    if drafter is None:
+        speculator.guesser = type("Guesses", (Guesses,), {"right": accepted})
+    elif accepted is not None:
+        speculator.drafter = ReplacedGuesses(drafter.model if isinstance(drafter, ReplacedGuesses) else drafter, accepted)

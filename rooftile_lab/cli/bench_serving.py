@@ -93,7 +93,8 @@ def engine(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="start, W1, W10, W11, decode-step, idle, W8, context, speculative, adapters, peers; all by default. Repeatable."
+            help="start, W1, W10, W11, decode-step, idle, W8, context, speculative, speculative-draft, adapters, "
+            "peers; all by default. Repeatable."
         ),
     ] = None,
     model: Annotated[str, typer.Option(help=f"With random weights: {', '.join(MODELS)}.")] = "",

@@ -63,6 +63,12 @@ REFUSED: dict[str, tuple[Change, type[Exception], str]] = {
     "a taller base": (put(f"{Q}.lora_B.weight", torch.zeros(64, 4)), InvalidInput, r"lora_B.weight in .* is \(64, 4\)"),
     "integers": (put(f"{Q}.lora_A.weight", torch.zeros(4, 40).long()), InvalidInput, "is I64; must be one of F64, F32, BF16"),
     "NaN": (put(f"{Q}.lora_A.weight", torch.full((4, 40), torch.nan)), InvalidInput, "has NaN or infinity; train the adapter"),
+    "overflow": (
+        put(f"{Q}.lora_B.weight", torch.full((40, 4), 1e300, dtype=torch.float64)), InvalidInput, "numbers that fp32, the mod",
+    ),
+    "a terminal's words": (
+        renamed("self_attn.q_proj", "a\n\x1b[31mb"), InvalidInput, r"part for 'model.layers.0.a\\n\\x1b\[31mb', and",
+    ),
     "half": (renamed("layers.0.self_attn.q_proj.lora_B", "layers.1.self_attn.v_proj.lora_B"), InvalidInput, "and no lora_"),
     "more layers": (renamed("layers.1.", "layers.7."), InvalidInput, r"part for model.layers.7.self_attn.q_proj, and"),
     "another module": (renamed("self_attn.q_proj", "mixer.in_proj"), InvalidInput, "part for model.layers.0.mixer.in_proj, and"),

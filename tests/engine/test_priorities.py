@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
+from rooftile.engine import AsyncEngine
 from rooftile.engine.llm import LLM
 from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
@@ -100,6 +103,32 @@ def test_an_old_request_is_served_beside_a_stream_of_urgent_ones(peers) -> None:
         engine.abort(request)
     while not engine.idle:
         engine.step()
+    assert_clean(llm)
+
+
+def test_callers_of_an_async_engine_give_a_priority(peers) -> None:
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=1)
+    ended: list[int] = []
+
+    async def ask(engine: AsyncEngine, priority: int | None, params: SamplingParams) -> None:
+        if priority == 3:
+            await engine.complete([5, 6, 7], params, priority=priority)
+        else:
+            async for _ in engine.generate([5, 6, 7], params, priority=priority):
+                pass
+        ended.append(params.priority if priority is None else priority)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            first = asyncio.create_task(ask(engine, None, replace(GREEDY, max_tokens=60, priority=-9)))
+            while not engine.stats().running:
+                await asyncio.sleep(0.001)
+            await asyncio.gather(first, *(ask(engine, priority, replace(GREEDY, priority=8)) for priority in (3, -2, None, 0)))
+            with pytest.raises(InvalidInput, match="priority is 'high'; must be a whole number"):
+                await engine.complete([5], GREEDY, priority="high")
+
+    asyncio.run(main())
+    assert ended == [-9, -2, 0, 3, 8]
     assert_clean(llm)
 
 

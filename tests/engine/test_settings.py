@@ -107,7 +107,7 @@ def test_flags_of_vllm_get_the_sentence_of_an_llm(tmp_path: Path) -> None:
     assert refusal("generate", "x", "-q", "awq") == (
         "generate has no --quantization awq: a quantised checkpoint is read as it is; --weights quantises one in 16 bits"
     )
-    assert refusal("serve", "x", "--speculative_model={}").startswith("serve has no --speculative-model {}: drafts come")
+    assert refusal("serve", "x", "--speculative_model={}").startswith("serve has no --speculative-model {}: write --speculative=")
     assert refusal("serve", "--model", "x") == "serve has no --model x: give it first, without a flag"
     # a switch takes no word of the line
     assert refusal("serve", "--trust-remote-code", "x").startswith("serve has no --trust-remote-code: no code of a checkpoint")

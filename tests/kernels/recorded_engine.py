@@ -34,7 +34,7 @@ class Called(graphs.DecodeGraphs):
     """Runs a step of single tokens, padded as a graph has it, without a graph."""
 
     def __init__(self, device: torch.device, sampling: Any, pad_slot: int, most_rows: int, adapters: int = 0) -> None:
-        self.device, self.sampling, self.pad_slot, self.most_rows = CPU, sampling, pad_slot, most_rows
+        self.device, self.sampling, self.pad_slot, self.most_rows, self.adapters = CPU, sampling, pad_slot, most_rows, adapters
 
     def replay(
         self, decode: graphs.Decode, given: StepInputs, features: SamplingFeatures, adapters: Tensor
@@ -42,17 +42,20 @@ class Called(graphs.DecodeGraphs):
         n = len(given.tokens)
         rows = next((rows for rows in graphs.LADDER if rows >= n), n)
         self.sampling.prepare(features)
-        logits, tokens = self._run(decode, rows, features)
+        logits, tokens = self._run(decode, rows, features, adapters if adapters.numel() else None)
         return logits[:n], tokens[:n]
 
     def capture(self, decode: graphs.Decode) -> None:
         for rows in graphs.rungs(self.most_rows):
-            self._run(decode, rows, SamplingFeatures(chance=True))
+            for adapters in (None, torch.full((rows,), -1))[: 1 + (self.adapters > 0)]:
+                self._run(decode, rows, SamplingFeatures(chance=True), adapters)
 
     @torch.inference_mode()
-    def _run(self, decode: graphs.Decode, rows: int, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, decode: graphs.Decode, rows: int, features: SamplingFeatures, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         inputs = torch.tensor([[0], [-1], [self.pad_slot]]).expand(3, rows).contiguous()
-        return decode(inputs, features, None)
+        return decode(inputs, features, None if adapters is None else self._grouped(adapters, rows))
 
 
 @contextmanager

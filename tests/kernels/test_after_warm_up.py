@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rooftile.engine import SamplingParams
 from rooftile.models import ExpertSizes, ModelConfig
 from rooftile.models.config import config_of
 from rooftile.moe import Router
+from rooftile_lab.bench.adapter_rates import write_adapter
 from tests.engine.every_request import requests
 from tests.grids import swept
 from tests.kernels.recorded import Recorded
@@ -62,6 +65,21 @@ def _check(config: ModelConfig, **settings: Any) -> None:
             after[what] = [named(one) for key, one in compiled.items() if key not in before]
     found = [f"{what}: {kernel}" for what, kernels in after.items() for kernel in kernels]
     assert not found, "\n".join(found)
+
+
+def test_no_request_compiles_a_kernel_of_adapters(tmp_path: Path) -> None:
+    """Ranks and numbers of rows of all kinds, and projections of one part and of several."""
+    with recorded_engine(config_named("llama"), **SETTINGS, max_adapters=3, max_adapter_rank=80) as (llm, compiled):
+        before = set(compiled)
+        for rank in (5, 16, 80):
+            write_adapter(llm.engine.runner.decoder, tmp_path / f"{rank}", rank)
+            llm.load_adapter(f"{rank}", tmp_path / f"{rank}")
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        for lengths in ((1,), (7, 20, 600), (900, 17), (5,) * 17):
+            for names in (["16"], ["5", "80", None]):
+                llm.generate([[3] * n for n in lengths], params, adapter=[names[n % len(names)] for n in range(len(lengths))])
+        assert {one.name for one in compiled.values()} >= {"_shrink", "_expand"}
+        assert not (found := [named(one) for key, one in compiled.items() if key not in before]), "\n".join(found)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])

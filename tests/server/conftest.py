@@ -10,6 +10,7 @@ import transformers
 
 from rooftile.engine import LLM
 from tests.engine.folders import core, save
+from tests.server.agents import agents_server
 from tests.server.live import Server
 from tests.server.small import KEY, LINE, OTHER_LINE, ROOM
 
@@ -45,6 +46,13 @@ def small(folder: Path, tmp_path_factory: pytest.TempPathFactory):
     keys.write_text(f"{LINE}\n{OTHER_LINE}\n")
     with Server(folder, *ROOM, "--api-key-file", str(keys), "--json") as made:
         made.client.headers["Authorization"] = f"Bearer {KEY}"
+        yield made
+
+
+@pytest.fixture(scope="session")
+def agents(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A server whose model says what a test has given it to say."""
+    with agents_server(folder, tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 

@@ -15,9 +15,9 @@ from tests.server.scripted import ScriptedServer
 
 SPARE = 7
 TEMPLATE = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>{% for message in messages %}"
-    "{% if message.role == 'developer' %}<|start|>developer<|message|>{{ message.content }}"
-    "{% for tool in tools or [] %} type {{ tool.function.name }} = any;{% endfor %}<|end|>"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}"
+    "{% for tool in tools or [] %} type {{ tool.function.name }} = any;{% endfor %}<|end|>{% for message in messages %}"
+    "{% if message.role == 'developer' %}<|start|>developer<|message|>{{ message.content }}<|end|>"
     "{% elif message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
     "{{ message.content | tojson }}<|end|>"
     "{% elif message.tool_calls %}{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}"
@@ -47,12 +47,13 @@ def harmony_folder(folder: Path) -> Path:
     tokens.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     torch.manual_seed(0)
     end = tokens.token_to_id("<|return|>")
-    config = transformers.LlamaConfig(
-        vocab_size=tokens.get_vocab_size() + SPARE, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=end, pad_token_id=None,
+    config = transformers.GptOssConfig(
+        vocab_size=tokens.get_vocab_size() + SPARE, hidden_size=48, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=128,
+        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=None, eos_token_id=end, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.GptOssForCausalLM(config).save_pretrained(folder)
     made = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|return|>", chat_template=TEMPLATE)
     made.save_pretrained(folder)
     return folder

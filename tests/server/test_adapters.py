@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,16 @@ import transformers
 
 from rooftile.engine import LLM, SamplingParams
 from rooftile.errors import InvalidInput
+from rooftile.server.engine.calls import EngineDown
 from rooftile.server.keys import Keys
-from rooftile.server.replicas.replica import Replica
+from rooftile.server.replicas import replica
+from rooftile.server.replicas.known_adapters import KnownAdapters
 from rooftile.server.settings import ServerSettings
 from tests.engine.made_adapters import merged, write_adapter
 from tests.server.live import Server
+from tests.server.living import living
 from tests.server.small import KEY, LINE, OTHER, OTHER_LINE
+from tests.server.test_replicas import both_answer, series, until
 
 PROMPT, PARAMS = "The roof is tiled", SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ASKED = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -33,11 +42,11 @@ class Adapted:
             name: write_adapter(self.root / name, model, ("q_proj", "down_proj"), 4, seed=seed) for seed, name in enumerate("abc")
         }
         self.due: dict[str | None, str] = {}
-        for name in (None, "a", "b"):
+        for name in (None, "a", "b", "c"):
             served = base if name is None else self._merged(base, model, name, folder)
             llm = LLM(served, device="cpu", max_model_len=64, num_blocks=20)
             self.due[name] = llm.generate(PROMPT, PARAMS)[0].outputs[0].text
-        assert len({*self.due.values()}) == 3
+        assert len({*self.due.values()}) == 4
         (folder / "keys").write_text(f"{LINE}\n{OTHER_LINE}\n")
         self.server = Server(
             base, "--adapter", f"a={self.root / 'a'}", "--max-adapters", "2", "--adapter-folder", str(self.root),
@@ -98,6 +107,39 @@ def test_clients_load_and_unload(adapted) -> None:
     assert adapted.text("a") == adapted.due["a"]
 
 
+def test_an_adapter_that_comes_and_goes_is_answered_whole_or_refused(adapted) -> None:
+    """One name stands for two folders in turn; prompts are equal, so that a prefix of the other would be found."""
+    seen, over, texts = Counter[Any](), threading.Event(), {adapted.due["b"], adapted.due["c"]}
+
+    def ask() -> None:
+        while not over.is_set():
+            answer = adapted.server.post("/v1/completions", **ASKED, model="new")
+            assert answer.status_code in (200, 400, 404), answer.text
+            seen[answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.status_code] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            for n in range(16):
+                answer = adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path="bc"[n % 2])
+                # the one before may still be answering
+                assert answer.status_code == 200 or "1 of them by adapters that were unloaded" in answer.text
+                before, until = seen.total(), time.monotonic() + 20
+                while answer.status_code == 200 and seen.total() < before + 6 and time.monotonic() < until:
+                    time.sleep(0.005)
+                if answer.status_code == 200:
+                    assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
+    assert {each for each in seen if isinstance(each, str)} == texts
+    for path in ("b", "c"):
+        assert adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path=path).status_code == 200
+        assert adapted.text("new") == adapted.due[path]
+        assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
+
+
 def test_no_client_reads_another_folder(adapted, folder: Path) -> None:
     os.symlink(folder, adapted.root / "link")
     for path in ("..", "", ".", "/etc", "../keys", "b/../..", str(folder), "link", "\0", "b\0"):
@@ -138,12 +180,88 @@ def test_settings(folder: Path, tmp_path: Path) -> None:
             ServerSettings(model=str(folder), **wrong)
 
 
-def test_an_engine_that_starts_again_has_what_was_loaded(tmp_path: Path) -> None:
-    replica = Replica.__new__(Replica)
-    replica._settings = {"model": "m", "adapters": [f"a={tmp_path}"], "max_adapters": 3}
-    replica.note_adapter("b", str(tmp_path))
-    replica.note_adapter("a", None)
-    assert replica._settings == {"model": "m", "adapters": {"b": str(tmp_path)}, "max_adapters": 3}
-    replica._settings = {"adapters": {"a": str(tmp_path)}}
-    replica.note_adapter("a", None)
-    assert replica._settings == {"adapters": {}, "max_adapters": 1}
+def test_an_engine_that_starts_again_has_what_was_loaded(folder: Path, tmp_path: Path) -> None:
+    for seed, (name, rank) in enumerate((("a", 40), ("b", 4))):
+        write_adapter(tmp_path / name, transformers.AutoModelForCausalLM.from_pretrained(folder), ("q_proj",), rank, seed=seed)
+    settings = {"model": "m", "adapters": [f"a={tmp_path / 'a'}"]}
+    known = KnownAdapters(settings)
+    known.note("b", str(tmp_path / "b"))
+    known.note("a", None)
+    # the room is what it was at first
+    room = {"max_adapters": 1, "max_adapter_rank": 40}
+    assert known.for_another_start(settings) == settings | room | {"adapters": {"b": str(tmp_path / "b")}}
+    shutil.rmtree(tmp_path / "b")
+    assert known.for_another_start(settings) == settings | room | {"adapters": {}}
+    assert (known.lacks, known.there) == ({"b"}, [])
+    known.note("b", str(tmp_path / "b"))
+    assert (known.lacks, known.there) == (set(), ["b"])
+    assert KnownAdapters({"model": "m"}).for_another_start({"model": "m"}) == {"model": "m", "adapters": {}}
+    # what is wrong with a setting is the engine's to say
+    assert KnownAdapters({"adapters": 7}).there == []
+
+
+def test_two_replicas_have_the_same_adapters(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has died loads them again, as far as their folders are there; the other answers for what it lacks."""
+    monkeypatch.setattr(replica, "PAUSES_S", (0.1, 0.1, 0.1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for seed, name in enumerate("abc"):
+        write_adapter(tmp_path / name, model, ("q_proj", "down_proj"), 4, seed=seed)
+    llm = LLM(folder, device="cpu", adapters={name: tmp_path / name for name in "abc"}, max_model_len=64, num_blocks=20)
+    due = {name: llm.generate(PROMPT, PARAMS, adapter=name)[0].outputs[0].text for name in (None, *"abc")}
+    assert len({*due.values()}) == 4
+
+    async def test() -> None:
+        engine = {"adapters": {"a": str(tmp_path / "a")}, "max_adapters": 3, "num_blocks": 64, "max_model_len": 64}
+        keys, name = Keys(dict([LINE.split(":")])), folder.name
+        async with living(folder, replicas=2, engine=engine, adapter_folder=tmp_path, keys=keys, ready=False) as it:
+            it.client.headers["Authorization"] = f"Bearer {KEY}"
+            await it.ready()
+            await both_answer(it)
+
+            async def answers(*names: str | None) -> None:
+                """Each is asked often enough that both engines answer it."""
+                for each in names * 4:
+                    answer = await it.client.post("/v1/completions", json=ASKED | {"model": each or name})
+                    assert answer.status_code == 200, answer.text
+                    assert answer.json()["choices"][0]["text"] == due[each]
+
+            async def change(path: str, *found: int, **fields: str) -> None:
+                answer = await it.client.post(f"/v1/{path}_lora_adapter", json=fields)
+                assert answer.status_code in found, answer.text
+
+            async def there() -> list[float]:
+                return await series(it, "replica_adapters")
+
+            await change("load", 200, lora_name="b", lora_path="b")
+            await change("load", 200, lora_name="c", lora_path="c")
+            await answers(None, *"abc")
+            assert await there() == [3, 3]
+            shutil.rmtree(tmp_path / "c")
+            first = it.service.engines.all[0]
+            dead = first.engine
+            dead.process.kill()
+            await until(lambda: dead.cause is not None)
+            # not while one does not answer
+            await change("unload", 503, lora_name="b")
+            await both_answer(it)
+            assert await there() == [2, 3]
+            assert first.adapters.lacks == {"c"}
+            await answers(None, *"abc")
+            await change("unload", 200, lora_name="c")
+            await change("unload", 200, lora_name="b")
+            await change("load", 200, lora_name="c", lora_path="b")
+            assert await there() == [2, 2]
+            due["c"] = due["b"]
+            await answers("a", "c")
+
+            # one dies while it unloads: it is started again without, and the name is free everywhere
+            async def dies(adapter: str, path: str | None) -> None:
+                raise EngineDown("dead")
+
+            monkeypatch.setattr(first.engine, "change_adapter", dies)
+            await change("load", 503, lora_name="b", lora_path="b")
+            assert await there() == [2, 2]
+            await change("unload", 200, lora_name="c")
+            assert await there() == [1, 1]
+
+    asyncio.run(asyncio.wait_for(test(), 120))

@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rooftile.engine import LLM
 from rooftile.server.http.embedding.call import vectors_of
@@ -20,6 +22,7 @@ from rooftile.server.refusals import Refusal
 from tests.engine.embedding_folders import LONGEST, PROMPTS, TEXTS, described, encoder_folder, tokenizer
 from tests.server.live import PATIENCE_S, Server
 from tests.server.small import KEY, LINE
+from tests.server.test_hostile_forms import EMBEDDING, assert_one_sentence, bodies
 
 SHORT = TEXTS[:4]
 # the fixture's servers of other tests read longer prompts
@@ -96,6 +99,16 @@ def test_openais_package(embedding: Server, due: torch.Tensor) -> None:
     client = openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none")
     answer = client.embeddings.create(model="tiny", input=SHORT)
     np.testing.assert_allclose(np.array([each.embedding for each in answer.data]), due, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(EMBEDDING)).flatmap(lambda path: st.tuples(st.just(path), bodies(EMBEDDING[path]))))
+def test_any_body_is_answered_or_refused(embedding: Server, asked: tuple[str, dict[str, Any]]) -> None:
+    path, body = asked
+    answer = embedding.post(path, body)
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert_one_sentence(answer.json()["error"]["message"])
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import openai
 import pytest
 
 from rooftile.engine import LLM, SamplingParams
+from rooftile.engine.chat.harmony.header import MARKS
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from tests.server.asking import CHATS, refused
@@ -91,6 +93,29 @@ def test_several_thoughts_are_counted(client, server) -> None:
     assert counts[-1] == due > 4
 
 
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [({"stop": ["degr"]}, "It is 7 "), ({"n": 2}, None), ({"logprobs": True}, None), ({"include_reasoning": False}, None)],
+)
+def test_parts_with_what_else_is_asked(server, fields, content) -> None:
+    """A stop string is found in the text behind the thought, where the engine makes the text."""
+    body = {"messages": [{"role": "user", "content": '"7 degrees"'}], "max_tokens": 300, "temperature": 0} | fields
+    choices = server.post(CHATS, body).json()["choices"]
+    assert len(choices) == fields.get("n", 1)
+    for choice in choices:
+        assert choice["message"]["content"] == (content or "It is 7 degrees.\n")
+        due = None if "include_reasoning" in fields else "Seven.\n\nDegrees."
+        assert choice["message"].get("reasoning_content") == due
+        if "logprobs" in fields:
+            assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith(SAYS)
+    streamed = {"content": "", "reasoning_content": ""}
+    for event in server.events(CHATS, **body):
+        for choice in event["choices"]:
+            for name in streamed if choice["index"] == 0 else ():
+                streamed[name] += choice["delta"].get(name) or ""
+    assert streamed == {"content": content or "It is 7 degrees.\n", "reasoning_content": due or ""}
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_loop_ends_in_an_answer(client, server, streams) -> None:
     messages: list[Any] = list(ASK)
@@ -127,17 +152,14 @@ def test_what_the_model_reads(client, server, folder) -> None:
     ids = found.prompt_token_ids
     own = Tokenizer.from_folder(folder)
     assert own.decode(ids, skip_special=False) == (
-        "<|start|>system<|message|>Reasoning: high<|end|>"
-        "<|start|>developer<|message|>Be brief.\n\nBe kind. type weather = any;<|end|>"
+        "<|start|>system<|message|>Reasoning: high type weather = any;<|end|>"
+        "<|start|>developer<|message|>Be brief.\n\nBe kind.<|end|>"
         "<|start|>user<|message|>How warm?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Kiel"}<|call|>'
         '<|start|>functions to=assistant<|channel|>commentary<|message|>"7 degrees"<|end|>'
         '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>'
         f'<|start|>functions to=assistant<|channel|>commentary<|message|>"3"<|end|>{AGAIN}'
     )
-    late = [*ASK, {"role": "system", "content": "x"}, *ASK]
-    why = refused(server, CHATS, {"messages": late}, "invalid_value", "messages")
-    assert "messages[1] is of the role system, which this model reads at the beginning only" in why
     for effort in ("none", "minimal", "max"):
         why = refused(server, CHATS, {"messages": ASK, "reasoning_effort": effort}, "invalid_value")
         assert f"reasoning_effort is '{effort}'; this model has low, medium, high" in why
@@ -150,6 +172,28 @@ def test_a_call_that_is_cut_off_is_told(client, server) -> None:
     (said,) = choice.message.tool_calls
     assert ARGUMENTS.startswith(said.function.arguments)
     assert said.function.arguments != ARGUMENTS
+
+
+def test_calls_follow_their_schemas(client, server) -> None:
+    """A call that is required comes behind the thought, and one that the model begins has the function's arguments."""
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "add"}}
+    server.say(("", thought("They ask.") + final("I would rather talk.")))
+    try:
+        (choice,) = create(client, tool_choice=named, max_tokens=600, seed=2, parallel_tool_calls=False).choices
+        assert choice.message.reasoning_content == "They ask."
+        assert choice.message.content is None
+        (said,) = choice.message.tool_calls
+        assert said.function.name == "add"
+        if choice.finish_reason == "tool_calls":
+            assert json.loads(said.function.arguments).keys() == {"a", "b"}
+        server.say(("", thought("to=functions.none") + call("weather", '{"town": "Kiel"}')))
+        (choice,) = create(client, max_tokens=600, seed=2).choices
+        assert choice.message.reasoning_content == "to=functions.none"
+        (said,) = choice.message.tool_calls
+        assert said.function.arguments.lstrip("{ \n\r\t").startswith('"city"')
+    finally:
+        server.say(*RULES)
 
 
 def test_an_answer_that_is_continued(client, server) -> None:
@@ -190,10 +234,12 @@ def test_the_other_wires_have_the_same_parts(client, server) -> None:
 
 def test_the_library_reads_the_same(folder) -> None:
     llm = LLM(folder, device="cpu", num_blocks=200, max_model_len=2048)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    own = llm.get_tokenizer()
+    never = dict.fromkeys(own.encode("".join(MARKS), special=False), -math.inf)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias=never)
+    # a text without a header is content
     (output,) = llm.chat(ASK, params, tools=[WEATHER])
-    (answer,) = output.outputs
-    assert answer.content is not None
+    assert (output.outputs[0].content, output.outputs[0].tool_calls) == (output.outputs[0].text, [])
     (output,) = llm.chat([*ASK, {"role": "assistant", "content": "It is"}], params, continue_final_message=True)
     assert (output.outputs[0].content, output.outputs[0].reasoning) == (output.outputs[0].text, None)
     with pytest.raises(InvalidInput, match="reasoning_effort is 'none'; this model has low, medium, high"):

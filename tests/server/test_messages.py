@@ -208,6 +208,18 @@ def test_what_is_refused(server, change, sentence) -> None:
     assert said["request_id"] == found.headers["x-request-id"]
 
 
+def test_a_thread_is_refused_so_that_clients_send_all_messages(server) -> None:
+    """The runners of tools ask for one first, and know by the code that they must go on without."""
+    body = {name: ASKED[name] for name in ("model", "messages")} | {"thread": {"type": "create"}}
+    for path, fields in (("/v1/messages", body | {"max_tokens": 5}), ("/v1/messages/count_tokens", body)):
+        found = post(server, fields, path)
+        error = found.json()["error"]
+        assert (found.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert error["message"].endswith("none is kept here: send all messages")
+    assert "details" not in post(server, ASKED | {"max_tokens": -1}).json()["error"]
+
+
 def test_a_key_in_anthropics_header(small) -> None:
     body = ASKED | {"max_tokens": 2}
     assert post(small, body, **{"x-api-key": KEY}).status_code == 200

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftile.server.http.responses.call import ResponsesCall
+from rooftile.server.http.responses.functions import Functions
 from rooftile.server.http.responses.items import messages_of, with_instructions
 from rooftile.server.http.responses.output import Output
 from rooftile.server.http.responses.store import ResponseStore
@@ -131,10 +132,18 @@ def test_a_conversation_goes_on_from_a_kept_response(client) -> None:
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id is missing"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output is missing"),
         ({"input": [{"role": "user"}]}, "input[0].content is missing"),
+        ({"input": [{"type": "reasoning", "summary": 5}]}, "input[0] has content or a summary of type int; must be a list"),
         ({"input": "x", "max_output_tokens": -1}, "max_output_tokens is -1"),
         ({"input": "x", "top_p": 3}, "top_p is 3"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),
         ({"input": "x", "tools": "all"}, "tools must be a list"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, "tools[0].name is missing"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": 5}]}, "tools[0].tools must be a list"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]},
+            "tools[0].tools[0] is of type 'custom'",
+        ),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}", "namespace": 5}]}, "input[0].namespace is no text"),
         ({"input": "x", "tool_choice": {"type": "custom"}}, "tool_choice must be none, auto, required"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include must be a list of some of"),
         ({"input": "x", "background": True}, "background is true; must be false"),
@@ -179,6 +188,28 @@ def test_calls_and_thoughts_in_a_stream() -> None:
     # the items come back as the client has got them, and are what the model's message was
     items = [each.model_dump(exclude_none=True) for each in response.output]
     assert messages_of(items) == store.find("ann", response.id).messages[-1:]
+
+
+def test_functions_in_namespaces() -> None:
+    """Codex and others group functions; a model sees one list of names, and a client gets its own back."""
+    spawn = {"type": "function", "name": "spawn", "description": "Begins.", "strict": False, "parameters": {"type": "object"}}
+    functions = Functions([
+        spawn | {"name": "run"}, {"type": "namespace", "name": "agents", "description": "Others.", "tools": [spawn]},
+        {"type": "namespace", "name": "mcp__files__", "tools": [spawn]},
+    ])  # fmt: skip
+    names = [tool["function"]["name"] for tool in functions.tools]
+    assert names == ["run", "agents__spawn", "mcp__files__spawn"]
+    assert functions.tools[1]["function"]["parameters"] == {"type": "object"}
+    output = Output("1")
+    output.functions = functions
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in names]
+    for _ in (*output.take({"tool_calls": calls}), *output.close()):
+        pass
+    assert [(item["name"], item.get("namespace")) for item in output.items] == [
+        ("run", None), ("spawn", "agents"), ("spawn", "mcp__files__"),
+    ]  # fmt: skip
+    for found in (output.message(), *messages_of(output.items)):
+        assert [call["function"]["name"] for call in found["tool_calls"]] == names
 
 
 def test_ends_that_are_not_good() -> None:

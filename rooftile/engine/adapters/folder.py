@@ -12,6 +12,7 @@ from torch import Tensor
 from rooftile.engine.adapters.peft_config import FILE, PeftConfig
 from rooftile.engine.adapters.targets import Target, Targets
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.runtime.dtypes import dtype_word
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -100,12 +101,17 @@ def _read(folder: Path, tensors: Any, config: PeftConfig, targets: Targets, most
     updates = []
     for module, (a, b) in names.items():
         first, second = tensors.get_tensor(a), tensors.get_tensor(b)
-        for name, tensor in ((a, first), (b, second)):
-            if not tensor.isfinite().all():
-                raise InvalidInput(f"{name} in {folder / WEIGHTS} has NaN or infinity; train the adapter again")
         # in fp32 at least: the product is rounded once, to the model's dtype
-        wide = second.to(torch.promote_types(second.dtype, torch.float32))
-        updates.append((found[module], Update(first, wide * config.scale_of(module))))
+        scaled = second.to(torch.promote_types(second.dtype, torch.float32)) * config.scale_of(module)
+        for name, stored, held in ((a, first, first), (b, second, scaled)):
+            if not stored.isfinite().all():
+                raise InvalidInput(f"{name} in {folder / WEIGHTS} has NaN or infinity; train the adapter again")
+            if not held.to(targets.dtype).isfinite().all():
+                raise InvalidInput(
+                    f"{name} in {folder / WEIGHTS} has numbers that {dtype_word(targets.dtype)}, the model's dtype, cannot hold: "
+                    "train the adapter again, or give the model another dtype"
+                )
+        updates.append((found[module], Update(first, scaled)))
     return Adapter(folder, updates, rank)
 
 
@@ -113,11 +119,11 @@ def _parsed(folder: Path, name: str) -> tuple[str, int]:
     """Returns the module of a tensor in Transformers' names, and whether the tensor is A (0) or B (1)."""
     for word, why in _REFUSED.items():
         if word in name:
-            raise Unsupported(f"{folder / WEIGHTS} has {name[:120]}; {why}: merge it with peft, model.merge_and_unload()")
+            raise Unsupported(f"{folder / WEIGHTS} has {_said(name)}; {why}: merge it with peft, model.merge_and_unload()")
     for end, side in _SIDES.items():
         if name.endswith(end) and name.startswith(_PREFIX):
             return name[len(_PREFIX) : -len(end)], side
-    raise InvalidInput(f"{folder / WEIGHTS} has {name[:120]}, which is no part of an adapter in peft's names; save it with peft")
+    raise InvalidInput(f"{folder / WEIGHTS} has {_said(name)}, which is no part of an adapter in peft's names; save it with peft")
 
 
 def _target(
@@ -126,11 +132,11 @@ def _target(
     """Returns the target of a module whose tensors fit it."""
     if None in pair:
         there, lacks = ("lora_A", "lora_B") if pair[1] is None else ("lora_B", "lora_A")
-        raise InvalidInput(f"{folder / WEIGHTS} has {there} of {module[:120]} and no {lacks}; save the adapter again")
+        raise InvalidInput(f"{folder / WEIGHTS} has {there} of {_said(module)} and no {lacks}; save the adapter again")
     target = targets.find(module)
     if target is None:
         raise InvalidInput(
-            f"{folder} has a part for {module[:120]}, and the model ({targets.family}, {targets.ends()}) has no such "
+            f"{folder} has a part for {_said(module)}, and the model ({targets.family}, {targets.ends()}) has no such "
             "module: give an adapter of this model"
         )
     rank = config.rank_of(module)
@@ -145,3 +151,8 @@ def _target(
         if dtype not in _FLOATS:
             raise InvalidInput(f"{name} in {folder / WEIGHTS} is {dtype}; must be one of {', '.join(_FLOATS)}")
     return target
+
+
+def _said(name: str) -> str:
+    """Returns a name of a file's tensor for a sentence: a hostile one may be long, or hold what a terminal obeys."""
+    return name[:120] if name.isprintable() else repr(name[:120])

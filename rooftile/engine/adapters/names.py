@@ -34,9 +34,8 @@ def adapters_of(given: Any) -> dict[str, Path]:
     Raises:
         InvalidInput: they are neither a dictionary nor words name=folder, two have one name, or a folder is none.
     """
-    pairs = _pairs(given)
     found: dict[str, Path] = {}
-    for name, path in pairs:
+    for name, path in _pairs(given):
         check_name(name)
         if name in found:
             raise InvalidInput(f"adapters has {name!r} twice; give each a name of its own")
@@ -44,6 +43,15 @@ def adapters_of(given: Any) -> dict[str, Path]:
             raise InvalidInput(f"adapters has {str(path)[:200]!r} for {name!r}, which is no folder; give one that peft has saved")
         found[name] = Path(path)
     return found
+
+
+def folders_of(given: Any) -> dict[str, Path]:
+    """Returns the folders of adapters by name, of which some may be there no more.
+
+    Raises:
+        InvalidInput: they are neither a dictionary nor words name=folder.
+    """
+    return {name: Path(path) for name, path in _pairs(given)}
 
 
 def _pairs(given: Any) -> list[tuple[Any, Any]]:

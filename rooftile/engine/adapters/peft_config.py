@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from rooftile.weights.files.settings import read_json
 
 FILE = "adapter_config.json"
 MOST_RANK = 256
+# the rank of adapters that there is room for, where nothing says more
+LEAST_RANK = 16
 _MERGE = "merge it with peft, model.merge_and_unload()"
 # begin the words of ways to make an adapter that change the base's weights, too, and are saved so unless peft converts them
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -107,6 +109,15 @@ class PeftConfig(NamedTuple):
         found = _matching(self.alphas, module)
         alpha, rank = self.alpha if found is None else self.alphas[found], self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rooted else rank)
+
+
+def room_for(folders: Iterable[Path]) -> int:
+    """Returns the rank for which there is room where `max_adapter_rank` says none: the largest of some adapters.
+
+    Raises:
+        InvalidInput, Unsupported: one cannot be read, or is refused.
+    """
+    return max([LEAST_RANK, *(PeftConfig.of(folder).most_rank for folder in folders)])
 
 
 def _matching(patterns: Mapping[str, Any], module: str) -> str | None:

@@ -29,4 +29,4 @@ def add_adapters(y: Tensor, x: Tensor, matrices: Matrices, groups: RowGroups) ->
             if rank := int(matrices.ranks[slot, part]):
                 first = part * matrices.rank
                 shrunk = given @ matrices.a[slot, first : first + rank].T
-                y[rows, begin:end] += shrunk @ matrices.b[slot, begin:end, :rank].T
+                y[rows, begin:end] += shrunk @ matrices.b[slot, :rank, begin:end]

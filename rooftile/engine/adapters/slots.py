@@ -31,7 +31,7 @@ class ProjectionSlots:
 
     def __init__(self, target: TargetProjection, slots: int, rank: int, owner: AdapterSlots) -> None:
         placement, outputs = target.projection.placement, target.projection.outputs
-        shapes = (slots, target.parts * rank, target.projection.inputs), (slots, outputs, rank)
+        shapes = (slots, target.parts * rank, target.projection.inputs), (slots, rank, outputs)
         a, b = (torch.zeros(shape, dtype=placement.dtype, device=placement.device) for shape in shapes)
         ranks = torch.zeros(slots, target.parts, dtype=torch.int32, device=placement.device)
         self.matrices = Matrices.of(a, b, ranks, target.bounds)
@@ -96,14 +96,13 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compiles the kernels, which are the same for all projections: for decode steps, and for longer ones."""
-        matrices = self._beside[0].matrices
-        if not matrices.a.is_cuda:
-            return
-        for rows in (1, FEW + 1):
-            groups = group_rows(torch.zeros(rows, dtype=torch.int64))
-            x, y = (matrices.a.new_zeros(rows, n) for n in (matrices.a.shape[2], matrices.b.shape[1]))
-            add_adapters(y, x, matrices, groups._replace(buffer=groups.buffer.to(y.device)))
+        """Compiles the kernels, for decode steps and for longer ones; projections of one width share them."""
+        kinds = {(each.matrices.a.shape[2], each.matrices.aligned): each.matrices for each in self._beside}
+        for matrices in kinds.values() if self._beside[0].matrices.a.is_cuda else ():
+            for rows in (1, FEW + 1):
+                groups = group_rows(torch.zeros(rows, dtype=torch.int64))
+                x, y = (matrices.a.new_zeros(rows, n) for n in (matrices.a.shape[2], matrices.b.shape[2]))
+                add_adapters(y, x, matrices, groups._replace(buffer=groups.buffer.to(y.device)))
 
     def read(self, path: str | Path) -> Adapter:
         """Reads a folder; refuses an adapter that does not fit the slots (see `read_adapter`)."""

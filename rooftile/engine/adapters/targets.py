@@ -75,7 +75,7 @@ class Targets:
             raise Unsupported(
                 f"adapters are asked for, and {config.family} has latent attention, which folds projections together"
             )
-        self.family = config.family
+        self.family, self.dtype = config.family, decoder.placement.dtype
         self._names = names_of(config)
         self.projections: list[TargetProjection] = []
         self.modules: dict[str, Target] = {}

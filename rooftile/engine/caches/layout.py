@@ -45,6 +45,7 @@ class CacheLayout:
         size: tokens per block, on each rank.
         specs: what its kinds of layers keep.
         ranks: how many ranks hold a part of the tokens of each block (context parallelism).
+        drafted: the bytes that a draft model keeps in each block.
 
     Raises:
         InvalidInput: layers keep keys of different sizes, or windows of different lengths.
@@ -53,6 +54,7 @@ class CacheLayout:
     size: int
     specs: tuple[CacheSpec, ...]
     ranks: int = 1
+    drafted: int = 0
 
     def __post_init__(self) -> None:
         pages = {(spec.heads, spec.dim) for spec in self._of(PagedKeys)}
@@ -85,8 +87,8 @@ class CacheLayout:
         return bool(self._of(State))
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of one block, for a cache in `dtype`."""
-        return sum(spec.block_bytes(self.size, dtype) for spec in self.specs)
+        """Returns the bytes of one block, for a cache in `dtype`, and of the draft model in it."""
+        return sum(spec.block_bytes(self.size, dtype) for spec in self.specs) + self.drafted
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one row: the keys and values of a block that only a window reads."""

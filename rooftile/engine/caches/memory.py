@@ -37,7 +37,7 @@ class Fit(NamedTuple):
 
 def what_fits(
     decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, *, utilization: float,
-    longest: int, num_blocks: int | None, state_share: float,
+    longest: int, num_blocks: int | None, state_share: float, draft: tuple[Decoder, Sequence[Mixer]] | None = None,
 ) -> Fit:  # fmt: skip
     """Returns how many blocks fit into memory, but no more than all sequences together could use, and how many states.
 
@@ -55,6 +55,7 @@ def what_fits(
         longest: the longest sequence in tokens.
         num_blocks: the blocks that are asked for; None for what fits.
         state_share: the share of the caches' memory that kept states may have.
+        draft: a draft model, and its kinds of layers.
 
     Raises:
         InvalidInput: there is no room for a single block, or for the states of one answer.
@@ -63,7 +64,8 @@ def what_fits(
         return Fit(num_blocks, load.answers, 0)
     on_gpu = decoder.embedding.device.type == "cuda"
     load = replace(load, kept=layout.kept_in(0, 0, load))
-    room = _room(decoder, layout, mixers, dtype, load, utilization, longest) if on_gpu else HOST_BYTES
+    models = [(decoder, mixers)] if draft is None else [(decoder, mixers), draft]
+    room = _room(models, layout, dtype, load, utilization, longest) if on_gpu else HOST_BYTES
     if layout.has_states:
         left = _room_of_states(room, layout, dtype, load, num_blocks, on_gpu=on_gpu)
         kept = layout.kept_in(left, int(room * state_share), load)
@@ -101,15 +103,17 @@ def _room_of_states(
 
 
 def _room(
-    decoder: Decoder, layout: CacheLayout, mixers: Sequence[Mixer], dtype: torch.dtype, load: PeakLoad, utilization: float,
-    longest: int,
+    models: Sequence[tuple[Decoder, Sequence[Mixer]]], layout: CacheLayout, dtype: torch.dtype, load: PeakLoad,
+    utilization: float, longest: int,
 ) -> int:  # fmt: skip
     """Returns the bytes that a GPU has left for caches."""
-    device, computed = decoder.embedding.device, decoder.embedding.dtype
-    working = _working_bytes(decoder, min(load.tokens, load.answers * longest), load.answers)
-    # layers run one after the other
-    largest = Largest(longest, load.answers, load.tokens, dtype, computed, device)
-    working += max(mixer.working_bytes(largest) for mixer in mixers)
+    decoder, _ = models[0]
+    device, working = decoder.embedding.device, 0
+    # models and layers run one after the other
+    for each, mixers in models:
+        largest = Largest(longest, load.answers, load.tokens, dtype, each.embedding.dtype, device)
+        step = _working_bytes(each, min(load.tokens, load.answers * longest), load.answers)
+        working = max(working, step + max(mixer.working_bytes(largest) for mixer in mixers))
     free, total = torch.cuda.mem_get_info(device)
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(load.answers + 1, decoder.config.vocab_size)

@@ -18,7 +18,7 @@ from rooftile.engine.embedding.reading import ReadText, TextReader, not_finite
 from rooftile.engine.engine import Engine
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Model, current_device, find_device, longest_sequence
-from rooftile.engine.start.build import find_tokenizer
+from rooftile.engine.start.tokenizers import find_tokenizer
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, Encoder, ModelConfig

@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from rooftile.engine.adapters.names import AdapterChange
 from rooftile.engine.engine import Engine
+from rooftile.engine.loop.adapter_changes import AdapterChanges
 from rooftile.engine.loop.loop import Turn
 from rooftile.engine.requests.output import RequestOutput
 from rooftile.engine.requests.request import Request
 from rooftile.engine.requests.stats import stats_of
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.text.prompt import ParsedPrompt
+from rooftile.errors import InvalidInput
 
 News = RequestOutput | Exception
 
@@ -71,7 +74,8 @@ class Callers:
         self._wake = threading.Condition()
         self._ids = count()
         self._calls: dict[int, PendingCall] = {}
-        self._orders: list[PendingCall | int] = []
+        self._orders: list[PendingCall | AdapterChange | int] = []
+        self._adapters = AdapterChanges()
         # answers and prompt tokens of calls that wait
         self._waiting = (0, 0)
         self._closing = False
@@ -109,6 +113,22 @@ class Callers:
             self._order(call)
         return call
 
+    async def change_adapter(self, name: str, path: str | None) -> None:
+        """Loads an adapter, or with None unloads it.
+
+        Raises:
+            InvalidInput: the engine refuses that.
+        """
+        with self._wake:
+            if self._over or self._closing:
+                raise stopped(self._cause)
+            order = AdapterChange(next(self._ids), name, path)
+            change = self._adapters.begin(order.id)
+            self._order(order)
+        reason = await change
+        if reason is not None:
+            raise InvalidInput(reason)
+
     async def newest(self, call: PendingCall) -> RequestOutput:
         """Returns the newest state of a call that has not been read yet; waits until there is one, and raises its error."""
         await call.changed.wait()
@@ -140,7 +160,7 @@ class Callers:
             self._closing = True
             self._wake.notify()
 
-    def _order(self, order: PendingCall | int) -> None:
+    def _order(self, order: PendingCall | AdapterChange | int) -> None:
         self._orders.append(order)
         self._wake.notify()
 
@@ -153,7 +173,7 @@ class Callers:
 
     # called by the loop, in the engine's thread
 
-    def orders(self, wait_s: float | None) -> Sequence[PendingCall | int] | None:
+    def orders(self, wait_s: float | None) -> Sequence[PendingCall | AdapterChange | int] | None:
         """Returns the orders that have come; waits for the first at most `wait_s` seconds. None ends the loop."""
         with self._wake:
             self._wake.wait_for(lambda: self._orders or self._closing, wait_s)
@@ -183,6 +203,7 @@ class Callers:
             for id_ in turn.started:
                 if id_ in self._calls:
                     self._start(self._calls[id_])
+            self._adapters.tell(turn.adapters)
             self._deliver([*errors, *turn.news])
 
     def end(self, cause: BaseException | None) -> None:
@@ -190,6 +211,7 @@ class Callers:
         with self._wake:
             self._over, self._cause = True, cause
             self._orders.clear()
+            self._adapters.end(stopped(cause))
             self._deliver([(id_, stopped(cause)) for id_ in self._calls])
 
     def _deliver(self, news: Sequence[tuple[int, News]]) -> None:

@@ -78,6 +78,8 @@ class Answer:
     """How long its drafts may be, once there was to be one."""
     guesser: Guesser | None = None
     """Guesses how it goes on, likewise."""
+    read_by_draft: int = 0
+    """How many of its first tokens a draft model has read into the blocks of `table`."""
     silent: int = 0
     """How many of the first tokens are known to have no text."""
 

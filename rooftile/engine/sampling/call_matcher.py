@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rooftile.engine.chat.parts import Content, PlainReader
 from rooftile.engine.chat.thinking import ThoughtReader
-from rooftile.engine.chat.tools.beginnings import Beginnings, Watch
+from rooftile.engine.chat.tools.beginnings import Watch
 from rooftile.engine.sampling.grammar import GrammarFailed, Matcher
 from rooftile.engine.sampling.long_tokens import LongTokens
 from rooftile.engine.sampling.steering import ENDLESS, Mask, free_mask, mask_without
@@ -33,7 +33,7 @@ class CallMatcher:
     Args:
         tokenizer: the model's tokenizer.
         prompt: the prompt's tokens.
-        beginnings: the texts that begin calls.
+        watch: looks for the beginning of a call.
         grammar: what a call follows from its beginning on.
         long_tokens: the tokens that complete a beginning and go on.
         vocabulary: the number of the model's logits.
@@ -42,12 +42,12 @@ class CallMatcher:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], *, beginnings: Beginnings, grammar: Matcher, long_tokens: LongTokens,
+        self, tokenizer: Tokenizer, prompt: Sequence[int], *, watch: Watch, grammar: Matcher, long_tokens: LongTokens,
         vocabulary: int, several: bool, thoughts: tuple[ThoughtFormat, Stage] | None,
     ) -> None:  # fmt: skip
         self._decoder = IncrementalDecoder(tokenizer, False, prompt)
         self._thoughts = None if thoughts is None else ThoughtReader(*thoughts, PlainReader())
-        self._watch = Watch(beginnings)
+        self._watch = watch
         self._beginning, self._long_tokens, self._several = grammar, long_tokens, several
         self._any: Mask = free_mask(vocabulary)
         self._call: Matcher | None = None
@@ -107,7 +107,7 @@ class CallMatcher:
         else:
             wrong = [id for whole, rest in self._watch.completions() for id in self._wrong_ends(whole, rest)]
             self.mask = self._any & mask_without(wrong, 32 * len(self._any)) if wrong else self._any
-            self.free = 1
+            self.free = self._watch.free
 
     def _wrong_ends(self, whole: str, rest: str) -> list[int]:
         """Returns the tokens that complete a beginning, and go on as no call does."""

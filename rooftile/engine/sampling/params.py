@@ -12,7 +12,7 @@ from rooftile.engine.sampling.structural_tags import check_tags
 from rooftile.engine.settings.changed import changed
 from rooftile.engine.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput
-from rooftile.runtime.arguments import as_python_numbers, python_number
+from rooftile.runtime.arguments import as_python_numbers, python_number, shown
 from rooftile.runtime.words import takes_names
 
 # limits for one request: a parameter without a bound can bring a service down
@@ -215,7 +215,7 @@ class SamplingParams:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidInput(f"logit_bias has {token!r} for a token; must be its id, a whole number")
             if bias != -math.inf and (not _is_number(bias) or not -100 <= bias <= 100):
-                raise InvalidInput(f"logit_bias of token {token} is {bias!r}; must be a number from -100 to 100, or -inf")
+                raise InvalidInput(f"logit_bias of token {token} is {shown(bias)}; must be a number from -100 to 100, or -inf")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInput(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it must not be more")
 
@@ -225,12 +225,12 @@ class SamplingParams:
                 raise InvalidInput(f"there are {len(given)} {what}; there may be at most {MOST_STOPS}")
         for stop in stops:
             if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
-                shown = repr(stop) if not isinstance(stop, str) or not stop else f"{len(stop)} characters long"
-                raise InvalidInput(f"a stop is {shown}; must be a string of 1 to {LONGEST_STOP} characters")
+                said = shown(stop) if not isinstance(stop, str) or not stop else f"{len(stop)} characters long"
+                raise InvalidInput(f"a stop is {said}; must be a string of 1 to {LONGEST_STOP} characters")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 if isinstance(token, bool) or not isinstance(token, int):
-                    raise InvalidInput(f"{name} has {token!r}; must be token ids, whole numbers")
+                    raise InvalidInput(f"{name} has {shown(token)}; must be token ids, whole numbers")
         if self.allowed_token_ids == ():
             raise InvalidInput("allowed_token_ids is empty; must have at least one token")
         if len(self.bad_words) > MOST_WORDS:
@@ -299,7 +299,7 @@ def _several(name: str, value: object, due: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise InvalidInput(f"{name} is {value!r}; must be {due}")
+        raise InvalidInput(f"{name} is {shown(value)}; must be {due}")
     return tuple(map(python_number, value))
 
 

@@ -34,6 +34,13 @@ class SamplingState:
         state._hold(vocab, *tensors)
         return state
 
+    def beside(self, vocab: int) -> SamplingState:
+        """Returns a state for the draws of another model: the same parameters and seeds, of requests to come too.
+
+        It has last tokens of its own, and neither penalties nor biases nor masks.
+        """
+        return self.of_tensors(vocab, self._numbers, self.top_k, self.seed, torch.zeros_like(self.last), None, None, None, None)
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Everything that the state holds, for `of_tensors`."""

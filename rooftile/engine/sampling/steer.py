@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rooftile.engine.chat.harmony.form import HeaderWatch
+from rooftile.engine.chat.harmony.header import last_turn
 from rooftile.engine.chat.thought_formats import ThoughtFormat, stage_of
-from rooftile.engine.chat.tools.beginnings import Beginnings
+from rooftile.engine.chat.tools.beginnings import Beginnings, Watch
 from rooftile.engine.sampling.call_matcher import CallMatcher
 from rooftile.engine.sampling.steering import BothSteerings, Steering
 from rooftile.engine.sampling.thought_steering import steer_thoughts
@@ -43,10 +45,12 @@ def steering_of(
         assert tokenizer is not None, "a grammar needs a tokenizer"
         assert grammars is not None, "a grammar was compiled"
         beginnings = Beginnings.of(params.calls)
-        stage = stage_of(tokenizer, prompt, thoughts) if thoughts is not None and params.thinks else "after"
+        in_headers = params.calls.get("in_headers", False)
+        stage = stage_of(tokenizer, prompt, thoughts) if thoughts is not None and params.thinks and not in_headers else "after"
         calls = CallMatcher(
-            tokenizer, prompt, beginnings=beginnings, grammar=grammar, vocabulary=vocabulary,
-            long_tokens=grammars.long_tokens(beginnings.last_characters()), several=params.calls.get("several", True),
+            tokenizer, prompt, grammar=grammar, vocabulary=vocabulary, several=params.calls.get("several", True),
+            watch=HeaderWatch(beginnings, last_turn(tokenizer, prompt)) if in_headers else Watch(beginnings),
+            long_tokens=grammars.long_tokens(beginnings.last_characters()),
             thoughts=None if thoughts is None or stage == "after" else (thoughts, stage),
         )  # fmt: skip
         follows = None

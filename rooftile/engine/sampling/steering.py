@@ -45,7 +45,7 @@ class BothSteerings:
     """The place of one answer in two things that it follows at once.
 
     Args:
-        first, second: all tokens may come for each wherever the other chooses.
+        first, second: some token is left to both.
         vocabulary: the number of the model's logits.
     """
 
@@ -69,7 +69,10 @@ class BothSteerings:
         self._look()
 
     def _look(self) -> None:
-        self.mask = self._second.mask if self._first.mask is free_mask(self._vocabulary) else self._first.mask
+        first, second = self._first.mask, self._second.mask
+        # one that leaves all free is one array, and the other's stays the same while it has not changed
+        every = free_mask(self._vocabulary)
+        self.mask = second if first is every else first if second is every else first & second
         self.free = min(self._first.free, self._second.free)
 
 

@@ -233,7 +233,7 @@ SETTINGS = {
         Setting("max_adapters", int, None, "Most adapters at once.", _whole(1, MOST_ADAPTERS, optional=True), "max_loras"),
         Setting("max_adapter_rank", int, None, "Largest rank of an adapter.", _whole(1, 256, optional=True), "max_lora_rank"),
         Setting(
-            "speculative", str, None, "Guess tokens and check several at once: lookup, or JSON with a method and its settings.",
+            "speculative", str, None, "Guess tokens and check several at once: lookup, or JSON with a method or a draft model.",
             check_speculative, "speculative_config",
         ),
         Setting("weights", str, "auto", "Format of the projections: fp8, int8, w8, int4:64, 2:4; auto takes theirs.", _weights),

@@ -7,6 +7,7 @@ With B answers of which each reads its last token and d drafted ones, a step tak
 Its bytes are those of the weights, which are read once, and of the cache, which each of the B (1 + d) rows reads anew. Where a
 drafted token is accepted with probability a, after all before it, an answer gets E(d) = 1 + a + ... + a^d tokens. Drafts pay
 where E(d) T(0) / T(d) is at least LEAST: a step with drafts is not launched before the last one's tokens have reached the host.
+A draft model adds to T(d) the time of d of its own steps, each of which reads B tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ LEAST = 1.2
 EXPECTED, LEAST_EXPECTED = 0.7, 0.5
 # a new draft's weight in the share that was accepted
 NEWEST = 0.05
+# the lengths that are tried: guesses of look-up cost a step's rows, which graphs have in powers of two
+LENGTHS = (1, 3, 7, 15)
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25)
 # FLOPs that a processor without a datasheet computes while it reads a byte
 PER_BYTE = 16.0
 # the matrix units' words for what a model computes in
@@ -34,10 +38,11 @@ class Forecast:
     Args:
         cost: the bytes and FLOPs of the model's steps.
         rates: the machine's.
+        draft: the bytes and FLOPs of a draft model's steps; None without one.
     """
 
-    def __init__(self, cost: DecoderCost, rates: Rates) -> None:
-        self.cost, self.rates = cost, rates
+    def __init__(self, cost: DecoderCost, rates: Rates, draft: DecoderCost | None = None) -> None:
+        self.cost, self.rates, self.draft = cost, rates, draft
         self.accepted = EXPECTED
         """The share of the drafted tokens that are accepted, of late."""
 
@@ -56,19 +61,27 @@ class Forecast:
             cached: the tokens that they have in the cache together.
             tokens: the most tokens of a draft.
         """
-        alone, best, found = self.seconds(answers, cached), LEAST, 0
-        for count in sorted({1, 3, 7, 15, tokens}):
-            if count <= tokens:
-                got = sum(self.accepted**n for n in range(count + 1))
-                gain = got * alone / self.seconds(answers * (1 + count), cached * (1 + count))
-                if gain > best:
-                    best, found = gain, count
+        best, found = LEAST, 0
+        for count in sorted({*(LENGTHS if self.draft is None else DRAFT_LENGTHS), tokens}):
+            if count <= tokens and (gain := self.gain(answers, cached, count)) > best:
+                best, found = gain, count
         return found
+
+    def gain(self, answers: int, cached: int, count: int) -> float:
+        """Returns how many times as many tokens come in a second, at least, with drafts of `count` tokens as without."""
+        got = sum(self.accepted**n for n in range(count + 1))
+        alone, together = self.seconds(answers, cached), self.seconds(answers * (1 + count), cached * (1 + count))
+        if self.draft is not None:
+            together += count * self._seconds(self.draft, answers, cached)
+        return got * alone / together
 
     def seconds(self, rows: int, cached: int) -> float:
         """Returns the least time of a step that reads `rows` tokens, and `cached` tokens of the cache for them."""
-        moved = self.cost.weight_bytes + self.cost.touched_bytes(rows) + cached * self.cost.token_bytes
-        return max(moved / self.rates.bytes_per_s, rows * self.cost.token_flops / self.rates.flops_per_s)
+        return self._seconds(self.cost, rows, cached)
+
+    def _seconds(self, cost: DecoderCost, rows: int, cached: int) -> float:
+        moved = cost.weight_bytes + cost.touched_bytes(rows) + cached * cost.token_bytes
+        return max(moved / self.rates.bytes_per_s, rows * cost.token_flops / self.rates.flops_per_s)
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -3,6 +3,9 @@
 all accepted      twice as long, up to the most
 some accepted     one longer than what was accepted
 none accepted     one token, after a pause of 1, 2, 4, ... tokens without a draft, as often as this came in a row
+
+`SteadyPace` is for drafts whose tokens are accepted or not by chance, as a draft model's are: the length follows the share
+that was accepted of late, and no single draft.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 # the longest pause, in tokens
 LONGEST_PAUSE = 64
 FIRST = 4
+# for a draft model: the share accepted at first, a token's weight in it, and the drafts in a row that may be refused whole
+HOPED, WEIGHT, PATIENCE = 0.7, 0.1, 4
 
 
 class Pace:
@@ -44,3 +49,32 @@ class Pace:
         self._misses = 0 if accepted else self._misses + 1
         if not accepted:
             self._until = generated + min(1 << (self._misses - 1), LONGEST_PAUSE)
+
+
+class SteadyPace(Pace):
+    """The length of one answer's drafts by a draft model: the tokens that a draft may be hoped to get, and one more.
+
+    Example:
+        >>> pace = SteadyPace(8)
+        >>> pace.length, pace.note(4, 4, 10), pace.length
+        (3, None, 6)
+    """
+
+    __slots__ = ("_share",)
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._share = HOPED
+        self._set_length()
+
+    def note(self, drafted: int, accepted: int, generated: int) -> None:
+        # tokens behind the first that was refused say nothing
+        tried = min(accepted + 1, drafted)
+        self._share += min(WEIGHT * tried, 1.0) * (accepted / tried - self._share)
+        self._set_length()
+        self._misses = 0 if accepted else self._misses + 1
+        if self._misses >= PATIENCE:
+            self._until = generated + min(1 << (self._misses - PATIENCE), LONGEST_PAUSE)
+
+    def _set_length(self) -> None:
+        self.length = min(round(1 / max(1 - self._share, 1 / 64)), self.most)

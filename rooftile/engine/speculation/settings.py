@@ -14,10 +14,14 @@ from rooftile.runtime.arguments import python_number
 MOST_TOKENS = 31
 LONGEST_GRAM = 8
 SHORTEST = 2
-METHODS = ("lookup",)
+# the most tokens of a draft, where nothing is said
+USUAL = {"lookup": 15, "draft": 8}
+METHODS = ("lookup", "draft")
+# vLLM's words for these
+SAME = {"ngram": "lookup", "draft_model": "draft"}
 LATER = {
-    name: f'speculative has the method "{name}"; has "lookup" only'
-    for name in ("draft", "draft_model", "eagle", "eagle3", "mtp", "medusa", "deepseek_mtp")
+    name: f'speculative has the method "{name}"; has "lookup" and "draft" only'
+    for name in ("eagle", "eagle3", "mtp", "medusa", "deepseek_mtp")
 }
 # vLLM's words for the same
 RENAMED = {
@@ -31,14 +35,17 @@ class Speculation:
     """Speculative decoding, as it is asked for.
 
     Args:
-        method: "lookup" guesses that the text goes on as it did where its last tokens occurred before, in prompt or answer.
+        method: "lookup" guesses that the text goes on as it did where its last tokens occurred before, in prompt or answer;
+            "draft" has a smaller model guess.
+        model: the smaller model: a folder or a name on the Hub, a decoder, or a configuration, whose weights are random.
         tokens: the most tokens of a draft.
         longest, shortest: the numbers of last tokens that are looked for, the longest first.
         max_batch: drafts are made while at most this many answers run; None where they pay, as predicted.
     """
 
     method: str = "lookup"
-    tokens: int = 15
+    model: Any = None
+    tokens: int = USUAL["lookup"]
     longest: int = 4
     shortest: int = SHORTEST
     max_batch: int | None = None
@@ -62,12 +69,12 @@ class Speculation:
         if not isinstance(given, Mapping):
             raise InvalidInput(f'speculative is {repr(given)[:60]}; must be "lookup", a dictionary with a method, or None')
         asked: dict[str, Any] = {RENAMED.get(str(name), str(name)): python_number(value) for name, value in given.items()}
-        method = asked.get("method", "lookup")
-        method = "lookup" if method == "ngram" else method
+        method = asked.get("method", "lookup" if asked.get("model") is None else "draft")
+        method = SAME.get(method, method) if isinstance(method, str) else method
         if method in LATER:
             raise Unsupported(LATER[method])
         if method not in METHODS:
-            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup"')
+            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup" or "draft"')
         foreign = [name for name in asked if name not in cls.__dataclass_fields__]
         if foreign:
             raise InvalidInput(f"speculative has {foreign[0]!r}; may have {', '.join(cls.__dataclass_fields__)}")
@@ -78,12 +85,30 @@ class Speculation:
             if name in asked and not (name == "max_batch" and value is None) and not _is_between(value, least, most):
                 raise InvalidInput(f"speculative has {name} = {value!r}; must be a whole number from {least} to {most:,}")
         asked["method"] = method
+        asked.setdefault("tokens", USUAL[method])
+        _check_model(asked)
         if "longest" in asked and "shortest" not in asked:
             asked["shortest"] = min(SHORTEST, asked["longest"])
         found = cls(**asked)
         if found.shortest > found.longest:
             raise InvalidInput(f"speculative has shortest = {found.shortest} and longest = {found.longest}; it must not be more")
         return found
+
+
+def _check_model(asked: Mapping[str, Any]) -> None:
+    """Refuses a method without its model, and settings of another method."""
+    model, drafts = asked.get("model"), asked["method"] == "draft"
+    if drafts and (model is None or isinstance(model, int | float | bytes | list | dict) or model == ""):
+        raise InvalidInput(
+            f'speculative has the method "draft" and the model {model!r}; must be a smaller model\'s folder or name'
+        )
+    if not drafts and model is not None:
+        raise InvalidInput(
+            f'speculative has a model, {str(model)[:60]}, and the method "lookup", which needs none: leave one out'
+        )
+    for name in ("longest", "shortest"):
+        if drafts and name in asked:
+            raise InvalidInput(f"speculative has {name} = {asked[name]} and a draft model, which looks nothing up: leave it out")
 
 
 def check_speculative(name: str, value: object) -> None:

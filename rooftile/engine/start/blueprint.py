@@ -17,6 +17,9 @@ from rooftile.engine.mixers.registry import mixers_of
 from rooftile.engine.ranks.place import Place
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.settings.table import SETTINGS
+from rooftile.engine.speculation.settings import Speculation
+from rooftile.engine.start.checkpoint import find_folder
+from rooftile.engine.start.tokenizers import check_draft_tokenizer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.parts import deals_experts
@@ -39,6 +42,7 @@ class Blueprint(NamedTuple):
         layout: what the layers keep.
         whole: the model that all ranks hold together.
         deal_experts: whether each of several ranks holds whole experts.
+        draft: the draft model; None for none.
     """
 
     model: Model
@@ -50,6 +54,7 @@ class Blueprint(NamedTuple):
     layout: CacheLayout
     whole: ModelConfig
     deal_experts: bool = False
+    draft: Blueprint | None = None
 
     @classmethod
     def of(cls, model: Model, config: EngineConfig, place: int = 0) -> Blueprint:
@@ -86,7 +91,11 @@ class Blueprint(NamedTuple):
         for path in adapters_of(config.adapters).values():
             PeftConfig.of(path)
         _check_drafts(mixers, shape, config)
-        return cls(model, config, device, shape, max_len, mixers, layout, whole, deal_experts)
+        draft = _draft_of(model, config, device, shape, max_len)
+        if draft is not None:
+            keys = draft.layout.block_bytes(draft.config.cache_dtype(draft.shape.dtype))
+            layout = replace(layout, drafted=keys)
+        return cls(model, config, device, shape, max_len, mixers, layout, whole, deal_experts, draft)
 
 
 def find_device(model: Model, config: EngineConfig, place: int = 0) -> torch.device:
@@ -201,6 +210,39 @@ def _check_drafts(mixers: tuple[Mixer, ...], shape: ModelConfig, config: EngineC
                 f"speculative is given, and the model has layers of the kind {shape.mixers[mixer.layers[0]]!r}, which cannot "
                 "take back what a refused token has left: leave it out"
             )
+
+
+def _draft_of(
+    model: Model, config: EngineConfig, device: torch.device, shape: ModelConfig, max_len: int
+) -> Blueprint | None:  # fmt: skip
+    """Returns the blueprint of the draft model that is asked for, checked against the model; None if none is."""
+    asked = Speculation.of(config.speculative)
+    if asked is None or asked.model is None:
+        return None
+    draft = asked.model
+    if isinstance(draft, str | Path):
+        draft = find_folder(draft, download=config.download)
+    elif not isinstance(draft, Decoder | ModelConfig):
+        raise InvalidInput(f"speculative has the model {repr(draft)[:60]}; must be a folder, a name on the Hub, or a decoder")
+    check_draft_tokenizer(model, config, draft)
+    own = draft.config if isinstance(draft, Decoder) else ModelConfig.from_folder(draft) if isinstance(draft, Path) else draft
+    settings = replace(
+        config, speculative=None, adapters=None, max_adapters=None, max_adapter_rank=None, tokenizer=None, chat_template=None,
+        weights="auto", dtype="auto" if isinstance(draft, Decoder) else config.dtype, device=device,
+        kv_dtype="fp8" if config.kv_dtype == "fp8" else "auto", num_blocks=None, max_model_len=min(max_len, own.max_len),
+        **{name: SETTINGS[name].default for name in ("state_dtype", "state_every", "state_share")},
+    )  # fmt: skip
+    try:
+        found = Blueprint.of(draft, settings)
+    except (InvalidInput, Unsupported) as error:
+        raise type(error)(f"of the draft model: {error}") from None
+    for mixer in found.mixers:
+        if not mixer.takes_drafts:
+            raise Unsupported(
+                f"the draft model has layers of the kind {found.shape.mixers[mixer.layers[0]]!r}, which cannot take back what a "
+                "refused token has left; give one with attention alone"
+            )
+    return found
 
 
 def _check_weights(model: Model, config: EngineConfig, device: torch.device) -> None:

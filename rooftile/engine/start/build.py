@@ -9,28 +9,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from rooftile.engine.adapters.names import adapters_of
-from rooftile.engine.adapters.peft_config import PeftConfig
+from rooftile.engine.adapters.peft_config import room_for
 from rooftile.engine.adapters.slots import AdapterSlots
 from rooftile.engine.caches import memory
-from rooftile.engine.caches.cost import cost_of
 from rooftile.engine.caches.layout import CacheLayout, PeakLoad
 from rooftile.engine.engine import Engine
 from rooftile.engine.ranks.group import RankGroup
 from rooftile.engine.ranks.late_group import LateGroup
 from rooftile.engine.settings.config import EngineConfig
-from rooftile.engine.speculation.forecast import Forecast, rates_of
 from rooftile.engine.speculation.settings import Speculation
-from rooftile.engine.speculation.speculator import Speculator
 from rooftile.engine.start.blueprint import Blueprint, Model, current_device
 from rooftile.engine.start.compilation import Compilation
+from rooftile.engine.start.drafts import add_draft, speculator_of
+from rooftile.engine.start.tokenizers import find_tokenizer
 from rooftile.engine.steps.runner import Runner
-from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.context_share import ContextShare
@@ -43,9 +40,6 @@ from rooftile.weights.two_four import TwoFour
 
 # rows that every library for 2:4 weights takes
 MANY = 512
-# the rank of adapters that there is room for, where nothing says more
-LEAST_RANK = 16
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def build_engine(model: Model, config: EngineConfig) -> Engine:
@@ -71,6 +65,7 @@ def build_runner(
     """
     config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
     decoder = load_decoder(blueprint, late)
+    draft = None if blueprint.draft is None else load_decoder(blueprint.draft)
     # before memory is measured, and before any prompt
     adapters = adapters_for(decoder, blueprint)
     for mixer in mixers:
@@ -80,7 +75,7 @@ def build_runner(
     load = PeakLoad(config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged", prefixes=prefixes)
     # before memory is measured: what connects the ranks takes some
     group = None if late is None else late.ready()
-    fit = count_blocks(decoder, blueprint, load, group)
+    fit = count_blocks(decoder, blueprint, load, group, draft)
     load = replace(load, answers=fit.answers, kept=fit.kept)
     max_len = blueprint.max_len
     if config.max_model_len is None:
@@ -93,6 +88,9 @@ def build_runner(
         decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
         adapters=adapters, drafted=0 if speculation is None else speculation.tokens,
     )  # fmt: skip
+    if blueprint.draft is not None and draft is not None:
+        own = allocate_caches(draft, blueprint.draft.layout, blueprint.draft.config, load, fit.blocks)
+        add_draft(runner, blueprint.draft, draft, own, fit.answers)
     if adapters is not None:
         # the decoder may be a caller's, who makes another engine of it
         weakref.finalize(runner, adapters.detach).atexit = False
@@ -110,15 +108,10 @@ class Sizes(NamedTuple):
 def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
     """Returns the engine that plans the steps of a runner."""
     (runner, sizes), config, layout = built, blueprint.config, blueprint.layout
-    speculation = Speculation.of(config.speculative)
-    speculator = None
-    if speculation is not None:
-        decoder = runner.decoder
-        forecast = Forecast(cost_of(decoder, runner.caches), rates_of(runner.device, decoder.embedding.dtype))
-        speculator = Speculator(speculation, forecast, runner.most_rows)
+    pool = layout.pool(sizes.blocks, sizes.load, sizes.max_len)
     engine = Engine(
         runner,
-        layout.pool(sizes.blocks, sizes.load, sizes.max_len),
+        pool,
         max_len=sizes.max_len,
         max_answers=sizes.load.answers,
         max_batched_tokens=config.max_batched_tokens,
@@ -130,7 +123,7 @@ def engine_of(blueprint: Blueprint, built: tuple[Runner, Sizes]) -> Engine:
         state_every=config.state_every,
         reasoning_parser=config.reasoning_parser,
         tool_call_parser=config.tool_call_parser,
-        speculator=speculator,
+        speculator=speculator_of(blueprint, runner, pool),
     )
     for name, path in adapters_of(config.adapters).items():
         engine.load_adapter(name, path)
@@ -144,7 +137,7 @@ def adapters_for(decoder: Decoder, blueprint: Blueprint) -> AdapterSlots | None:
         return None
     rank = config.max_adapter_rank
     if rank is None:
-        rank = max([LEAST_RANK, *(PeftConfig.of(path).most_rank for path in adapters_of(config.adapters).values())])
+        rank = room_for(adapters_of(config.adapters).values())
     slots = AdapterSlots(decoder, config.adapter_slots, rank, blueprint.whole)
     slots.compile()
     return slots
@@ -201,7 +194,9 @@ def start_compiling(blueprint: Blueprint) -> Compilation | None:
     )  # fmt: skip
 
 
-def count_blocks(decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None) -> memory.Fit:
+def count_blocks(
+    decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None, draft: Decoder | None
+) -> memory.Fit:  # fmt: skip
     """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
     config, max_len, size = blueprint.config, blueprint.max_len, blueprint.layout.tokens
     with current_device(decoder.embedding.device):
@@ -209,6 +204,7 @@ def count_blocks(decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: 
             decoder, blueprint.layout, blueprint.mixers, config.cache_dtype(decoder.embedding.dtype), load,
             utilization=config.gpu_memory_utilization, longest=max_len, num_blocks=config.num_blocks,
             state_share=config.state_share,
+            draft=None if draft is None or blueprint.draft is None else (draft, blueprint.draft.mixers),
         )  # fmt: skip
     if config.num_blocks is None:
         fit = fit._replace(blocks=min(fit.blocks, *(mixer.most_blocks for mixer in blueprint.mixers)))
@@ -241,13 +237,3 @@ def _states(layout: CacheLayout, load: PeakLoad) -> str:
     if rows is None:
         return ""
     return f", with {rows.total:,} states of {layout.states_in_words()}: make num_blocks or max_num_seqs smaller"
-
-
-def find_tokenizer(model: Model, config: EngineConfig) -> Tokenizer | None:
-    """Loads the tokenizer that is asked for, or the checkpoint's; None if its folder has no file of one."""
-    folder = config.tokenizer
-    if folder is None and isinstance(model, str | Path) and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
-        folder = model
-    if folder is None and config.chat_template is not None:
-        raise InvalidInput("chat_template is given, and the model has no tokenizer; give a folder with one as tokenizer=")
-    return None if folder is None else Tokenizer.from_folder(folder, template=config.chat_template)

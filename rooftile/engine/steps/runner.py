@@ -107,6 +107,7 @@ class Runner:
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
         adapters: the memory of adapters; None if there are none.
         drafted: the most tokens that are drafted for an answer.
+        beside: the runner of a larger model for which this one drafts: they have block tables and sampling parameters in common.
     """
 
     has_ranks = False
@@ -114,7 +115,7 @@ class Runner:
 
     def __init__(
         self, decoder: Decoder, caches: Caches, mixers: Sequence[Mixer], max_answers: int, max_len: int, *, graphs: bool = True,
-        deterministic: bool = False, adapters: AdapterSlots | None = None, drafted: int = 0,
+        deterministic: bool = False, adapters: AdapterSlots | None = None, drafted: int = 0, beside: Runner | None = None,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.adapters = adapters
@@ -134,14 +135,19 @@ class Runner:
         self.size = self.pages.storage.shape[3] if caches.share is None else caches.share.block
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
-        self.table = torch.zeros(max_answers + 1, -(-max_len // self.size), dtype=torch.int32, device=self.device)
-        self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
+        slots, vocab = max_answers + 1, decoder.config.vocab_size
+        self.table = torch.zeros(slots, -(-max_len // self.size), dtype=torch.int32, device=self.device)
+        self.sampling = SamplingState(slots, vocab, self.device)
+        if beside is not None:
+            self.table, self.sampling = beside.table, beside.sampling.beside(vocab)
         self.layers = Layers(mixers, decoder, caches, settings)
         # a draw at temperature 0 is the most likely token, so on a GPU greedy steps need no kernels and graphs of their own
         self._maker = StepMaker(
             max_answers, decoder.config.vocab_size, always=SamplingFeatures(chance=self.table.is_cuda),
             all_chunks=deterministic, separates_prompts=self.layers.separates_prompts,
         )  # fmt: skip
+        self.draft: Runner | None = None
+        """Runs a draft model, beside this one; None without one."""
         self.most_rows = most_rows(max_answers, drafted)
         """The most tokens that all answers read together in a step that only decodes."""
         self._graphs: DecodeGraphs | None = None
@@ -206,6 +212,8 @@ class Runner:
         """Captures the graphs that most steps need, before the first request comes."""
         if self._graphs is not None:
             self._graphs.capture(self._decode)
+        if self.draft is not None:
+            self.draft.capture()
 
     def forget_graphs(self) -> None:
         """Lets go of all graphs; later steps run without."""

@@ -161,7 +161,7 @@ class Scheduler:
         # a request that was on its way from one queue to the other is in both
         requests = list(dict.fromkeys([*self.running, *self.waiting]))
         for answer in (answer for request in requests for answer in request.answers):
-            answer.table, answer.slot, answer.planned, answer.pending = None, -1, 0, 0
+            answer.table, answer.slot, answer.planned, answer.pending, answer.read_by_draft = None, -1, 0, 0, 0
         for request in requests:
             request.kept = None
         self.running.clear()
@@ -215,10 +215,25 @@ class Scheduler:
                 self._reserve_rows(answer, tokens)
                 plan.work.append(ScheduledTokens(answer, answer.planned, tokens, (answer,), draft=draft))
                 budget -= tokens
+        budget += self._complete_drafts(plan)
         for work in plan.work:
             work.answer.planned += work.tokens
             work.answer.pending += work.tokens
         return budget
+
+    def _complete_drafts(self, plan: StepPlan) -> int:
+        """Puts the guesses of a draft model into the plan; returns how many tokens less the plan then reads."""
+        if self.speculator is None:
+            return 0
+        asked = [(work.answer, len(work.draft.tokens)) for work in plan.work if work.draft.tokens]
+        drafts, before = self.speculator.complete(asked, plan.entries), sum(count for _, count in asked)
+        if not drafts:
+            return 0
+        plan.work = [
+            work if (draft := drafts.get(work.answer)) is None else work._replace(tokens=1 + len(draft.tokens), draft=draft)
+            for work in plan.work
+        ]
+        return before - sum(len(draft.tokens) for draft in drafts.values())
 
     def _draft(self, answer: Answer) -> Draft:
         """Returns a draft for an answer, if there is room for it without a preemption."""
@@ -468,7 +483,7 @@ class Scheduler:
         if answer.table is not None:
             self.pool.free(answer.table)
             answer.table = None
-            answer.planned = 0
+            answer.planned = answer.read_by_draft = 0
 
 
 def entries_of(answer: Answer) -> dict[tuple[int, int], int]:

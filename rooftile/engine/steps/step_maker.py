@@ -13,6 +13,7 @@ from torch import Tensor
 from rooftile.engine.requests.request import Answer
 from rooftile.engine.sampling.features import SamplingFeatures, features_of
 from rooftile.engine.sampling.forbidden import banned_next
+from rooftile.engine.sampling.new_slots import NONE as NO_SLOTS
 from rooftile.engine.sampling.new_slots import NewSlots
 from rooftile.engine.sampling.steering import Mask, free_mask
 from rooftile.engine.speculation.draft import Draft
@@ -150,6 +151,25 @@ class StepMaker:
                 following += request.prompt[work.start + 1 : work.start + 1 + count]
             row += work.tokens
         return _columns(3, found), torch.tensor(following, dtype=torch.int64)
+
+
+def bare_step(
+    inputs: StepInputs, features: SamplingFeatures, *, single: bool, entries: Mapping[tuple[int, int], int] | None = None
+) -> Step:  # fmt: skip
+    """Returns a step that reads tokens and draws the next ones, and no more.
+
+    Args:
+        inputs: the tokens.
+        features: the features of the draw.
+        single: whether each token is read by itself and has an output.
+        entries: new entries of the block tables: a block by (slot, column).
+    """
+    one, two, three = _NONE[1][0], _NONE[2], _NONE[3]
+    written = _columns(3, ((slot, column, block) for (slot, column), block in (entries or {}).items()))
+    return Step(
+        inputs, NO_SLOTS, torch.tensor([features.bits, single, -1]), written, copies=two, rows=two, row_copies=two, states=two,
+        states_after=two, marks=three, bans=two, depths=one, masked=two, masks=two.T, scored=three, following=one, adapters=one,
+    )  # fmt: skip
 
 
 class _Output(NamedTuple):

@@ -65,15 +65,19 @@ def render(
     written_as = [_with_text(message) for message in messages]
     mark = _mark_end(written_as, add_generation_prompt) if continue_final_message else ""
     # variables of another kind are refused below
-    if SIGN in template and isinstance(variables, Mapping):
-        written_as = harmony_messages(written_as, variables)
+    harmony = harmony_messages(written_as, variables) if SIGN in template and isinstance(variables, Mapping) else None
+    if harmony is not None:
+        written_as = harmony.messages
     try:
         program, read = _compiled(template)
         _check_variables(variables, read, named)
         if "tools" in read:
             # templates with tools look into the text beside a call, and fail where it is null; older ones ask whether it is null
             written_as = [message | {"content": message.get("content") or ""} for message in written_as]
-        if tools and "tools" not in read:
+        if tools and "xml_tools" in read - {*variables} and "tools" not in read:
+            # SmolLM3's name for them; it takes the functions alone
+            variables = {**variables, "xml_tools": [tool.get("function", tool) for tool in tools]}
+        elif tools and "tools" not in read:
             raise _WrongVariable(f"tools are given, and the chat template of {place} has no place for them; leave tools out")
         with _limited(MOST_STEPS):
             written: str = program.render(
@@ -88,6 +92,8 @@ def render(
         # a template is somebody else's program: whatever it raises is its refusal of these messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
+    if harmony is not None:
+        written = harmony.put_back(written)
     return _cut_at(mark, written, messages[-1], place) if mark else written
 
 

@@ -1,15 +1,16 @@
 """Messages of a conversation as the chat template of gpt-oss takes them.
 
 The template writes one call per message, with the result behind it, and thoughts by the name `thinking`. It leaves further calls,
-later system messages and thoughts by other names out without a word, so conversations are put into its form first. Which
+later messages of the operator and thoughts by other names out without a word, so conversations are put into its form first. Which
 thoughts the model reads is the template's to say: those before a call, up to the next final answer.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rooftile.errors import InvalidInput
 
@@ -19,36 +20,57 @@ EFFORTS = ("low", "medium", "high")
 # what a model has thought, by the names of several servers
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _OPERATORS = ("system", "developer")
+# how the template begins a message of the user's, and the operator's
+_USER, _DEVELOPER = "<|start|>user<|message|>", "<|start|>developer<|message|># Instructions\n\n"
 
 
-def harmony_messages(messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns messages in the template's form.
+class HarmonyMessages(NamedTuple):
+    """A conversation in the template's form.
+
+    Args:
+        messages: the messages.
+        late: the operator's texts behind the first turn, each by a mark that stands for it in a message of the user.
+    """
+
+    messages: list[dict[str, Any]]
+    late: dict[str, str]
+
+    def put_back(self, written: str) -> str:
+        """Returns a conversation as the template has written it, with the operator's messages in the place of their marks."""
+        for mark, text in self.late.items():
+            written = written.replace(f"{_USER}{mark}", f"{_DEVELOPER}{text}\n\n", 1)
+        return written
+
+
+def harmony_messages(messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> HarmonyMessages:
+    """Returns a conversation in the template's form.
 
     Args:
         messages: the messages, whose contents are texts.
         variables: the caller's variables of the template.
 
     Raises:
-        InvalidInput: the template would leave a message out, or the model does not know the effort.
+        InvalidInput: the model does not know the effort.
     """
     effort = variables.get("reasoning_effort", "medium")
     if effort not in EFFORTS:
         raise InvalidInput(f"reasoning_effort is {repr(effort)[:40]}; this model has {', '.join(EFFORTS)}")
     first = next((n for n, each in enumerate(messages) if each["role"] not in _OPERATORS), len(messages))
-    late = next((n for n in range(first, len(messages)) if messages[n]["role"] in _OPERATORS), None)
-    if late is not None:
-        role = messages[late]["role"]
-        raise InvalidInput(f"messages[{late}] is of the role {role}, which this model reads at the beginning only; put it first")
     found = [{"role": "developer", "content": "\n\n".join(each["content"] for each in messages[:first])}] if first else []
-    place = first
+    place, late = first, dict[str, str]()
     while place < len(messages):
         message = messages[place]
         end = place + 1
         while message.get("tool_calls") and end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        found += _turn(message, messages[place + 1 : end])
+        if message["role"] in _OPERATORS:
+            mark = secrets.token_hex(16)
+            late[mark] = message["content"]
+            found.append({"role": "user", "content": mark})
+        else:
+            found += _turn(message, messages[place + 1 : end])
         place = end
-    return found
+    return HarmonyMessages(found, late)
 
 
 def _turn(message: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

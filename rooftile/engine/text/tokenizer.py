@@ -127,6 +127,17 @@ class Tokenizer:
         return size
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, added ones included, by its spelling."""
+        found: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        return found
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The spellings of the special tokens."""
+        return frozenset(self.token(id) for id in self._special_ids)
+
+    @property
     def template(self) -> str | None:
         """The chat template; None if there is none."""
         return self._template

@@ -61,7 +61,7 @@ class Metrics:
             Gauge(f"{prefix}:replica_{name}", said, [*_LABELS, "replica"], registry=self._registry)
             for name, said in (
                 ("up", "whether a replica answers requests"), ("requests", "prompts that a replica has"),
-                ("starts", "how often a replica has been started again"),
+                ("starts", "how often a replica has been started again"), ("adapters", "adapters that a replica has"),
             )
         ]  # fmt: skip
         self.replica_hits = Counter(
@@ -115,9 +115,9 @@ class Metrics:
             self.step.observe(stats.step_s)
             self.host.observe(stats.host_s)
 
-    def note_replica(self, number: int, *, up: bool, requests: int, starts: int) -> None:
+    def note_replica(self, number: int, *, up: bool, requests: int, starts: int, adapters: int) -> None:
         """Notes how a replica stands."""
-        for gauge, value in zip(self.replicas, (up, requests, starts), strict=True):
+        for gauge, value in zip(self.replicas, (up, requests, starts, adapters), strict=True):
             gauge.labels(self._model, str(number)).set(value)
 
     def note_end(self, end: str) -> None:

@@ -17,6 +17,7 @@ from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import FAILED, Add, Failed, Ready, Report, RequestRefused, StepNews
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.observe.log import log
+from rooftile.server.on_ray.adapters import FollowedAdapters, Wanted
 from rooftile.server.on_ray.nodes import check_rooftile, node_address, torch_version
 from rooftile.server.on_ray.ranks import RankActors, RankOrder
 
@@ -47,6 +48,8 @@ class Engine:
         self._name = secrets.token_hex(8)
         self._stall_s = stall_s
         self._start(settings, rooftile)
+        self._adapters = FollowedAdapters(settings.get("adapters"), self._engine.change_adapter)
+        self._following: asyncio.Task[None] | None = None
         # when an ingress has last said that a call has a reader
         self._wanted: dict[str, tuple[RemoteCall, float]] = {}
         try:
@@ -63,15 +66,26 @@ class Engine:
         assert self._engine.ready is not None
         return _encode(self._engine.ready)
 
-    async def keep(self, names: Sequence[str]) -> tuple[str, list[float]]:
-        """Notes that these calls still have readers; returns a name of the engine's, and its counts as `EngineStats` has them."""
+    async def change_adapters(self, wanted: Wanted) -> str:
+        """Loads and unloads adapters until they are those that are wanted; returns why not, or ""."""
+        return await self._adapters.follow(wanted)
+
+    async def keep(self, names: Sequence[str], adapters: Wanted | None = None) -> tuple[str, list[float]]:
+        """Notes that these calls still have readers; returns a name of the engine's, and its counts as `EngineStats` has them.
+
+        An engine that was started later than the others has their adapters then, too.
+        """
         for name in names:
             if name in self._wanted:
                 self._wanted[name] = self._wanted[name][0], time.monotonic()
+        if self._following is None or self._following.done():
+            # not waited for: the ingress takes who does not answer for one that has gone
+            self._following = asyncio.create_task(self._follow(adapters))
         return self._name, [*self._engine.stats]
 
     async def answer(
-        self, order: bytes, name: str, *, kept: bool, blocks: Sequence[int], size: int, load: int
+        self, order: bytes, name: str, *, kept: bool, blocks: Sequence[int], size: int, load: int,
+        adapters: Wanted | None = None,
     ) -> AsyncGenerator[bytes, None]:  # fmt: skip
         """Yields what happens to a prompt, each time as a `Report` about call 0.
 
@@ -80,10 +94,12 @@ class Engine:
             name: the call's name for `keep`.
             kept: whether its ingress will say that the call is read.
             blocks, size, load: the prompt's blocks, the tokens of each, and its weight, which the router has read.
+            adapters: the adapters that there are to be, if the prompt names one.
         """
         add, started = _read_add(order), asyncio.Event()
         call: RemoteCall | None = None
         try:
+            await self._follow(adapters)
             call = self._engine.send(
                 add.prompt, add.params, salt=add.salt, streams=add.streams, started=started.set, adapter=add.adapter
             )
@@ -121,6 +137,11 @@ class Engine:
             address, port = listener.getsockname()[:2]
         order = RankOrder(settings, address, port, rooftile, torch_version())
         self._ranks = RankActors(order, self._lose)
+
+    async def _follow(self, adapters: Wanted | None) -> None:
+        """Follows the ingress; what cannot be loaded here is refused where it is asked for."""
+        if adapters is not None and (reason := await self._adapters.follow(adapters)):
+            log.error("the replica lacks an adapter: %s", reason)
 
     def _lose(self, cause: str, detail: str) -> None:
         """Ends the engine, of which a rank has ended."""

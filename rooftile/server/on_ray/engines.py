@@ -13,12 +13,15 @@ from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import Add, Failed, Ready, StepNews
 from rooftile.server.observe.log import log
+from rooftile.server.on_ray.adapters import WantedAdapters
 from rooftile.server.on_ray.engine import read, read_facts
 from rooftile.server.replicas.prefixes import blocks_of
 from rooftile.server.routing import weight
 
 # seconds between two words to the engines that calls still have readers, unless --stall is short
 PULSE_S = 5.0
+# seconds in which all engines read an adapter
+CHANGE_S = 100.0
 GONE = "the replica that had the request has ended"
 
 
@@ -31,17 +34,19 @@ class RayEngines:
         shares_prefixes: whether prompts share what is cached.
         noted: called with the number of an engine, from 1 on, and its counts.
         changed: called with the number of engines that answer.
+        adapters: the adapters that engines are started with.
     """
 
     def __init__(
         self, handle: Any, *, stall_s: float, shares_prefixes: bool, noted: Callable[[int, EngineStats], None],
-        changed: Callable[[int], None],
+        changed: Callable[[int], None], adapters: Any = None,
     ) -> None:  # fmt: skip
         self.ready = asyncio.Event()
         self.over = asyncio.Event()
         self.facts: Ready | None = None
         self._handle = handle
         self._answer = handle.options(method_name="answer", stream=True)
+        self._adapters = WantedAdapters(adapters)
         self._shares_prefixes = shares_prefixes
         self._changed = changed
         self._noted = noted
@@ -80,14 +85,44 @@ class RayEngines:
         order = msgspec.msgpack.encode(Add(0, prompt, params, salt, streams, adapter))
         response = self._answer.remote(
             order, self._name(call), kept=hasattr(self._handle, "broadcast"), blocks=blocks, size=size,
-            load=weight(len(prompt), answers),
+            load=weight(len(prompt), answers), adapters=None if adapter is None else self._adapters.now,
         )  # fmt: skip
         self._calls[call] = asyncio.create_task(self._follow(call, response)), started
         return call
 
     async def change_adapter(self, name: str, path: str | None) -> None:
-        """Refuses: replicas come and go, and each has the adapters that it was started with."""
-        raise EngineRefused("on a cluster adapters are those of --adapter; start the server again with others")
+        """Loads an adapter into all engines, or with None unloads it; if one refuses it, none has changed.
+
+        Engines that are started later follow, before they answer a prompt for an adapter.
+
+        Raises:
+            EngineRefused: an engine refuses it, or this Ray cannot tell all of them.
+            EngineDown: none answers.
+        """
+        if not hasattr(self._handle, "broadcast"):
+            raise EngineRefused("with this Ray adapters are those of --adapter; install a newer one, or start the server again")
+        undo = self._adapters.change(name, path)
+        try:
+            said = [each for each in await self._tell_adapters() if isinstance(each, str)]
+        except Exception:
+            undo()
+            log.exception("the engines could not be told of the adapter %r", name)
+            raise EngineDown("the engines have not changed their adapters in time") from None
+        reason = next(filter(None, said), None)
+        if reason is None and said:
+            return
+        undo()
+        if reason is None:
+            raise EngineDown(self.cause)
+        # those that have it already
+        await self._tell_adapters()
+        raise EngineRefused(reason)
+
+    async def _tell_adapters(self) -> list[Any]:
+        """Tells all engines which adapters there are to be; returns what each says, or how it has failed."""
+        told = self._handle.broadcast("change_adapters", self._adapters.now)
+        found: list[Any] = await told.results_async(timeout_s=CHANGE_S, return_exceptions=True)
+        return found
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""
@@ -173,7 +208,8 @@ class RayEngines:
         while hasattr(self._handle, "broadcast"):
             try:
                 names = [self._name(call) for call in self._calls]
-                heard = await self._handle.broadcast("keep", names).results_async(timeout_s=pulse_s, return_exceptions=True)
+                told = self._handle.broadcast("keep", names, self._adapters.now)
+                heard = await told.results_async(timeout_s=pulse_s, return_exceptions=True)
                 self._note({name: EngineStats(*counts) for name, counts in (each for each in heard if isinstance(each, tuple))})
             except Exception:
                 log.exception("the engines could not be told which calls have readers")

@@ -53,7 +53,7 @@ def ingress(settings: ServerSettings) -> Callable[[], ASGIApp]:
             shares = settings.engine.get("enable_prefix_caching", True)
             return RayEngines(
                 handle, stall_s=settings.stall_s, shares_prefixes=shares, noted=service.metrics.note_stats,
-                changed=service.count_engines,
+                changed=service.count_engines, adapters=service.adapters,
             )  # fmt: skip
 
         service = Service(settings, start)

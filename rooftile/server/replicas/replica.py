@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rooftile.engine.adapters.names import adapters_of
 from rooftile.engine.requests.stats import EngineStats
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.observe.log import log
+from rooftile.server.replicas.known_adapters import KnownAdapters
 from rooftile.server.replicas.prefixes import Prefixes
 from rooftile.server.routing import Known
 
@@ -43,13 +43,17 @@ class Replica:
         """Whether it is over for good."""
         self._name, self._settings, self._environment = name, settings, environment
         self._stall_s, self._noted, self._changed = stall_s, noted, changed
+        self.adapters = KnownAdapters(settings)
         self._restarts = restarts
         self._begin()
         self._life = asyncio.create_task(self._live())
 
     def _begin(self) -> None:
         self._noted(EngineStats())
-        self.engine = RemoteEngine(self._settings, stall_s=self._stall_s, noted=self._noted, environment=self._environment)
+        settings = self.adapters.for_another_start(self._settings) if self.starts else self._settings
+        for name in self.adapters.lacks:
+            log.error("%s has the adapter %r no more: its folder is gone", self._name, name)
+        self.engine = RemoteEngine(settings, stall_s=self._stall_s, noted=self._noted, environment=self._environment)
         self._prefixes = Prefixes(0)
 
     @property
@@ -68,15 +72,6 @@ class Replica:
     def note_prompt(self, blocks: Sequence[int]) -> None:
         """Notes that the engine is sent a prompt with these blocks."""
         self._prefixes.add(blocks)
-
-    def note_adapter(self, name: str, path: str | None) -> None:
-        """Notes an adapter that was loaded, or with None unloaded: an engine that is started again has it, or has it not."""
-        adapters = adapters_of(self._settings.get("adapters"))
-        room = self._settings.get("max_adapters") or len(adapters)
-        found = {known: str(folder) for known, folder in adapters.items() if known != name}
-        if path is not None:
-            found[name] = path
-        self._settings = self._settings | {"adapters": found, "max_adapters": room}
 
     async def close(self) -> None:
         """Ends it."""

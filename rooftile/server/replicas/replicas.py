@@ -94,6 +94,8 @@ class Replicas:
         there = self.answering
         if not there:
             raise EngineDown(self.cause)
+        if adapter is not None:
+            there = [each for each in there if adapter not in each.adapters.lacks] or there
         chosen = self._choose(there, prompt, salt if adapter is None else f"{adapter}\0{salt}")
         call = chosen.engine.send(
             prompt, params, salt=salt, streams=streams, started=started, weight=weight(len(prompt), answers), adapter=adapter
@@ -111,16 +113,17 @@ class Replicas:
         there = [each for each in self.all if not each.out]
         if not there or not all(each.engine.answers for each in there):
             raise EngineDown("adapters change while all engines answer, and one does not")
-        ends = await asyncio.gather(*(each.engine.change_adapter(name, path) for each in there), return_exceptions=True)
+        concerned = [each for each in there if path is not None or name not in each.adapters.lacks]
+        ends = await asyncio.gather(*(each.engine.change_adapter(name, path) for each in concerned), return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
-        if errors:
-            changed = [each for each, end in zip(there, ends, strict=True) if end is None]
-            # one that was unloaded cannot fail elsewhere alone: all engines have the same
-            undone = (each.engine.change_adapter(name, None) for each in changed if path is not None)
+        # an engine that dies while it unloads is started again without it
+        if errors and (path is not None or len(errors) == len(ends)):
+            changed = [each for each, end in zip(concerned, ends, strict=True) if end is None]
+            undone = (each.engine.change_adapter(name, None) for each in changed)
             await asyncio.gather(*undone, return_exceptions=True)
             raise errors[0]
         for each in self.all:
-            each.note_adapter(name, path)
+            each.adapters.note(name, path)
 
     def leave(self, call: RemoteCall) -> bool:
         """Aborts a request unless it has ended; returns whether it had not."""

@@ -9,6 +9,7 @@
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
     speculative    output tokens per second with drafts, over the same requests without, by batch and by how likely a drafted
                    token is accepted: greedy answers of one token, which a bias forces, and guesses that are wrong so often
+    speculative-draft  the same with a draft model, Llama's 1B for its 8B, whose steps are computed and whose guesses are replaced
     context        decode steps of a few requests with 1k to 128k tokens each: output tokens per second, and a sequence's memory
     adapters       64 requests without adapters, and dealt out to 16 of rank 16: output tokens per second
     peers          the first requests of W1 on ours, then on Transformers on the same weights
@@ -32,6 +33,7 @@ from rooftile.cost.session import Session
 from rooftile.diagnosis.programs import decode_step
 from rooftile.engine.llm import LLM
 from rooftile.errors import InvalidInput
+from rooftile.models import ModelConfig
 from rooftile_lab.bench import adapter_rates, contexts, speculative
 from rooftile_lab.bench.driver import fitted
 from rooftile_lab.bench.engine_start import in_second_process, started, workloads_for
@@ -44,7 +46,20 @@ from rooftile_lab.bench.serving import case_name, costs_of, repeat, settings_of
 from rooftile_lab.bench.workloads import Workload, named
 from rooftile_lab.bench.works import tidy, words_of_error
 
-PARTS = ("start", "W1", "W10", "W11", "decode-step", "idle", "W8", "context", "speculative", "adapters", "peers")
+PARTS = (
+    "start",
+    "W1",
+    "W10",
+    "W11",
+    "decode-step",
+    "idle",
+    "W8",
+    "context",
+    "speculative",
+    "speculative-draft",
+    "adapters",
+    "peers",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +94,7 @@ def measure(asked: EngineOptions, session: Session, say: Progress | None = None)
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
         "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "context": run.contexts,
-        "speculative": run.drafts, "adapters": run.adapters, "peers": run.peers,
+        "speculative": run.drafts, "speculative-draft": run.model_drafts, "adapters": run.adapters, "peers": run.peers,
     }  # fmt: skip
     for part in PARTS:
         if part in asked.parts:
@@ -242,9 +257,16 @@ class _Run:
 
     def drafts(self) -> Iterator[Row]:
         """A row for each batch and share of accepted tokens."""
+        yield from self._drafts("speculative", speculative.sizes_for(self.asked.scale), None)
+
+    def model_drafts(self) -> Iterator[Row]:
+        """The same for guesses of a draft model."""
+        sizes = speculative.sizes_for(self.asked.scale, draft=True)
+        yield from self._drafts("speculative-draft", sizes, speculative.draft_for(self.decoder.config))
+
+    def _drafts(self, part: str, sizes: speculative.SpeculativeSizes, draft: ModelConfig | None) -> Iterator[Row]:
         self.close()
-        sizes = speculative.sizes_for(self.asked.scale)
-        llm = speculative.engine_for(self.decoder, sizes)
+        llm = speculative.engine_for(self.decoder, sizes, draft)
         for batch in sizes.batches if self.asked.batch is None else (self.asked.batch,):
             without: float | None = None
             for accepted in (None, *sizes.accepted):
@@ -256,7 +278,7 @@ class _Run:
                     without = rate
                 else:
                     spreads["measures"]["over_without_ratio"] = figures(rate / without)
-                name = f"speculative-b{batch}-" + ("none" if accepted is None else f"a{accepted:.2f}")
+                name = f"{part}-b{batch}-" + ("none" if accepted is None else f"a{accepted:.2f}")
                 settings = {"prompt": sizes.prompt, "answer": sizes.answer}
                 yield self.row(name, [one.seconds * 1e6 for one in found], phase="decode", settings=settings, **spreads)
         del llm

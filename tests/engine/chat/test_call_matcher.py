@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from rooftile.engine import LLM
+from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.parts import read_whole
-from rooftile.engine.chat.thought_formats import FORMATS
+from rooftile.engine.chat.thought_formats import FORMATS, HARMONY
 from rooftile.engine.chat.tools.constraint import constraint_of
 from rooftile.engine.chat.tools.use import ToolUse, read_use
 from rooftile.engine.sampling.grammar import Grammars
@@ -255,6 +256,34 @@ def test_very_many_functions_have_a_grammar() -> None:
         assert says(steered(case, own, use_of(choice, tools=tools)), own, text) == text
 
 
+def test_texts_in_tags_follow_what_a_schema_says_of_strings() -> None:
+    case = next(case for case in CASES if case.name == "qwen3_coder")
+    own = tokens_of(case, "added")
+
+    def said(text: str, **function: Any) -> str:
+        tools = [{"type": "function", "function": {"name": "f", **function}}]
+        return says(steered(case, own, use_of(None, False, tools)), own, f"<tool_call>\n<function=f>\n{text}")
+
+    end = "</function>\n</tool_call>"
+    one = f"<parameter=a>\nx <y>\n\n</parameter>\n{end}"
+    assert said(end).endswith(end)
+    assert said(one).endswith("<function=f>\n<")
+    assert said(one, parameters={"type": "object"}).endswith(end)
+    optional = {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}
+    assert said(one, parameters={"type": "object", "properties": {"a": optional}}).endswith(end)
+    short = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 6}}}
+    assert said(one, parameters=short).endswith(end)
+    assert said(one.replace("y", "yy"), parameters=short).endswith("x <yy>\n")
+    nested = {"$ref": "#/$defs/pair"}
+    pair = {"type": "array", "items": {"type": "integer"}, "maxItems": 2, "minItems": 2}
+    parameters = {"type": "object", "properties": {"a": nested}, "required": ["a"], "$defs": {"pair": pair}}
+    assert said(f"<parameter=a>\n[1, 2]\n</parameter>\n{end}", parameters=parameters).endswith(end)
+    assert said(end, parameters=parameters).endswith("<function=f>\n<")
+    assert said("<parameter=a>\n[1, 2, 3]", parameters=parameters).endswith("[1, 2")
+    with pytest.raises(InvalidInput, match="the function f is strict, and its a has pattern: strings in this model's syntax"):
+        said(one, parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
+
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }} <tool_call>{\"name\": "
 ASKED = [[{"role": "user", "content": text}] for text in ("ab", "call a function")]
 
@@ -313,3 +342,63 @@ def test_calls_of_an_engine_follow_their_schemas(speaker: Path) -> None:
         plain.chat(ASKED[:1], SamplingParams(max_tokens=9, temperature=0, beam_width=2), tools=TOOLS, tool_choice="required")
     with pytest.raises(InvalidInput, match="min_tokens is given with a tool_choice that asks for a call"):
         plain.chat(ASKED[:1], SamplingParams(max_tokens=9, min_tokens=2), tools=TOOLS, tool_choice="required")
+
+
+HEADERS = (
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    " to=functions.weather<|channel|>commentary json<|message|>", "<|channel|>analysis to=functions.weather<|message|>",
+)  # fmt: skip
+
+
+def channels() -> tuple[Case, Tokenizer]:
+    """The case of gpt-oss, in which other marks end an answer than a message."""
+    case = next(case for case in CASES if case.name == "harmony")
+    return case, Tokenizer(core_of(case, "special"), named={"eos_token": "<|return|>"})
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("budget", [None, 90])
+def test_gpt_oss_begins_calls_in_headers_alone(header: str, budget: int | None) -> None:
+    """A thought and a text may speak of calls; behind a header the arguments follow their schema."""
+    case, own = channels()
+    prompt = "<|start|>user<|message|>to=functions.weather<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>I write to=functions.none {<|end|><|start|>assistant"
+    said = "<|channel|>commentary<|message|>to=functions.none, then.<|end|><|start|>assistant"
+    call = header + json.dumps(CITY)
+
+    def steering() -> Steering:
+        return steered(case, own, use_of(), prompt=prompt, thoughts=HARMONY, budget=budget)
+
+    assert says(steering(), own, thought + said + call) == thought + said + call
+    wrong = thought + header + json.dumps(CITY).replace("city", "town")
+    got = says(steering(), own, wrong)
+    assert got.startswith(thought + header + '{"')
+    assert "town" not in got
+    assert "none" not in says(steering(), own, call.replace(".weather", ".none"))
+    # the prompt's last turn says where the answer begins
+    inside = steered(case, own, use_of(), prompt=prompt + "<|channel|>final<|message|>Write", thoughts=HARMONY, budget=budget)
+    assert says(inside, own, " to=functions.none {") == " to=functions.none {"
+    assert inside.free >= 3
+
+
+def test_gpt_oss_is_never_left_without_a_token() -> None:
+    """A budget that is spent closes channels, and a call's grammar has two of them: one is left to both."""
+    case, own = channels()
+    for seed in range(10):
+        steering = steered(case, own, use_of(), thoughts=HARMONY, prompt="<|start|>assistant", budget=seed % 2)
+        says(steering, own, " to=functions.add<|channel|>")
+        draw(steering, own, seed, most=120)
+
+
+def test_gpt_oss_must_call_behind_its_thought() -> None:
+    case, own = channels()
+    for seed in range(8):
+        for choice, budget in (("required", 30), ({"type": "function", "function": {"name": "add"}}, 4)):
+            steering = steered(case, own, use_of(choice), thoughts=HARMONY, prompt="<|start|>assistant", budget=budget)
+            ids = draw(steering, own, seed, most=600)
+            found = read_whole(HarmonyReader(use_of().tools), own.decode(ids, skip_special=False))
+            (call,) = found.calls
+            assert found.content == ""
+            if steering.over:
+                check(call.name, call.arguments)
+            assert choice == "required" or call.name == "add"

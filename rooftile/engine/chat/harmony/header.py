@@ -59,6 +59,16 @@ class Header(NamedTuple):
         return name if called and NAME.fullmatch(name) is not None else None
 
 
+def split_at_marks(text: str) -> list[str]:
+    """Returns a text in pieces, each a mark or without one.
+
+    Example:
+        >>> split_at_marks("a<|end|><|start|>assistant")
+        ['a', '<|end|>', '<|start|>', 'assistant']
+    """
+    return [piece for piece in _MARK.split(text) if piece]
+
+
 def without_marks(text: str) -> str:
     """Returns a text without its marks."""
     return _MARK.sub("", text)

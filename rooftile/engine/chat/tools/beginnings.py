@@ -55,6 +55,11 @@ class Watch:
         return copy(self)
 
     @property
+    def free(self) -> int:
+        """The number of next tokens that complete no beginning, but for those that are left out."""
+        return 1
+
+    @property
     def is_over(self) -> bool:
         """Whether no call can begin any more."""
         return self._opening is None and not self._beginnings.marks and not self._beginnings.anchors

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from rooftile.engine.chat.harmony.form import HarmonyForm
 from rooftile.engine.chat.harmony.reader import HarmonyReader
+from rooftile.engine.chat.tools.deepseek import CALLS, DeepseekForm, DeepseekReader
 from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
+from rooftile.engine.chat.tools.listed import GraniteForm, GraniteReader, PhiForm, PhiReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonForm, LlamaJsonReader
 from rooftile.engine.chat.tools.mistral import MistralListForm, MistralNamedForm, MistralReader
+from rooftile.engine.chat.tools.qwen_xml import QwenXmlForm, QwenXmlReader
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
@@ -13,20 +17,31 @@ from rooftile.errors import InvalidInput
 AUTO, NONE = "auto", "none"
 
 
+def _plain(template: str) -> str:
+    """Returns a template in which the escapes of its texts are written out."""
+    return template.replace("\\n", "\n").replace("\\", "")
+
+
 def _shows_objects(template: str) -> bool:
     """Tells whether calls are objects with a name: others write tags of their own into the same pair of tags."""
-    return '{"name": ' in template.replace("\\", "") and not any(
-        tag in template for tag in ("<function=", "<arg_key>", "<tool_calls>")
-    )
+    return '{"name": ' in _plain(template) and not any(tag in template for tag in ("<function=", "<arg_key>", "<tool_calls>"))
 
 
 # in this order: the first that fits a template counts, or of one name the first that fits, else the last
 _ALL = (
-    Syntax("harmony", HarmonyReader, lambda template: SIGN in template),
+    Syntax("harmony", HarmonyReader, lambda template: SIGN in template, HarmonyForm(), ("openai",)),
     Syntax("mistral", MistralReader, lambda template: "[CALL_ID]" in template, MistralNamedForm(has_ids=True)),
     Syntax("mistral", MistralReader, lambda template: "[ARGS]" in template, MistralNamedForm()),
     Syntax("mistral", MistralReader, lambda template: "[TOOL_CALLS]" in template, MistralListForm()),
     Syntax("hermes", HermesReader, lambda template: "<tool_call>" in template and _shows_objects(template), HermesForm()),
+    Syntax("granite", GraniteReader, lambda template: "<|tool_call|> followed by a JSON list" in template, GraniteForm()),
+    Syntax("phi4_mini_json", PhiReader, lambda template: "functools[" in template, PhiForm()),
+    Syntax("deepseek_v3", DeepseekReader, lambda template: CALLS in template and "```" in template, DeepseekForm(fenced=True)),
+    Syntax("deepseek_v31", DeepseekReader, lambda template: CALLS in template, DeepseekForm(fenced=False)),
+    Syntax(
+        "qwen3_coder", QwenXmlReader, lambda template: "<tool_call>\n<function=" in _plain(template), QwenXmlForm(),
+        ("qwen3_xml",),
+    ),
     Syntax(
         "llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LlamaJsonForm(),
         ("llama4_json",),

@@ -48,6 +48,7 @@ def constraint_of(
     found = {
         "grammar": call_grammar(form, use, token_id), "required": use.required, "several": use.several and form.repeats,
         "marks": form.marks, "anchors": form.anchors, "openings": form.openings(use.allowed),
+        "in_headers": form.in_headers,
     }  # fmt: skip
     if may_be_free:
         # a schema that no grammar follows is no reason to refuse a chat in which nothing has to be called

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rooftile.engine.chat.tools.schema_types import SILENT, resolved, takes_text
 from rooftile.engine.chat.tools.tool import Tool
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.sampling.structural_tags import WHITESPACE
+from rooftile.errors import InvalidInput
 
 # white space between the parts of a call
 SPACES = r"[ \t\r\n]{1,8}"
@@ -23,12 +25,18 @@ class CallForm(ABC):
     """The marks of which one begins a block."""
     anchors: tuple[str, ...] = ()
     """Texts behind which an opening may stand, as at the beginning of an answer."""
+    in_headers = False
+    """Whether a mark begins a block in a message's header alone (see `HeaderWatch`)."""
     repeats = True
     """Whether an answer may have several blocks."""
 
     def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Returns what begins an answer that is a call without a mark, written without white space."""
         return ()
+
+    def before(self, rules: CallRules) -> str:
+        """Returns the body of what stands before an answer that must be a call."""
+        return ""
 
     @abstractmethod
     def block(self, rules: CallRules, tools: Sequence[Tool], *, several: bool) -> str:
@@ -105,6 +113,27 @@ class CallRules:
         more = f' ({self.space} "," {self.space} {item})*' if several else ""
         return f'"[" {self.space} {item}{more} {self.space} "]"'
 
+    def up_to(self, end: str, most: int | None = None) -> str:
+        """Adds the rule of a text up to its end, which is part of it; returns its name.
+
+        Args:
+            end: the text that ends it.
+            most: the most characters; None for any number.
+        """
+        # a line break on both sides is no part of the text
+        pattern = r"/(.|\n)*/" if most is None else rf"/\n?(.|\n){{0,{most}}}\n?/"
+        text = self.rule(pattern, name=f"T{len(self._lines)}")
+        return self.rule(f"{text} {written(end)}", name=f"r{len(self._lines)}[lazy]").removesuffix("[lazy]")
+
+    def check_strict(self, tool: Tool, properties: Mapping[str, Any], root: Mapping[str, Any]) -> None:
+        """Raises InvalidInput for a strict function whose strings have bounds that are no part of this syntax's grammar."""
+        for key, schema in properties.items():
+            found = resolved(schema, root)
+            unknown = [name for name in found if name not in SILENT and name != "maxLength"]
+            if tool.strict and takes_text(schema, root) and unknown:
+                why = f"strings in this model's syntax of calls are held to no {unknown[0]}"
+                raise InvalidInput(f"the function {tool.name} is strict, and its {key[:40]} has {unknown[0]}: {why}")
+
     def text(self) -> str:
         """Returns the grammar."""
         return "\n".join(self._lines)
@@ -116,7 +145,8 @@ def call_grammar(form: CallForm, use: ToolUse, token_id: Callable[[str], int | N
     several = use.several and use.named is None
     block = rules.rule(form.block(rules, use.allowed, several=several))
     repeats = use.required and several and form.repeats
-    rules.rule(f"{block} ({rules.space} {block})* {rules.space}" if repeats else block, name="start")
+    before = form.before(rules) if use.required else ""
+    rules.rule(f"{block} ({rules.space} {block})* {rules.space}" if repeats else f"{before} {block}", name="start")
     return rules.text()
 
 

@@ -66,11 +66,16 @@ def read_json_call(reader: CallReader, known: Collection[str] | None = None) -> 
     yield reader.end()
 
 
-def read_json_calls(reader: CallReader) -> Reading[None]:
-    """Reads a list of call objects, or a single call object."""
+def read_json_calls(reader: CallReader, *, in_list: bool = False) -> Reading[None]:
+    """Reads a list of call objects, or a single call object.
+
+    Args:
+        reader: the reader that meets it.
+        in_list: whether the bracket that opens a list is read already.
+    """
     cursor = reader.cursor
     yield from cursor.skip_spaces()
-    if not (yield from cursor.skip("[")):
+    if not in_list and not (yield from cursor.skip("[")):
         yield from read_json_call(reader)
         return
     while True:

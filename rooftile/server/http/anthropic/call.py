@@ -129,6 +129,9 @@ def _request(form: CountForm, ready: Ready) -> GenerationRequest:
 
 def _chat_of(form: CountForm) -> dict[str, Any]:
     """Returns the fields of a chat; None where there is nothing to say."""
+    if form.thread is not None:
+        why = "thread asks for a conversation that the server keeps; none is kept here: send all messages"
+        raise Refusal("unsupported", why, param="thread")
     output = read_part(OutputForm, form.output_config, "output_config")
     edits = form.context_management or {}
     if not isinstance(edits, dict) or edits.keys() - {"edits"} or any(each != _KEEPS for each in edits.get("edits") or []):

@@ -16,4 +16,8 @@ _KINDS = {
 def anthropic_body(refusal: Refusal) -> dict[str, Any]:
     """Returns the body of an answer that refuses a request of /v1/messages."""
     kind = _KINDS.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    error: dict[str, Any] = {"type": kind, "message": refusal.message}
+    if refusal.param == "thread":
+        # by this code clients know that they must send the whole conversation, and do
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error}

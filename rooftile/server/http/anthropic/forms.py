@@ -23,6 +23,7 @@ class CountForm(BaseModel):
     context_management: Any = Field(default=None, json_schema_extra={"type": "object"})
     # what may be cached is cached without being asked
     cache_control: Any = None
+    thread: Any = Field(default=None, description="Refused: no conversation is kept.", json_schema_extra={"type": "object"})
 
 
 class MessagesForm(CountForm):

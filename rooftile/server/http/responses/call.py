@@ -12,6 +12,7 @@ from rooftile.server.http.openai.fields import read_form, read_part
 from rooftile.server.http.openai.forms import ChatForm
 from rooftile.server.http.openai.generation import GenerationRequest, chat_request
 from rooftile.server.http.responses.forms import ReasoningForm, ResponseForm, TextForm
+from rooftile.server.http.responses.functions import Functions, tool_choice
 from rooftile.server.http.responses.items import messages_of, with_instructions
 from rooftile.server.http.responses.output import Output
 from rooftile.server.http.responses.store import ResponseStore
@@ -67,7 +68,9 @@ class ResponsesCall:
         if form.previous_response_id is not None:
             before = self._store.find(self._access.key, form.previous_response_id, "previous_response_id").messages
         self._messages = [*before, *messages_of(form.input)]
-        chat = _chat_of(form) | {"messages": with_instructions(form.instructions, self._messages)}
+        functions = None if form.tools is None else Functions(form.tools)
+        self._output.functions = functions
+        chat = _chat_of(form, functions) | {"messages": with_instructions(form.instructions, self._messages)}
         try:
             return chat_request(read_form(ChatForm, chat), ready)
         except Refusal as refusal:
@@ -134,7 +137,7 @@ class ResponsesCall:
         }  # fmt: skip
 
 
-def _chat_of(form: ResponseForm) -> dict[str, Any]:
+def _chat_of(form: ResponseForm, functions: Functions | None) -> dict[str, Any]:
     """Returns the fields of a chat."""
     text = read_part(TextForm, form.text, "text")
     thinking = read_part(ReasoningForm, form.reasoning, "reasoning")
@@ -151,7 +154,7 @@ def _chat_of(form: ResponseForm) -> dict[str, Any]:
         "logprobs": True if scored else None, "top_logprobs": form.top_logprobs,
         "response_format": None if text is None else _format_of(text.format),
         "reasoning_effort": None if thinking is None else thinking.effort,
-        "tools": None if form.tools is None else _tools_of(form.tools), "tool_choice": _choice_of(form.tool_choice),
+        "tools": None if functions is None else functions.tools, "tool_choice": tool_choice(form.tool_choice),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
 
@@ -161,24 +164,6 @@ def _format_of(given: Any) -> Any:
     if not isinstance(given, dict) or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _tools_of(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise _bad("tools", "tools must be a list of objects of type function")
-    for place, tool in enumerate(given):
-        if tool.get("type") != "function":
-            why = f"tools[{place}] is of type {str(tool.get('type'))[:40]!r}; only functions are called here, by the client"
-            raise Refusal("unsupported", why, param=f"tools[{place}]")
-    return [{"type": "function", "function": {name: tool[name] for name in tool if name != "type"}} for tool in given]
-
-
-def _choice_of(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") != "function":
-        raise _bad("tool_choice", "tool_choice must be none, auto, required, or {type: function, name}")
-    return {"type": "function", "function": {"name": given.get("name")}}
 
 
 def _usage_of(chat: dict[str, Any]) -> dict[str, Any]:

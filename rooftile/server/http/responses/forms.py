@@ -34,6 +34,7 @@ class ResponseForm(BaseModel):
     # taken, and without any effect
     background: Literal[False] | None = None
     metadata: Any = Field(default=None, json_schema_extra={"type": "object"})
+    client_metadata: Any = Field(default=None, json_schema_extra={"type": "object"})
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from rooftile.server import limits
 from rooftile.server.http.openai.fields import read_text
+from rooftile.server.http.responses.functions import model_name
 from rooftile.server.refusals import Refusal
 
 # both are the operator's words; templates know one of them
@@ -51,13 +52,18 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     if kind == "message":
         _add_message(messages, item, where)
     elif kind == "reasoning":
-        thought = "".join(_text(part, where) for part in item.get("content") or item.get("summary") or [])
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise _bad(where, f"{where} has content or a summary of type {type(parts).__name__}; must be a list of parts")
+        thought = "".join(_text(part, where) for part in parts)
         # what another server has encrypted is unknown here, and was never said
         if thought:
             own = _answer(messages)
             own["reasoning_content"] = own.get("reasoning_content", "") + thought
     elif kind == "function_call":
-        call = {name: read_text(item, name, where) for name in ("name", "arguments")}
+        for name in ("name", "arguments") + (("namespace",) if item.get("namespace") is not None else ()):
+            read_text(item, name, where)
+        call = {"name": model_name(item), "arguments": item["arguments"]}
         calls = _answer(messages).setdefault("tool_calls", [])
         calls.append({"id": read_text(item, "call_id", where), "type": "function", "function": call})
     elif kind == "function_call_output":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rooftile.server.http.responses.functions import Functions, model_name
+
 Event = dict[str, Any]
 
 
@@ -19,6 +21,8 @@ class Output:
         self._id = id
         self.items: list[dict[str, Any]] = []
         """The items in the order in which the model has begun them."""
+        self.functions: Functions | None = None
+        """The functions of the request, which know a call's namespace."""
         self._open: dict[str, Any] | None = None
         self._calls = 0
 
@@ -54,7 +58,7 @@ class Output:
         found: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.items:
             if item["type"] == "function_call":
-                call = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"name": model_name(item), "arguments": item["arguments"]}
                 found.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": call})
             else:
                 name = "content" if item["type"] == "message" else "reasoning_content"
@@ -84,9 +88,10 @@ class Output:
     def _call(self, call: dict[str, Any]) -> Iterator[Event]:
         if call.get("id"):
             yield from self.close()
+            name = call["function"]["name"]
             item = {
-                "id": self._named("fc"), "type": "function_call", "call_id": call["id"], "name": call["function"]["name"],
-                "arguments": "",
+                "id": self._named("fc"), "type": "function_call", "call_id": call["id"], "arguments": "",
+                **({"name": name} if self.functions is None else self.functions.call(name)),
             }  # fmt: skip
             yield from self._begin(item, {})
         assert self._open is not None

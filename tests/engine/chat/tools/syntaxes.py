@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rooftile.engine.chat.harmony.header import MARKS
 from rooftile.engine.chat.tools.choose import choose_syntax
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.text import tokenizer
@@ -75,7 +76,25 @@ def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str
     return json.dumps({"name": name, key: arguments})
 
 
+def _xml(name: str, arguments: dict[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def _fenced(name: str, arguments: dict[str, Any]) -> str:
+    call = f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+    return f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+
+
+def _bare(name: str, arguments: dict[str, Any]) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+
+
+_ALL, _END_OF_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK = (_ALL, _END_OF_ALL, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
 W, A = _object("weather", CITY), _object("add", SUM)
+H = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
 CASES = (
     Case(
         "hermes", '<tool_call>{"name": ', ("<tool_call>", "</tool_call>"), f"<tool_call>\n{W}\n</tool_call>",
@@ -93,6 +112,36 @@ CASES = (
         f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{json.dumps(CITY)}",
         f"[TOOL_CALLS]weather[ARGS]{json.dumps(CITY)}[TOOL_CALLS]add[ARGS]{json.dumps(SUM)}", len("[TOOL_CALLS]"),
     ),
+    Case(
+        "qwen3_coder", "<tool_call>\n<function=", ("<tool_call>", "</tool_call>"), _xml("weather", CITY),
+        _xml("weather", CITY) + "\n" + _xml("add", SUM), len("<tool_call>"),
+    ),
+    Case(
+        "qwen3_coder", "<tool_call>\n<function=", ("<tool_call>", "</tool_call>"), _xml("weather", CITY)[12:-13],
+        _xml("weather", CITY)[12:-13] + _xml("add", SUM)[12:-13], len("<function="),
+    ),
+    Case(
+        "granite", "<|tool_call|> followed by a JSON list", ("<|tool_call|>",), f"<|tool_call|>[{W}]",
+        f"<|tool_call|> [{W}, {A}]", len("<|tool_call|>"),
+    ),
+    Case(
+        "granite", "<|tool_call|> followed by a JSON list", (), f"<tool_call>[{W}]", f"<tool_call>[{W}, {A}]",
+        len("<tool_call>"),
+    ),
+    Case("phi4_mini_json", "functools[", (), f"functools[{W}]", f"functools[{W}, {A}]", len("functools[")),
+    Case(
+        "phi4_mini_json", "", ("<|tool_call|>", "<|/tool_call|>"), f"<|tool_call|>[{W}]<|/tool_call|>",
+        f"<|tool_call|>[{W}, {A}]<|/tool_call|>", len("<|tool_call|>"),
+    ),
+    Case(
+        "deepseek_v3", "<｜tool▁calls▁begin｜>```json", _DEEPSEEK, f"{_ALL}{_fenced('weather', CITY)}{_END_OF_ALL}",
+        f"{_ALL}{_fenced('weather', CITY)}\n{_fenced('add', SUM)}{_END_OF_ALL}", len(_ALL),
+    ),
+    Case(
+        "deepseek_v31", "<｜tool▁calls▁begin｜>", _DEEPSEEK, f"{_ALL}{_bare('weather', CITY)}{_END_OF_ALL}",
+        f"{_ALL}{_bare('weather', CITY)}{_bare('add', SUM)}{_END_OF_ALL}", len(_ALL),
+    ),
+    Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 
 

@@ -9,9 +9,12 @@ from hypothesis import given, settings, strategies
 
 from rooftile.engine.chat.parts import CallArguments, CallBroken, CallEnd, CallStart, Content
 from rooftile.engine.chat.tools.choose import NAMES
+from rooftile.engine.chat.tools.schema_types import value_of
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL = (NAMES[name].reader for name in ("hermes", "llama3_json", "mistral"))
+HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK = (
+    NAMES[name].reader for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3")
+)
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
 OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
 PIECES = {
@@ -20,8 +23,25 @@ PIECES = {
         "<|python_tag|>", "; ", OBJECT.replace("arguments", "parameters"), '{"type": "function", "name": "add"', "}", "Hi",
         '{"a": 1}',
     ],
+    "qwen3_coder": [
+        "<tool_call>", "</tool_call>", "\n", "<function=weather>", "<function=add>\n", "</function>", "<parameter=city>\n",
+        "Kiel", "</parameter>\n", "\n</parameter>", "<parameter=days>", "2", "<parameter=units>", '{"a": [1]}', "<parameter=x>",
+        "Good day. ",
+    ],
+    "granite": ["<|tool_call|>", "<tool_call>", "[", "]", OBJECT, ", ", "Good day. "],
+    "phi4_mini_json": ["functools[", "functools", "<|tool_call|>", "<|/tool_call|>", "[", "]", OBJECT, ", ", "Good day. "],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>", "function", "weather", "\n", "```json", "```", ARGUMENTS, "Good day. ",
+    ],
     "mistral": ["[TOOL_CALLS]", "[", "]", OBJECT, ", ", "weather", "[ARGS]", "[CALL_ID]Ab3dE6gHi", ARGUMENTS, "Good day. "],
 }  # fmt: skip
+CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP = PIECES["deepseek_v3"][:5]
+FENCED = f"{CALL_BEGIN}function{SEP}weather\n```json\n{ARGUMENTS}\n```{CALL_END}"
+XML = (
+    '<tool_call>\n<function=weather>\n<parameter=city>\nKiel }" \\\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -76,6 +96,15 @@ CASES = [
     (MISTRAL, f"[TOOL_CALLS][{OBJECT}, {OBJECT}]", "", 2),
     (MISTRAL, f"Look: [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]weather{ARGUMENTS}", "Look:", 2),
     (MISTRAL, f"[TOOL_CALLS]weather[CALL_ID]Ab3dE6gHi[ARGS]{ARGUMENTS}", "", 1),
+    (GRANITE, f"<|tool_call|>[{OBJECT}, {OBJECT}]", "", 2),
+    (GRANITE, f"Look. <tool_call> [{OBJECT}]", "Look.", 1),
+    (PHI, f"functools[{OBJECT}]", "", 1),
+    (PHI, f"I have functools. <|tool_call|>[{OBJECT},{OBJECT}]<|/tool_call|>", "I have functools.", 2),
+    (QWEN, f"Look.\n{XML}\n{XML}", "Look.", 2),
+    (QWEN, f"{XML[12:-13]} Done", " Done", 1),
+    (QWEN, XML.replace("\n2\n", "2").replace("<parameter=days>", "\n<parameter=days> "), "", 1),
+    (DEEPSEEK, f"So:{CALLS_BEGIN}{FENCED}\n{FENCED}{CALLS_END}", "So:", 2),
+    (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", "", 1),
 ]
 
 
@@ -103,6 +132,13 @@ def test_calls(reader, text, content, count) -> None:
         (LLAMA, "<|python_tag|>print(1)", "print(1)"),
         (MISTRAL, "[TOOL_CALLS]hello", "hello"),
         (MISTRAL, "A [TOOL", None),
+        (QWEN, "a <tool_call>\n<func", None),
+        (QWEN, "a <function=b c>d", None),
+        (QWEN, "if a <functions: b", None),
+        (GRANITE, "<|tool_call|> none", " none"),
+        (PHI, "functools[1] of functools", None),
+        (DEEPSEEK, f"{CALLS_BEGIN}none", "none"),
+        (DEEPSEEK, CALLS_BEGIN[:-1], None),
     ],
 )
 def test_what_is_no_call_is_content(reader, text, content) -> None:
@@ -120,13 +156,20 @@ def test_what_is_no_call_is_content(reader, text, content) -> None:
         (HERMES, '<tool_call>{"name": "add", "arguments": ' + "[" * 9 + "</tool_call>", ""),
         (LLAMA, '{"name": "add", "parameters": {"a', '{"a'),
         (MISTRAL, "[TOOL_CALLS]add[ARGS]{", "{"),
+        (QWEN, "<tool_call><function=add>\n<parameter=a>\nx\ny\n</param", '{"a": "x\\ny'),
+        (QWEN, "<function=add><parameter=a>1</parameter>", '{"a": "1"'),
+        (QWEN, "<function=add>hello</function></tool_call>", ""),
+        (QWEN, "<function=add><parameter=a>1</parameter><parameter=a>", '{"a": "1"'),
+        (GRANITE, '<|tool_call|>[{"name": "add", "arguments": {"a"', '{"a"'),
+        (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add\n```json\n{{", "{"),
+        (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}add{SEP}{{}}and{CALLS_END}", "{}"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}', "{}"),
     ],
 )
 def test_a_broken_call_is_told(reader, text, arguments) -> None:
     content, ((name, found),), (why,) = said(reader, text)
     assert (content, name, found) == ("", "add", arguments)
-    assert (why is None) == (arguments == "{}")
+    assert (why is None) == (arguments == "{}" and "and" not in text)
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
@@ -136,6 +179,30 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     ]  # fmt: skip
     assert reader.feed(': "K') == [CallArguments(0, ': "K')]
     assert reader.feed('iel"}}') == [CallArguments(0, 'iel"}'), CallEnd(0)]
+
+
+def test_a_text_has_the_type_of_its_schema() -> None:
+    root = {"$defs": {"n": {"type": "integer"}}, "properties": {"self": {"$ref": "#/properties/self"}}}
+    cases = [
+        ("2", {"type": "integer"}, 2), ("2", {"type": "string"}, "2"), ("2", {"type": "number"}, 2),
+        ("2.5", {"type": "integer"}, "2.5"),
+        ("True", {"type": "boolean"}, True), ("false", {"type": ["boolean", "null"]}, False),
+        ("None", {"type": "string"}, "None"),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None), ("NaN", {"type": "number"}, "NaN"),
+        ("[1", {"type": "array"}, "[1"), ('{"a": 1}', {}, {"a": 1}), ("a b", {}, "a b"), ("7", {"$ref": "#/$defs/n"}, 7),
+        ("7", {"$ref": "#/properties/self"}, 7), ("7", {"$ref": "#/x/y"}, 7), ("b", {"enum": ["a", "b"]}, "b"), ("7", True, 7),
+        ("7", {"enum": [7, 8]}, 7), ("[" * 10_000, {"type": "array"}, "[" * 10_000), ("", {"type": "string"}, ""),
+    ]  # fmt: skip
+    for text, schema, due in cases:
+        assert json.loads(value_of(text, schema, root)) == due, (text, schema)
+
+
+def test_strings_in_tags_are_passed_on_as_they_come() -> None:
+    reader = QWEN(TOOLS)
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nKi"
+    assert reader.feed(text)[-1] == CallArguments(0, "Ki")
+    assert reader.feed("el\n</para") == [CallArguments(0, "el")]
+    assert reader.feed("meter>") == [CallArguments(0, '"')]
 
 
 def test_hostile_texts_end() -> None:

@@ -14,8 +14,10 @@ from rooftile.engine.chat.tools.use import read_use
 from rooftile.engine.text.chat_template import render
 
 FOLDER = os.environ.get("ROOFTILE_CHAT_TEMPLATES")
-ARGUMENTS = {"city": 'K"i<el> é\n}', "days": 2}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+ARGUMENTS = {"city": 'K"i<el> é\n}', "days": 2, "exact": True, "places": [1, {"a": "b"}], "year": "1999"}
+PROPERTIES = {"city": "string", "days": "integer", "exact": "boolean", "places": "array", "year": "string"}
+PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, kind in PROPERTIES.items()}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
 CALL = {"id": "Ab3dE6gHi", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
 TALK = [
     {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -30,10 +32,23 @@ DUE = {
     "openai-gpt-oss-120b": "harmony",
     "meta-llama-Llama-3.3-70B-Instruct": "llama3_json", "mistralai-Ministral-3-14B-Reasoning-2512": "mistral",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral", "unsloth-mistral-Devstral-Small-2507": "mistral",
+    "fireworks-ai-llama-3-firefunction-v2": "phi4_mini_json", "ibm-granite-granite-3.3-2B-Instruct": "granite",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek_v31", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
+    "llama-cpp-deepseek-r1": "deepseek_v3",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen3_coder", "Qwen3-Coder": "qwen3_coder", "Qwen3.5-4B": "qwen3_coder",
+    "StepFun3.5-Flash": "qwen3_coder",
     # these write calls in ways of their own
-    "GLM-4.6": None, "Qwen3-Coder": None, "unsloth-Apriel-1.5": None, "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": None,
+    "GLM-4.6": None, "unsloth-Apriel-1.5": None,
     "google-gemma-2-2b-it": None,
 }  # fmt: skip
+
+# these have no place for tools, or one that only llama.cpp fills
+WITHOUT_TOOLS = (
+    "fireworks-ai-llama-3-firefunction-v2", "deepseek-ai-DeepSeek-V3.1", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "llama-cpp-deepseek-r1",
+)  # fmt: skip
+# it leaves the calls of messages out
+WITHOUT_CALLS = ("ibm-granite-granite-3.3-2B-Instruct",)
 
 
 @pytest.mark.skipif(FOLDER is None, reason="ROOFTILE_CHAT_TEMPLATES names no folder of published templates")
@@ -45,13 +60,27 @@ def test_published_templates(name: str) -> None:
     if syntax is None or use is None:
         return
     named = {"bos_token": "<s>", "eos_token": "</s>"}
-    text = render(template, TALK, True, named, name, tools=[use.tools[0].given])
+    variables = {"functions": "[]", "datetime": "now"} if "firefunction" in name else {}
+    given = None if name in WITHOUT_TOOLS else [use.tools[0].given]
+    text = render(template, TALK, True, named, name, tools=given, variables=variables)
     said = text[text.rfind("QUESTION") + len("QUESTION") :]
     if syntax.name == "llama3_json":
         # a call without a mark is the whole answer
         said = said[said.find("{") :]
+    if name in WITHOUT_CALLS:
+        return
     (call,) = read_whole(syntax.reader(use.tools), said).calls
     assert (call.name, json.loads(call.arguments), call.broken) == ("weather", ARGUMENTS, None)
+
+
+def test_tools_have_the_name_that_a_template_reads() -> None:
+    """SmolLM3's has xml_tools, which are functions without a type beside them."""
+    template = '{% for tool in xml_tools %}{{ tool.name }} {% endfor %}<tool_call>\n{"name": ... </tool_call>'
+    assert render(template, TALK[:1], True, {}, "x", tools=[WEATHER]).startswith("weather ")
+    assert render(template, TALK[:1], True, {}, "x", variables={"xml_tools": [{"name": "own"}]}).startswith("own ")
+    syntax = choose_syntax(template)
+    assert syntax is not None
+    assert syntax.name == "hermes"
 
 
 def test_no_text_beside_a_call_is_null_only_where_a_template_has_no_tools() -> None:
