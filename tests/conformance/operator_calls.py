@@ -23,6 +23,7 @@ from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
+from rooftile.recommend import RelativeBias, hstu_attention
 from tests.conformance.sparse_calls import SPARSE_CALLS
 from tests.conformance.state_calls import STATE_CALLS
 from tests.engine.sampling import assign
@@ -460,6 +461,30 @@ def _gathered_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 96 + 2 * 48, 3 * _SIZE)
 
 
+def _users(device: torch.device, requires_grad: bool = False) -> Tensor:
+    """Users of five rows and of none: a contextual row, two events, two targets."""
+    q, v = (torch.randn(5, 2, dim, device=device, requires_grad=requires_grad) for dim in (8, 4))
+    table = torch.randn(3, device=device, requires_grad=requires_grad)
+    cu, targets = torch.tensor([0, 5, 5], device=device), torch.tensor([2, 0], device=device)
+    return hstu_attention(q, q, v, cu, alpha=0.5, bias=RelativeBias(table), contextual=1, targets=targets)
+
+
+# the contextual row sees 3 rows, events 2 and 3, targets 4 each: two products of each pair and head; q stands for k, too
+_PAIRS = 3 + 2 + 3 + 4 + 4
+
+
+def _hstu(device: torch.device) -> Work:
+    _users(device)
+    return Work(2 * _PAIRS * 2 * (8 + 4), 5 * 2 * (8 + 4) * 4 + 3 * 4 + 5 * 8, 5 * 2 * 4 * 4)
+
+
+def _hstu_backward(device: torch.device) -> Work:
+    y = _users(device, True)
+    y.backward(torch.ones_like(y))
+    read = 5 * 2 * (8 + 4 + 4) * 4 + 3 * 4 + 5 * 8
+    return Work(2 * _PAIRS * 2 * (8 + 4) * 5 // 2, read, 5 * 2 * (8 + 8 + 4) * 4 + 3 * 4)
+
+
 def _adamw(device: torch.device) -> Work:
     w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
     w.grad = torch.ones_like(w)
@@ -537,5 +562,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "gated_sum": _gated_sum,
     "gated_sum_backward": _gated_sum_backward,
     "gathered_attention": _gathered,
+    "hstu_attention": _hstu,
+    "hstu_attention_backward": _hstu_backward,
     "gathered_attention_backward": _gathered_backward,
 }
