@@ -13,6 +13,7 @@ from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.engine.chat.thought_formats import choose_format
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
+from rooftile.server.http.openai.conversation import read_messages
 from tests.server.asking import CHATS, refused
 from tests.server.scripted import ScriptedServer
 from tests.server.thinking import TEMPLATE, thinking_server
@@ -123,6 +124,9 @@ def test_chunks_grow_by_tokens(thinking) -> None:
 
 
 def test_thoughts_sent_back_go_to_the_template(thinking) -> None:
+    """Each template reads them by one of several names."""
+    (read,) = read_messages([{"role": "assistant", "content": "y", "reasoning": "z"}])
+    assert (read["thinking"], read["reasoning_content"], read["reasoning"]) == ("z", "z", "z")
     messages = [
         {"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning": "z"},
         {"role": "user", "content": "plain"},

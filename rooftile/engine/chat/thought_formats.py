@@ -57,6 +57,7 @@ FORMATS = (
     HARMONY,
     ThoughtFormat("mistral", ("[THINK]",), ("[/THINK]",), "[/THINK]", "[/THINK]"),
     ThoughtFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>", "</seed:think>"),
+    ThoughtFormat("cohere", ("<|START_THINKING|>",), ("<|END_THINKING|>",), "<|END_THINKING|>", "<|END_THINKING|>"),
     ThoughtFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), "\n</mm:think>\n\n", "</mm:think>"),
     ThoughtFormat("gemma4", ("<|channel>thought\n",), ("<channel|>",), "\n<channel|>", "<|channel>thought"),
     ThoughtFormat(

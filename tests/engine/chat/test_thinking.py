@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.parts import Content, Part, PlainReader, Thought, joined, read_whole
 from rooftile.engine.chat.thinking import ThoughtReader
 from rooftile.engine.chat.thought_formats import FORMATS, HARMONY, NAMES, Stage, ThoughtFormat, choose_format, stage_of
 from rooftile.engine.text.chat_template import render
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
+from rooftile.server.http.openai.conversation import THOUGHTS
 from tests.engine.folders import core
 
 BLOCKS = [form for form in FORMATS if form is not HARMONY]
@@ -173,6 +175,7 @@ DUE: dict[str, tuple[str, Stage, Stage, Stage]] = {
     "MiniMax-M2": ("think", "inside", "inside", "inside"),
     "StepFun3.5-Flash": ("think", "inside", "inside", "inside"),
     "Kimi-K2-Thinking": ("think", "before", "before", "before"),
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": ("cohere", "before", "after", "after"),
     "google-gemma-4-31B-it": ("gemma4", "before", "after", "after"),
     "ByteDance-Seed-OSS": ("seed_oss", "before", "before", "before"),
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "before", "before", "before"),
@@ -188,7 +191,7 @@ def test_published_templates(name: str) -> None:
     assert form is not None
     # the turns' tokens are added ones in the models' own tokenizers
     turns = ("<|im_start|>", "<|im_end|>", "<｜Assistant｜>", "<|assistant|>", "]~b]ai", "<|im_middle|>", "<|turn>", "[/INST]",
-             "<|channel>", "<channel|>", "<seed:bos>", "<|begin_assistant|>")  # fmt: skip
+             "<|channel>", "<channel|>", "<seed:bos>", "<|begin_assistant|>", "<|CHATBOT_TOKEN|>")  # fmt: skip
     own = tokenizer("byte_level", *turns)
     found = []
     for variables in ({"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}, {}):
@@ -196,3 +199,32 @@ def test_published_templates(name: str) -> None:
         text = render(template, [{"role": "user", "content": "Is <think> a word?"}], True, named, name, variables=variables)
         found.append(stage_of(own, own.encode(text, special=False), form))
     assert (form.name, *found) == DUE[name]
+
+
+# templates that write the thought of the last answer
+WRITE = (
+    "Apriel-1.6-15b-Thinker-fixed", "Bielik-11B-v3.0-Instruct", "ByteDance-Seed-OSS", "Cohere2MoE", "GLM-4.6", "GLM-4.7-Flash",
+    "LFM2.5-8B-A1B", "MiniMax-M2", "MiniMax-M3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen-Qwen3-0.6B", "Qwen3.5-4B",
+    "Spark2.5", "StepFun3.5-Flash", "inclusionai-ling-3.0-flash", "openai-gpt-oss-120b", "openbmb-MiniCPM5-1B",
+    "poolside-Laguna-S-2.1", "poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(FOLDER is None, reason="ROOFTILE_CHAT_TEMPLATES names no folder of published templates")
+@pytest.mark.parametrize("name", WRITE)
+def test_thoughts_of_published_templates_are_read_back(name: str) -> None:
+    template = (Path(FOLDER or "") / f"{name}.jinja").read_text(encoding="utf-8")
+    form = choose_format(template)
+    assert form is not None
+    thought = "So: é <x"
+    answer = {"role": "assistant", "content": "ANSWER"} | dict.fromkeys(THOUGHTS, thought)
+    written = render(template, [{"role": "user", "content": "QUESTION"}, answer], False, {"bos_token": "<s>"}, name)
+    said = written[written.rfind("QUESTION") + len("QUESTION") :]
+    if form is HARMONY:
+        found = read_whole(HarmonyReader(None, "user<|message|>QUESTION"), said)
+    else:
+        begins = [place for mark in form.begins if (place := said.find(mark)) >= 0]
+        # some templates write the mark into the prompt alone
+        found = read_whole(reader(form, "before" if begins else "inside"), said[min(begins, default=said.find(thought)) :])
+    assert found.thought == thought
+    assert found.content.removeprefix("<|START_TEXT|>").startswith("ANSWER")

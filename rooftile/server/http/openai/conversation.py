@@ -26,8 +26,8 @@ CHANGING = {
     "videos": _TEXT,
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, [], {}, "", False)
-# what a model has thought, by the names of several servers; templates that know it write it
-THOUGHTS = ("reasoning_content", "reasoning")
+# what a model has thought, by the names of templates: each reads one of them, if any
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # a name that is nearer than this to one of ours is a slip of the pen
 NEAR = 0.85
 
@@ -70,7 +70,6 @@ def _read(given: dict[str, Any], where: str) -> dict[str, Any]:
     if message.name is not None:
         found["name"] = message.name
     thought = message.reasoning_content or message.reasoning
-    # vLLM gives it to a template by both names
     return found if thought is None else found | dict.fromkeys(THOUGHTS, thought)
 
 
