@@ -15,12 +15,13 @@ from tests.server.scripted import ScriptedServer
 
 SPARE = 7
 TEMPLATE = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}"
+    "{% set last = namespace(name='') %}<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}"
     "{% for tool in tools or [] %} type {{ tool.function.name }} = any;{% endfor %}<|end|>{% for message in messages %}"
     "{% if message.role == 'developer' %}<|start|>developer<|message|>{{ message.content }}<|end|>"
-    "{% elif message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
+    "{% elif message.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ message.content | tojson }}<|end|>"
-    "{% elif message.tool_calls %}{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}"
+    "{% elif message.tool_calls %}{% set last.name = message.tool_calls[0].function.name %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}"
     "<|end|>{% endif %}<|start|>assistant to=functions.{{ message.tool_calls[0].function.name }}<|channel|>commentary json"
     "<|message|>{{ message.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% else %}<|start|>{{ message.role }}{% if message.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"

@@ -156,9 +156,9 @@ def test_what_the_model_reads(client, server, folder) -> None:
         "<|start|>developer<|message|>Be brief.\n\nBe kind.<|end|>"
         "<|start|>user<|message|>How warm?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Kiel"}<|call|>'
-        '<|start|>functions to=assistant<|channel|>commentary<|message|>"7 degrees"<|end|>'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"7 degrees"<|end|>'
         '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>'
-        f'<|start|>functions to=assistant<|channel|>commentary<|message|>"3"<|end|>{AGAIN}'
+        f'<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>{AGAIN}'
     )
     for effort in ("none", "minimal", "max"):
         why = refused(server, CHATS, {"messages": ASK, "reasoning_effort": effort}, "invalid_value")

@@ -18,11 +18,15 @@ from rooftile.engine.chat.harmony.reader import LONGEST_HEADER, HarmonyReader
 from rooftile.engine.chat.parts import CallArguments, CallBroken, CallEnd, CallStart, Content, Part, Thought, joined
 from rooftile.engine.chat.reading import choose_reading, marks_of
 from rooftile.engine.chat.thought_formats import HARMONY
+from rooftile.engine.text.chat_template import render
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.errors import InvalidInput
 from tests.engine.chat.harmony import PIECES, messages, written
 from tests.engine.chat.tools.reading import TOOLS, parts_of, texts
 from tests.engine.folders import core
+from tests.server.harmony import TEMPLATE
+
+FOLDER = os.environ.get("ROOFTILE_CHAT_TEMPLATES")
 
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 CALLED = [CallStart(0, "add"), CallArguments(0, '{"a": 1}'), CallEnd(0)]
@@ -270,3 +274,43 @@ def test_parts_are_those_of_openais_parser(theirs: Any, said: list[Any], data: s
         # a call that is broken off in its header is told here alone
         own = own[: len(due)]
     assert own == due
+
+
+CALLS = [
+    {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    for id, name, arguments in (("a", "weather", '{"city": "Kiel"}'), ("b", "add", {"a": 1}))
+]
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How warm?"},
+    {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "b", "content": "3"}, {"role": "tool", "tool_call_id": "a", "content": "7"},
+    {"role": "developer", "content": "Be kind."}, {"role": "user", "content": "And now?"},
+]  # fmt: skip
+OURS = {"small": TEMPLATE} | (
+    {"published": (Path(FOLDER) / "openai-gpt-oss-120b.jinja").read_text(encoding="utf-8")} if FOLDER else {}
+)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_openais_parser_reads_the_conversation(theirs: Any, name: str) -> None:
+    """Each call has its own message and its own result behind it, and the operator's messages are where they were."""
+    _, encoding = theirs
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+    text = render(OURS[name], CONVERSATION, True, {}, "here", tools=tools)
+    whole, mark, opening = text.rpartition("<|start|>")
+    assert mark + opening == "<|start|>assistant"
+    ids = encoding.encode(whole, allowed_special="all")
+    found = encoding.parse_messages_from_completion_tokens(ids, None)
+    assert [each.author.role.value for each in found[:2]] == ["system", "developer"]
+    assert "Be brief." in found[1].content[0].text
+    *turn, late, last = [
+        (each.author.name or each.author.role.value, each.channel, each.recipient, each.content[0].text) for each in found[2:]
+    ]
+    assert turn == [
+        ("user", None, None, "How warm?"), ("assistant", "analysis", None, "Hm."),
+        ("assistant", "commentary", "functions.weather", '{"city": "Kiel"}'),
+        ("functions.weather", "commentary", "assistant", '"7"'), ("assistant", "commentary", "functions.add", '{"a": 1}'),
+        ("functions.add", "commentary", "assistant", '"3"'),
+    ]  # fmt: skip
+    assert (late[0], late[3].strip()) == ("developer", "# Instructions\n\nBe kind.")
+    assert last == ("user", None, None, "And now?")
